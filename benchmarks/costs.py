@@ -7,7 +7,7 @@
 
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
 from their measured blocks and links, through `hg.Profile`, `hg.Cluster` and `hg.Costs` alone. Those runs were
-DeepSpeed's, so they are priced with that runtime's way of moving data (`cost.stack.DEEPSPEED`: from its source, not
+DeepSpeed's, so they are priced with that runtime's way of moving data (`benchmarks/deepspeed.py`: from its source, not
 from these runs) and with what the authors' version of it adds (`STAGING`), and also with hydragraph's own.
 Constants that are not in the data: sequences have 2,048 tokens and numbers 4 bytes, as the sizes in `model_memory.json`
 say; a node has as many network cards as its whole bandwidth is a multiple of one sender's in `network.json`. `sizes`
@@ -33,14 +33,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table as Printed
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import AUX, Piece, PricedDevice
+from benchmarks.deepspeed import DEEPSPEED, Stack, deepspeed_s
+from hydragraph.cost.block_pieces import AUX, BlockPiece, PricedDevice
 from hydragraph.cost.curves import Constants, Table
-from hydragraph.cost.deepspeed_stack import DEEPSPEED, Stack
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.stage_costs import Hop, StageCost
@@ -97,7 +99,7 @@ class Sailor:
             rows = {int(n): _expanded(each[str(tp)]) for n, each in tables.items() if str(tp) in each}
             sizes = [int(row[0]) for row in memory[tp]] if tp in memory else [int(row[0]) // tp for row in memory[1]]
             pieces[StageKind(tp)] = {
-                f"block {i}": Piece.apart(
+                f"block {i}": BlockPiece.apart(
                     Table(tuple((n, n * SEQUENCE, each[i][0]) for n, each in rows.items())),
                     Table(tuple((n, n * SEQUENCE, each[i][1]) for n, each in rows.items())),
                     parameters=size,
@@ -138,8 +140,8 @@ class Sailor:
             found.append(Pair((a, b), link.bytes_per_s, link.latency_s, link.points))
         return tuple(found)
 
-    def priced(self, run: dict[str, Any], stack: Stack) -> float:
-        """Return the seconds of an iteration of a measured run."""
+    def priced(self, run: dict[str, Any], stack: Stack | None) -> float:
+        """Return the seconds of an iteration of a measured run, on DeepSpeed or, without a stack, on hydragraph."""
         pipelines, nodes, first, last = [], [], 0, run["pp"] - 1
         for replica in range(run["dp"][0]):
             stages = []
@@ -153,13 +155,15 @@ class Sailor:
         types = {node.type: DeviceType(1e12, 10**15, 1e12) for node in nodes}  # do not affect the results
         profile = Profile.merge([self.profile(gpu, run["model"]) for gpu in types])
         cluster = Cluster.of(types, tuple(nodes), self.pairs(tuple(types)))
-        costs = hg.Costs(profile, cluster, stack=stack)
+        costs = hg.Costs(profile, cluster)
         count, size = run["gbs"] // (run["mbs"] * len(pipelines)), run["mbs"]
         at = iter(range(run["gbs"]))
         micro_batches = tuple(tuple(tuple(next(at) for _ in range(size)) for _ in range(count)) for _ in pipelines)
         assignment = hg.Assignment(micro_batches, (SEQUENCE,) * (count * size * len(pipelines)))
         strategy = hg.Strategy(pipelines=tuple(pipelines))
-        return costs.simulate(strategy, assignment).seconds if stack.own else costs.seconds(strategy, assignment)
+        if stack is None:
+            return costs.simulate(strategy, assignment).seconds
+        return deepspeed_s(costs, strategy, assignment, stack)
 
     def memory(self, run: dict[str, Any]) -> float:
         """Return the bytes of the fullest device by DeepSpeed's accounting, as `model_memory.json` counts.
@@ -216,7 +220,7 @@ class PricedRun:
 def print_clusters(folder: Path) -> None:
     """Print measured beside priced seconds and bytes, run by run, the mean absolute errors, and pairs ranked right."""
     data = Sailor(folder)
-    runs = [PricedRun(run, data.priced(run, SAILORS), data.priced(run, Stack()), data.memory(run)) for run in data.runs]
+    runs = [PricedRun(run, data.priced(run, SAILORS), data.priced(run, None), data.memory(run)) for run in data.runs]
     table = Printed(title="measured runs of real clusters (Sailor's)", title_justify="left")
     for heading in ("run", "measured s", "as DeepSpeed", "error", "as hydragraph", "measured GB", "counted", "error"):
         table.add_column(heading, justify="left" if heading == "run" else "right")
@@ -271,14 +275,14 @@ class Sized:
 def big_profile(layers: int, hidden: int = 8192) -> Profile:
     """Return a made-up profile of a large model; what it says does not matter here."""
 
-    def pieces(tp: int) -> dict[str, Piece]:
+    def pieces(tp: int) -> dict[str, BlockPiece]:
         forward = Constants(1e-11 / tp, 1e-6 / tp, 1e-5)
         vocabulary, layer = 128_000 * hidden // tp, 12 * hidden * hidden // tp
         return {
-            AUX: Piece.apart(Constants(0.0, 0.0, 1e-6), Constants(0.0, 0.0, 0.0)),
-            "embed": Piece.apart(Constants(0.0, 1e-9, 1e-5), Constants(0.0, 1e-9, 1e-5), parameters=vocabulary),
-            "layer": Piece.apart(forward, forward.times(2), parameters=layer),
-            "head": Piece.apart(forward, forward.times(2), parameters=vocabulary),
+            AUX: BlockPiece.apart(Constants(0.0, 0.0, 1e-6), Constants(0.0, 0.0, 0.0)),
+            "embed": BlockPiece.apart(Constants(0.0, 1e-9, 1e-5), Constants(0.0, 1e-9, 1e-5), parameters=vocabulary),
+            "layer": BlockPiece.apart(forward, forward.times(2), parameters=layer),
+            "head": BlockPiece.apart(forward, forward.times(2), parameters=vocabulary),
         }
 
     sizes = ModelSizes.rough((128_000 * hidden, *[12 * hidden * hidden] * layers, 128_000 * hidden), 2 * hidden, 2)
@@ -409,7 +413,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the part predicted")
     parser.add_argument("--json", type=Path, help="write what the part predicted found to this file")
     chosen = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # run by its path, this file knows only its own folder
     parts: dict[str, Callable[[], None]] = {
         "clusters": lambda: print_clusters_of(chosen.data / "sailor"),
         "sizes": print_sizes,

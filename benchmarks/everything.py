@@ -53,7 +53,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Piece
+from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.data.mini_batches import length_of
@@ -188,7 +188,7 @@ def config_in(folder: Path, story: Story, **changed: Any) -> TrainConfig:
 def slower(profile: Profile, rate: float, name: str) -> Profile:
     """Return what was measured, as a kind of device would have measured it that takes `rate` times as long."""
 
-    def times(piece: Piece) -> Piece:
+    def times(piece: BlockPiece) -> BlockPiece:
         forward, backward = (None if c is None else c.times(rate) for c in (piece.forward, piece.backward))
         return replace(piece, seconds=piece.seconds.times(rate), forward=forward, backward=backward)
 

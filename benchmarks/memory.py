@@ -46,7 +46,7 @@ import hydragraph as hg
 from benchmarks.step import rivals
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import Compiled, CompiledBlocks, Memory, rank_memory
+from hydragraph.cost.rank_memory import CompiledBlocks, Memory, VariantOf, rank_memory
 from hydragraph.frontend.mini_batch import token_multiple
 from hydragraph.frontend.packed_batch import padding
 from hydragraph.planner.quick_plan import assign
@@ -243,7 +243,7 @@ def rival(_: object, sizes: Sizes) -> int:
 def check(
     program: hg.Program,
     strategy: hg.Strategy,
-    compiled: Compiled,
+    compiled: VariantOf,
     ranks: int,
     lengths: Sequence[int],
     home: hg.Home | None,

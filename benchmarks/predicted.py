@@ -32,10 +32,10 @@ from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
 from hydragraph.commands.bench.bench_table import BenchReport, Target, to_table
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.trace_file import Event, TracedStep
+from hydragraph.cost.trace_file import TracedStep, TraceEvent
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.planner.quick_plan import assign
-from hydragraph.report.measured_beside_predicted import ComparedStep, Comparison, compared_step
+from hydragraph.report.measured_beside_predicted import ComparedStep, RunComparison, compared_step
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 
 SMALL = Sizes(hidden=256, layers=4, lengths=(500, 400, 300, 200, 200, 100, 100, 60, 60, 40, 40))
@@ -55,7 +55,7 @@ class Round:
 
     before: Profile
     after: Profile
-    steps: tuple[tuple[TracedStep, tuple[tuple[Event, ...], ...]], ...]
+    steps: tuple[tuple[TracedStep, tuple[tuple[TraceEvent, ...], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def row(ranks: int, strategy: str, found: Sequence[Taken]) -> tuple[str | float,
     ratios = sorted(one.ratio for one in found)
     steps = tuple(step for one in found for step in one.compared)
     middle = (median(one.measured for one in found), median(one.predicted for one in found))
-    sentence = Comparison("", ("",) * ranks, steps).sentence
+    sentence = RunComparison("", ("",) * ranks, steps).sentence
     return str(ranks), strategy, str(len(found)), *middle, median(ratios), ratios[0], ratios[-1], sentence
 
 

@@ -47,7 +47,7 @@ from rich.progress import track
 from rich.table import Table
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Piece
+from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.datasheet import ROOFLINE, datasheet
@@ -129,7 +129,7 @@ class Otherwise:
     def price(self, profile: Profile, cluster: Cluster, heads: int) -> Profile:
         """Return a datasheet's profile with the attention and the collectives of this system."""
 
-        def changed(kind: StageKind, piece: Piece, bytes_per_s: float) -> Piece:
+        def changed(kind: StageKind, piece: BlockPiece, bytes_per_s: float) -> BlockPiece:
             forward, backward = piece.parts(kind.recompute)
             assert isinstance(forward, Constants)
             assert isinstance(backward, Constants)

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import hydragraph as hg
 from hydragraph.cost.actors import stage_actors
-from hydragraph.cost.block_pieces import Piece, PricedDevice
-from hydragraph.cost.costs import CostedWork, Costs
+from hydragraph.cost.block_pieces import BlockPiece, PricedDevice
+from hydragraph.cost.costed_work import CostedWork
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.instruction_work import Part, Without
 from hydragraph.cost.measured_profile import Profile, Scheme
@@ -113,8 +114,8 @@ def with_blocks(profile: Profile) -> Profile:
         forward, backward = layer.times(FORWARD), layer.times(1 - FORWARD)
         nothing = Constants(0.0, 0.0, 0.0)
         pieces[StageKind(tp)] = {
-            "vocabulary": Piece.apart(nothing, nothing, parameters=embedding // tp),
-            "layer": Piece.apart(forward, backward, parameters=layer_elements(profile) // tp),
+            "vocabulary": BlockPiece.apart(nothing, nothing, parameters=embedding // tp),
+            "layer": BlockPiece.apart(forward, backward, parameters=layer_elements(profile) // tp),
         }
     sizes = (embedding, *[layer_elements(profile)] * model.layers, embedding)
     return replace(

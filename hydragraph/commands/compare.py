@@ -18,7 +18,7 @@ from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
-    from hydragraph.report.measured_beside_predicted import Comparison, Row
+    from hydragraph.report.measured_beside_predicted import ComparedSeconds, RunComparison
 
 EXAMPLE = (
     "Example: hydragraph profile config.yaml --output profile.json, hydragraph train config.yaml --trace, then "
@@ -87,7 +87,7 @@ def run_costs(
     return costs_of_run(config, measured, where, corrections)
 
 
-def _print(found: Comparison, corrections: Path) -> None:
+def _print(found: RunComparison, corrections: Path) -> None:
     print(found.source)
     left = f", steps {', '.join(map(str, found.warming))} left out" if found.warming else ""
     headings = ("strategy", "steps", "measured", "predicted", "measured / predicted")
@@ -101,7 +101,7 @@ def _print(found: Comparison, corrections: Path) -> None:
     print(f"{corrections}: {found.corrections}")
 
 
-def _kinds(found: Comparison) -> Table:
+def _kinds(found: RunComparison) -> Table:
     """Return a row for each kind that took time, and below it one for every rank."""
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
     table = new_table(f"where the time of {len(found.steps)} steps went, all ranks and each", headings, left=("kind",))
@@ -114,7 +114,7 @@ def _kinds(found: Comparison) -> Table:
     return table
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: ComparedSeconds) -> None:
     name = "" if row.rank is not None else row.kind.value
     sign = "-" if row.difference < 0 else "+"
     table.add_row(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydragraph.cost.block_pieces import Held
+from hydragraph.cost.block_pieces import MemoryLines
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.spec.home import Home
@@ -41,7 +41,7 @@ class BlockData:
 
     kind: str
     indices: tuple[int, ...]
-    held: Held
+    held: MemoryLines
     gradients: int
     sent: Line
 
@@ -94,12 +94,12 @@ class ModelData:
     @cached_property
     def outline(self) -> Outline:
         """Data that programs are built from."""
-        return self.sizes.outline()
+        return self.sizes.outline
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Buckets: parameters that are pulled and pushed together."""
-        return self.sizes.buckets()
+        return self.sizes.buckets
 
     @property
     def owners(self) -> Home:

@@ -22,7 +22,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
-    from hydragraph.cost.rank_memory import Compiled
+    from hydragraph.cost.rank_memory import VariantOf
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import Offer
     from hydragraph.spec.cluster import Cluster
@@ -214,7 +214,7 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
     return config.home if running else Home(copies=config.home.copies)
 
 
-def _told(compiled: Compiled, say: Say) -> Compiled:
+def _told(compiled: VariantOf, say: Say) -> VariantOf:
     """Return a lookup of graphs that reports each first compilation, which takes a while."""
     known: set[object] = set()
 
@@ -292,11 +292,12 @@ def _write(plan: Plan, path: Path) -> str:
 def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
     from hydragraph.report.page import write_report
     from hydragraph.report.plan_report import plan_report
-    from hydragraph.report.simulation_report import Simulated, panel
+    from hydragraph.report.simulation_price import PricedStrategy
+    from hydragraph.report.simulation_report import panel
 
     owned = costs.changed(home=plan.home)
     timeline = owned.simulate(plan.strategy, plan.assignment)
-    shown = panel(owned, Simulated(plan.strategy, plan.assignment, timeline))
+    shown = panel(owned, PricedStrategy(plan.strategy, plan.assignment, timeline))
     write_report(plan_report(path.stem, _record(plan, costs, source), shown), path)
     return f"{path}: the plan, its rivals and its timeline, for a browser"
 

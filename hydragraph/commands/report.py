@@ -24,7 +24,7 @@ from hydragraph.commands.options import (
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.report.facts import Report
+    from hydragraph.report.facts import ReportContents
 
 EXAMPLE = (
     "Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo "
@@ -82,9 +82,10 @@ def report_command(options: ReportOptions) -> None:
     print(f"{path}: {path.stat().st_size / 1e6:.2g} MB, for a browser")
 
 
-def _of_config(options: ReportOptions) -> Report:
+def _of_config(options: ReportOptions) -> ReportContents:
     from hydragraph.commands.simulate import StepOptions, assigned, strategies_and_costs
-    from hydragraph.report.simulation_report import Simulated, simulation_report
+    from hydragraph.report.simulation_price import PricedStrategy
+    from hydragraph.report.simulation_report import simulation_report
 
     given = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
     step = StepOptions(config=options.source, **given)
@@ -93,11 +94,11 @@ def _of_config(options: ReportOptions) -> Report:
     found = []
     for strategy in strategies:
         assignment = assigned(step, config, costs, strategy)
-        found.append(Simulated(strategy, assignment, costs.simulate(strategy, assignment)))
+        found.append(PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment)))
     return simulation_report(options.source.name, costs, found)
 
 
-def _of_plan(source: Path) -> Report:
+def _of_plan(source: Path) -> ReportContents:
     from hydragraph.report.plan_report import plan_report
 
     try:
@@ -106,7 +107,7 @@ def _of_plan(source: Path) -> Report:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _of_run(options: ReportOptions) -> Report:
+def _of_run(options: ReportOptions) -> ReportContents:
     from hydragraph.commands.compare import run_costs
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.run_report import run_report

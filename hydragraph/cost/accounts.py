@@ -2,7 +2,7 @@
 
 Every second belongs to one kind. A wait for a message is split at the time when the other side started it: before that,
 the other rank was late (`LATE`); after that, the transfer counts. An error of the cost model thus shows where it is
-made, and not on the ranks that wait because of it.
+made.
 
 Example: rank 1 needs h2.0 from rank 0 at 3 s, rank 0 sends it at 5 s, and it arrives at 6 s.
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hydragraph.cost.timeline import Timeline
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.ir.value import Value, ValueKind, gradients, parse_value, weights
 
 
-class Kind(Enum):
+class TimeKind(Enum):
     """Kinds of time."""
 
     FORWARD = "forward"
@@ -38,33 +38,34 @@ class Kind(Enum):
 
 
 # The kinds of a rank's own time; it waits for other ranks because of theirs.
-CAUSES = tuple(kind for kind in Kind if kind is not Kind.LATE)
+CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
+TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
 _OF_OP = {
-    Op.FORWARD: Kind.FORWARD,
-    Op.BACKWARD: Kind.BACKWARD,
-    Op.PULL: Kind.PULL,
-    Op.PUSH: Kind.PUSH,
-    Op.SEND: Kind.P2P,
-    Op.RECEIVE: Kind.P2P,
-    Op.UPDATE: Kind.UPDATE,
-    Op.COMMIT: Kind.COMMIT,
-    Op.FREE: Kind.OTHER,
+    Op.FORWARD: TimeKind.FORWARD,
+    Op.BACKWARD: TimeKind.BACKWARD,
+    Op.PULL: TimeKind.PULL,
+    Op.PUSH: TimeKind.PUSH,
+    Op.SEND: TimeKind.P2P,
+    Op.RECEIVE: TimeKind.P2P,
+    Op.UPDATE: TimeKind.UPDATE,
+    Op.COMMIT: TimeKind.COMMIT,
+    Op.FREE: TimeKind.OTHER,
 }
-_OF_STREAM = {Stream.PULL: Kind.PULL, Stream.PUSH: Kind.PUSH, Stream.P2P: Kind.P2P}
+_OF_STREAM = {Stream.PULL: TimeKind.PULL, Stream.PUSH: TimeKind.PUSH, Stream.P2P: TimeKind.P2P}
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """How one rank spent an iteration.
 
     Attributes:
         seconds: by kind; their sum is the rank's iteration.
-        transfers: by message, seconds since the last of its participants started it. A traced run has only messages
-            that a rank waited for in flight, since the other arrivals were not recorded.
+        transfers: by message, seconds since its last participant started it; of a traced run, only messages that a
+            rank waited for.
     """
 
-    seconds: Mapping[Kind, float]
+    seconds: Mapping[TimeKind, float]
     transfers: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -73,31 +74,30 @@ class Account:
         return sum(self.seconds.values())
 
 
-class _Sums:
+class _OpenAccount:
     """An account under construction."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(Kind, 0.0)
+        self.seconds = dict.fromkeys(TimeKind, 0.0)
         self.transfers: dict[str, float] = {}
 
-    def wait(self, kind: Kind, begin: float, end: float, issued: float) -> None:
+    def wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
         """Add a wait for a message that its last sender issued at `issued`."""
         late = min(max(issued - begin, 0.0), end - begin)
-        self.seconds[Kind.LATE] += late
+        self.seconds[TimeKind.LATE] += late
         self.seconds[kind] += end - begin - late
 
-    def account(self) -> Account:
-        return Account(self.seconds, self.transfers)
+    def account(self) -> TimeAccount:
+        return TimeAccount(self.seconds, self.transfers)
 
 
 # Traced runs.
 
 
-def measured_accounts(ranks: Sequence[Sequence[Event]]) -> tuple[Account, ...]:
+def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of one traced iteration.
 
-    If clocks of hosts differ, the same amount of each wait is attributed to the transfer instead of the late rank, or
-    vice versa.
+    If clocks of hosts differ, as much of each wait counts as the transfer instead of `LATE`, or vice versa.
 
     Args:
         ranks: by rank, the events of that iteration alone.
@@ -115,12 +115,12 @@ def measured_accounts(ranks: Sequence[Sequence[Event]]) -> tuple[Account, ...]:
     # The last rank at the commit does not wait: its time there is the cost of the commit.
     own = min(commits, default=0.0)
     for found, commit in zip(sums, commits, strict=True):
-        found.seconds[Kind.COMMIT] += own
-        found.seconds[Kind.LATE] += commit - own
+        found.seconds[TimeKind.COMMIT] += own
+        found.seconds[TimeKind.LATE] += commit - own
     return tuple(found.account() for found in sums)
 
 
-def _issued(ranks: Sequence[Sequence[Event]]) -> Callable[[Value, int], float]:
+def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
     """Return a function for the time when the last participant started exchanging a value, for a waiting rank."""
     began: dict[str, float] = {}
     for events in ranks:
@@ -136,36 +136,37 @@ def _issued(ranks: Sequence[Sequence[Event]]) -> Callable[[Value, int], float]:
     return of
 
 
-def _measured(rank: int, events: Sequence[Event], issued: Callable[[Value, int], float]) -> tuple[_Sums, float]:
+def _measured(
+    rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
+) -> tuple[_OpenAccount, float]:
     """Return a rank's sums, and the seconds of its commit, including its wait for other ranks."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
-    sums = _Sums()
+    sums = _OpenAccount()
     commit = 0.0
     for event, own in _own(computing):
         if event.name.startswith("wait "):
             value = parse_value(event.name.removeprefix("wait "))
             kind = _OF_STREAM[_stream_of(value)]
             since = issued(value, rank)
-            # If no start was recorded, the whole wait counts as the transfer.
             known = since > float("-inf")
             sums.wait(kind, event.begin, event.end, since if known else event.begin)
             if known and event.end > max(event.begin, since):
                 sums.transfers[value] = event.end - since
             continue
         kind = _OF_OP[parse_instruction(event.name, 0).op]
-        if kind is Kind.COMMIT:
+        if kind is TimeKind.COMMIT:
             commit += own
         else:
             sums.seconds[kind] += own
     if computing:
         whole = max(event.end for event in computing) - computing[0].begin
-        sums.seconds[Kind.OTHER] += max(0.0, whole - commit - sum(sums.seconds.values()))
+        sums.seconds[TimeKind.OTHER] += max(0.0, whole - commit - sum(sums.seconds.values()))
     return sums, commit
 
 
-def _own(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
     """Yield events, sorted by start, with their seconds without those of nested events."""
-    open_: list[tuple[Event, float]] = []  # with the seconds of nested events
+    open_: list[tuple[TraceEvent, float]] = []  # with the seconds of nested events
     for event in events:
         while open_ and open_[-1][0].end <= event.begin:
             yield _closed(open_)
@@ -177,7 +178,7 @@ def _own(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
         yield _closed(open_)
 
 
-def _closed(open_: list[tuple[Event, float]]) -> tuple[Event, float]:
+def _closed(open_: list[tuple[TraceEvent, float]]) -> tuple[TraceEvent, float]:
     event, inside = open_.pop()
     return event, max(0.0, event.end - event.begin - inside)
 
@@ -189,7 +190,7 @@ def _stream_of(value: Value) -> Stream:
 # Simulations.
 
 
-def predicted_accounts(timeline: Timeline) -> tuple[Account, ...]:
+def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     """Return every rank's account of a simulated iteration; ranks of a stage have the same one."""
     issued = _simulated_issues(timeline)
     accounts = [_predicted(timeline, a, issued) for a in range(len(timeline.actors))]
@@ -210,15 +211,14 @@ def _simulated_issues(timeline: Timeline) -> Issues:
 
 
 def _ready(timeline: Timeline, a: int, i: int) -> float:
-    """Return when the inputs of an instruction were ready."""
     end = timeline.times[a].end
     return max((end[need] for need in timeline.actors[a].program.needs[i]), default=0.0)
 
 
-def _predicted(timeline: Timeline, a: int, issues: Issues) -> Account:
+def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
-    sums = _Sums()
+    sums = _OpenAccount()
     free = 0.0  # when computation could continue
     for i in program.compute:
         instruction = program.instructions[i]
@@ -227,7 +227,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> Account:
                 kind = _OF_OP[program.instructions[j].op]
                 sums.wait(kind, free, times.end[j], _issue(timeline, a, j, issues))
                 free = times.end[j]
-        sums.seconds[Kind.LATE] += max(0.0, times.begin[i] - free)
+        sums.seconds[TimeKind.LATE] += max(0.0, times.begin[i] - free)
         sums.seconds[_OF_OP[instruction.op]] += times.end[i] - times.begin[i]
         free = max(free, times.end[i])
     for j in (*program.pulls, *program.pushes, *program.receives):
@@ -236,7 +236,6 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> Account:
 
 
 def _value(transfer: Instruction) -> str:
-    """Return the value that a pull, a push or a receive brings."""
     if transfer.op is Op.RECEIVE:
         return transfer.writes[0]
     return weights(transfer.target) if transfer.op is Op.PULL else gradients(transfer.target)

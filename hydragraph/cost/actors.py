@@ -1,7 +1,7 @@
 """Actors: the ranks of a stage, which run the same instructions, as one; each different program is compiled once.
 
 Ranks of a stage differ only in their partners for sends and receives, as do stages of equal pipelines: a thousand ranks
-have a few dozen different programs. `Compiled` is such a program as lists of indices.
+have a few dozen different programs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class ActorProgram:
     """A rank's instructions for simulation, by their indices.
 
     Attributes:
@@ -63,8 +63,8 @@ class Compiled:
     before: dict[int, int]
 
     @classmethod
-    def of(cls, instructions: Sequence[Instruction]) -> Compiled:
-        """Sort instructions into queues and find what each waits for; a missing value makes its reader wait forever."""
+    def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
+        """Sort instructions into queues; a missing value makes its reader wait forever."""
         queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
@@ -77,7 +77,7 @@ class Compiled:
                 needs.append(())
                 before[i] = latest
                 continue
-            # Pulls and pushes run one after another here, so the window adds no wait.
+            # Pulls and pushes run one after another, so the window adds no wait.
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             needs.append(tuple(sorted({maker.get(value, i) for value in after})) if after else ())
@@ -108,8 +108,7 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline that it serves, or of its interleaved stages; empty if it only takes part
-            in exchanges.
+        roles: of its stage in every pipeline that it serves, or of its interleaved stages.
         layers: the half-open range that it computes, of each interleaved stage.
         program: of one rank of an equal actor.
         of: returns the instructions of each of its ranks.
@@ -118,7 +117,7 @@ class Actor:
     ranks: tuple[int, ...]
     roles: tuple[PlacedRole, ...]
     layers: tuple[Span, ...]
-    program: Compiled
+    program: ActorProgram
     of: Callable[[int], Sequence[Instruction]] = field(repr=False)
 
     @property
@@ -169,7 +168,7 @@ def stage_actors(
     """
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
-    compiled: dict[object, Compiled] = {}
+    compiled: dict[object, ActorProgram] = {}
     working = [_actor(placement, mode, ranks, stage, stage.ranks, compiled) for stage in placement.stages]
     idle = sorted(set(range(ranks)) - set(placement.stage_of))
     return (*working, *(_actor(placement, mode, ranks, None, (rank,), compiled) for rank in idle))
@@ -181,21 +180,20 @@ def _actor(
     ranks: int,
     stage: PlacedStage | None,
     members: tuple[int, ...],
-    compiled: dict[object, Compiled],
+    compiled: dict[object, ActorProgram],
 ) -> Actor:
-    # A thousand ranks have millions of instructions: one rank per program is lowered now, the others on demand.
+    # One rank per program is lowered now, the others on demand: a thousand ranks have millions of instructions.
     def of(rank: int) -> tuple[Instruction, ...]:
         return placed_program(placement, "", mode, rank, ranks).instructions
 
     key: object = None
     if stage is not None:
-        # The beat of each role determines the order of its instructions, as does, for interleaved stages, which
-        # neighbours are the same.
+        # Beats determine the order of instructions, as does, for interleaved stages, which neighbours are the same.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
-        compiled[key] = Compiled.of(of(members[0]))
+        compiled[key] = ActorProgram.of(of(members[0]))
     if stage is None:
         return Actor(members, (), (), compiled[key], of)
     return Actor(members, stage.roles, stage.layers, compiled[key], of)
@@ -225,7 +223,7 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
         by_rank = {program.rank: program.instructions for program in of_stage}
         leader = by_rank.get(members[key][0], first.instructions)
         roles = tuple(_placed(role, first.layers.index(first.span_of(role)), by_role) for role in first.roles)
-        actors.append(Actor(members[key], roles, first.layers, Compiled.of(leader), by_rank.__getitem__))
+        actors.append(Actor(members[key], roles, first.layers, ActorProgram.of(leader), by_rank.__getitem__))
     return tuple(actors)
 
 

@@ -19,7 +19,7 @@ GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryLines:
     """Memory of one compiled block for one micro-batch, in bytes, as lines over its tokens.
 
     Each line is (bytes, bytes per token); see `cost.footprint.Footprint` for their meaning.
@@ -39,12 +39,11 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: of its forward and backward for one micro-batch; a may be 0 (an embedding has no attention). If
-            `forward` and `backward` are tables, these are approximate constants for search.
+        seconds: of its forward and backward for one micro-batch; approximate if `forward` and `backward` are tables.
         parameters: elements of its weights on the rank.
         kept: bytes per token of a micro-batch, from its forward to its backward.
         working: bytes per token of temporary values of its graphs.
@@ -52,8 +51,8 @@ class Piece:
         frozen: elements of its weights that get no gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
         reduced: number of hidden states that its tensor-parallel ranks sum in forward and backward, if these seconds
-            exclude the sums; measurements include them.
-        held: its memory in more detail; None: only the sums above are known.
+            exclude the sums.
+        held: its memory in more detail, if known.
     """
 
     seconds: Constants
@@ -65,15 +64,19 @@ class Piece:
     forward: Curve | None = None
     backward: Curve | None = None
     reduced: tuple[int, int] = (0, 0)
-    held: Held | None = None
+    held: MemoryLines | None = None
 
     @classmethod
-    def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> Piece:
+    def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> BlockPiece:
         """Return a piece with separate forward and backward curves; `sizes` are its other fields."""
-        # Search uses constants, so tables are approximated; exact seconds are read from the tables.
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
         together = Constants.sum([(1, one), (1, two)])
         return cls(together, **sizes, forward=forward, backward=backward)
+
+    @property
+    def forward_only(self) -> Curve:
+        """Its seconds if it has no backward, like auxiliary values."""
+        return self.forward if self.forward is not None else self.seconds
 
     def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
         """Return its forward and backward curves."""
@@ -89,7 +92,6 @@ class PricedDevice:
     """The device on which pieces were measured.
 
     Attributes:
-        name: reported by the device.
         memory: bytes that a rank may use, without the margin.
         elements: of the whole model's parameters.
         itemsize: bytes of an element in the compute dtype.

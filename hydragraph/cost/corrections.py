@@ -1,7 +1,7 @@
 """Corrections: measured errors of the cost model, by kind of instruction, type of device and rank.
 
 Each sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms
-of the latest samples, so twice and half as long weigh alike, and a few disturbed steps have no effect.
+of the latest samples.
 
     base of a type     the lower median over its ranks of the median over their forwards and backwards
     straggler          a rank beyond that by more than a tenth, and by more than its own samples scatter
@@ -25,8 +25,8 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from hydragraph.cost.accounts import CAUSES, Kind
-from hydragraph.cost.block_pieces import AUX, Piece
+from hydragraph.cost.accounts import CAUSES, TimeKind
+from hydragraph.cost.block_pieces import AUX, BlockPiece
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
@@ -37,10 +37,10 @@ WINDOW = 64  # samples that are kept
 BOUND = 4.0  # a factor beyond it indicates another problem
 BEHIND = 1.1  # a straggler is slower than this
 CERTAIN = 4.0  # standard errors of a rank's median
-COMPUTING = (Kind.FORWARD, Kind.BACKWARD)
-CORRECTED = tuple(kind for kind in CAUSES if kind is not Kind.OTHER)
+COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
+CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
 
-Samples = Mapping[tuple[Kind, int], tuple[float, ...]]
+Samples = Mapping[tuple[TimeKind, int], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,13 @@ class Corrections:
     def __hash__(self) -> int:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
-    def with_step(self, ratios: Mapping[tuple[Kind, int], float]) -> Corrections:
+    def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
         """Return corrections with one more step: measured / predicted of some kinds and ranks."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
-    def factor(self, kind: Kind, type_: str | None = None) -> float:
-        """Return the factor of a kind's seconds over the prediction, on a type of device or on all; 1: unknown.
-
-        The slowdown of stragglers is excluded; `health` contains it.
-        """
+    def factor(self, kind: TimeKind, type_: str | None = None) -> float:
+        """Return the factor of a kind's seconds over the prediction, without stragglers; 1: unknown."""
         slow = self.health
         logs = [
             math.log(ratio)
@@ -84,7 +81,7 @@ class Corrections:
         ]
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
-    def steps(self, kind: Kind, type_: str | None = None) -> int:
+    def steps(self, kind: TimeKind, type_: str | None = None) -> int:
         """Return the number of steps that a factor comes from."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
@@ -107,10 +104,9 @@ class Corrections:
         return Health(rates)
 
     def _computing(self, rank: int) -> list[float]:
-        """Return the logarithms of a rank's samples of forwards and backwards."""
         return [math.log(ratio) for kind in COMPUTING for ratio in self._enough(kind, rank)]
 
-    def _enough(self, kind: Kind, rank: int) -> tuple[float, ...]:
+    def _enough(self, kind: TimeKind, rank: int) -> tuple[float, ...]:
         ratios = self.samples.get((kind, rank), ())
         return ratios if len(ratios) >= LEAST else ()
 
@@ -142,7 +138,7 @@ class Corrections:
         """
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            samples = {(Kind(kind), int(rank)): tuple(map(float, each)) for kind, rank, each in record["samples"]}
+            samples = {(TimeKind(kind), int(rank)): tuple(map(float, each)) for kind, rank, each in record["samples"]}
             return cls(tuple(map(str, record["types"])), samples)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -158,24 +154,24 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     Args:
         profile: of one type of device.
         corrections: of runs that were priced by it.
-        type_: of device; None: average over all.
+        type_: of device; None: all.
     """
-    factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, Kind.UPDATE, Kind.COMMIT)}
+    factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
     if all(factor == 1 for factor in factors.values()):
         return profile
-    ahead = factors[Kind.FORWARD]
-    back = factors[Kind.BACKWARD]
+    ahead = factors[TimeKind.FORWARD]
+    back = factors[TimeKind.BACKWARD]
     pieces = {
         kind: {name: _corrected(name, piece, kind, ahead, back) for name, piece in of_kind.items()}
         for kind, of_kind in profile.pieces.items()
     }
     update = profile.update
     if update is not None:
-        update = update[0] * factors[Kind.UPDATE], update[1] * factors[Kind.UPDATE]
+        update = update[0] * factors[TimeKind.UPDATE], update[1] * factors[TimeKind.UPDATE]
     # A scheme's constants cover forward and backward together; the forward is about a third.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
-    commit = factors[Kind.COMMIT]
+    commit = factors[TimeKind.COMMIT]
     return replace(
         profile,
         pieces=pieces,
@@ -186,7 +182,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     )
 
 
-def _corrected(name: str, piece: Piece, kind: StageKind, ahead: float, back: float) -> Piece:
+def _corrected(name: str, piece: BlockPiece, kind: StageKind, ahead: float, back: float) -> BlockPiece:
     if name == AUX:  # it has no backward
         forward = piece.forward.times(ahead) if piece.forward is not None else None
         return replace(piece, seconds=piece.seconds.times(ahead), forward=forward)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from hydragraph.cost.actors import Actor
 from hydragraph.cost.event_simulation import Times
-from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
 from hydragraph.ir.value import ValueKind
 
 _KINDS = {
@@ -25,7 +25,7 @@ SHOWN = 12  # printed steps; the shortest of longer paths are left out
 
 
 @dataclass(frozen=True)
-class Step:
+class PathStep:
     """One step of the critical path.
 
     Attributes:
@@ -44,6 +44,11 @@ class Step:
     op: Op
 
     @property
+    def stream(self) -> Stream:
+        """The stream that runs its first instruction."""
+        return RULES[self.op].stream
+
+    @property
     def seconds(self) -> float:
         """Duration of the step."""
         return self.end_s - self.begin_s
@@ -53,7 +58,7 @@ class Step:
 class CriticalPath:
     """Steps in order of time; they fill the iteration without a gap."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -86,7 +91,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
     # Neighbours of one kind on one actor form one step: readers want stages and transfers, not a thousand blocks.
     chain = list(_chain(times))
     chain.reverse()
-    steps: list[Step] = []
+    steps: list[PathStep] = []
     run: list[tuple[int, int]] = []
     for a, i in chain:
         if run and not _together(actors, run[-1], (a, i)):
@@ -101,7 +106,6 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
 
 
 def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
-    """Yield (actor, instruction) from the last end back."""
     ends = [(max(own.end), a) for a, own in enumerate(times) if len(own.end)]
     if not ends:
         return
@@ -120,7 +124,7 @@ def _together(actors: Sequence[Actor], one: tuple[int, int], two: tuple[int, int
     return one[0] == two[0] and _KINDS.get(first.op) == _KINDS.get(second.op) and first.op is not Op.RECEIVE
 
 
-def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[int, int]]) -> Step:
+def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[int, int]]) -> PathStep:
     a, first = run[0]
     b, last = run[-1]
     instructions = [actors[x].program.instructions[i] for x, i in run]
@@ -131,7 +135,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = f", {took / alone:.2f} x as long as alone, for sharing links" if alone and took > 1.01 * alone else ""
     op = instructions[0].op
-    return Step(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end, actors[a].ranks, op)
+    return PathStep(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end, actors[a].ranks, op)
 
 
 def _words(actor: Actor, run: Sequence[Instruction]) -> str:

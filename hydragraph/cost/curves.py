@@ -54,10 +54,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0.
-
-        Windows shorter than most measured sequences look linear, so one of the two may be 0 beside them.
-        """
+        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0, except with windows."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(each > 0 for _, each in self.near)) and self.c >= 0)
 
@@ -100,10 +97,9 @@ class Constants:
 class Table:
     """Measured seconds, by (sequences, total tokens).
 
-    A micro-batch is located by its tokens T and its length sum l^2 / sum l, which is the length of its sequences if
-    they are equal. Measurements of one length are joined by straight lines over T, and those of neighbouring lengths
-    over the length. Below the smallest micro-batch the first line is extended, but not below 0; above the largest one,
-    the last line is extended to twice as many tokens.
+    A micro-batch is located by its tokens T and its length sum l^2 / sum l. Measurements of one length are joined by
+    straight lines over T, and those of neighbouring lengths over the length. The first line is extended down to 0
+    seconds, the last one to twice as many tokens.
 
     Attributes:
         rows: (sequences, tokens, seconds).
@@ -133,7 +129,7 @@ class Table:
         return self.at(Load(lengths))
 
     def at(self, load: Load) -> float:
-        """Return the seconds of a micro-batch from its tokens and the sum of its squared lengths.
+        """Return the seconds of a micro-batch.
 
         Raises:
             Unsupported: it is more than twice as large as the largest measurement.
@@ -148,10 +144,7 @@ class Table:
                 where="profile",
                 remedy="measure larger micro-batches, or cut this one",
             )
-        # Micro-batches of equal tokens differ in attention, which depends on the sum of l^2, and thus on this mean
-        # length.
         length = load.squared / tokens
-        # Read the lines of the neighbouring lengths at these tokens, and join them by a line over the length.
         at = bisect_left([measured for measured, _ in self._lines], length)
         if at == 0 or at == len(self._lines):
             return _on_line(self._lines[min(at, len(self._lines) - 1)][1], tokens)
@@ -163,7 +156,7 @@ class Table:
 
     def least_per_token(self, low: float, high: float) -> float:
         """Return a lower bound of the seconds per token, for micro-batches of `low` to `high` tokens."""
-        # On a straight line, seconds per token are smallest at one of its ends; between two lengths, they are a mean.
+        # On a line, they are smallest at one of its ends; between two lengths, they are a mean.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:
@@ -180,7 +173,7 @@ class Table:
         if not len(rows):
             return Constants(0.0, 0.0, 0.0)
         rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count equally
-        # At a single length, l^2 and l are proportional: only one of them can be fitted.
+        # At a single length, l^2 and l are proportional.
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)
         constants = np.zeros(3)
@@ -220,7 +213,6 @@ def read_constants(data: Mapping[str, Any]) -> Constants:
 def _on_line(points: tuple[tuple[float, float], ...], tokens: float) -> float:
     if len(points) == 1:
         return points[0][1] * tokens / points[0][0]
-    # Outside the measurements, the line of the nearest two points is extended.
     i = min(max(1, bisect_left([at for at, _ in points], tokens)), len(points) - 1)
     low, early = points[i - 1]
     high, late = points[i]

@@ -5,9 +5,9 @@ attention over H heads of size D adds 4 L^2 H D forward for a sequence of L toke
 twice that backward. With a window or chunks, the pairs of `Reach` replace L^2. A block's backward also repeats its
 recomputed operations. Tensor-parallel sums are priced separately, from the links of their ranks.
 
-By default, kernels take what a roofline says: products with a weight [n, k] reach less of the peak if n or k is small,
-attention has a fraction of its own, element-wise operators between products are bound by memory, and every kernel
-takes some time to start. With `efficiency`, all operations take one fraction of the peak instead.
+By default, kernels follow a roofline: products with a weight [n, k] reach less of the peak if n or k is small,
+attention has a fraction of its own, element-wise operators are bound by memory, and every kernel takes time to start.
+With `efficiency`, all operations reach one fraction of the peak instead.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from hydragraph.cost.block_pieces import AUX, Held, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines, PricedDevice
 from hydragraph.cost.curves import Constants
 from hydragraph.cost.footprint import MicroBatch, held_by, made_bytes
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.rank_memory import Compiled
+from hydragraph.cost.rank_memory import VariantOf
 from hydragraph.cost.reach import WHOLE, Reach, ordered
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
@@ -58,7 +58,7 @@ class Roofline:
 
 
 ROOFLINE = Roofline()
-KERNELS = 2  # of the forward per product: itself, and the element-wise operators before it, which are fused
+KERNELS = 2  # of the forward per product: itself, and the fused element-wise operators before it
 # Kind of run -> number of published runs, and the mean absolute error of their predicted seconds, as a fraction
 # (`benchmarks/published_runs.py`, 2026-11-28).
 PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}
@@ -71,15 +71,15 @@ def datasheet(
     cluster: Cluster,
     efficiency: float | None = None,
     degrees: Sequence[int] | None = None,
-    compiled: Compiled | None = None,
+    compiled: VariantOf | None = None,
 ) -> Profile:
     """Return a profile for every type of device of a cluster.
 
     Args:
         efficiency: the fraction of `flops_per_s` that computation reaches, above 0; None: by `ROOFLINE`.
-        degrees: the tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
-        compiled: returns a block's graphs, such as `passes.variants.Variants.get`; the profile then includes their
-            memory. None: it has no memory of blocks, so give `Costs` some `blocks` where memory matters.
+        degrees: tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
+        compiled: returns a block's graphs (`passes.variants.Variants.get`), for their memory; None: the profile has no
+            memory of blocks, so give `Costs` some `blocks` where memory matters.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
@@ -93,7 +93,7 @@ def _of_type(
     name: str,
     efficiency: float | None,
     degrees: Sequence[int] | None,
-    compiled: Compiled | None,
+    compiled: VariantOf | None,
 ) -> Profile:
     kind = cluster.types[name]
     most = reached(kind.flops_per_s, kind.memory_bytes_per_s) if efficiency is None else efficiency
@@ -103,7 +103,7 @@ def _of_type(
     shared = made_bytes(program.templates[program.aux.template].graph, MicroBatch(1024, 1)) / 1024
     pieces = {
         stage_kind: {
-            AUX: replace(Piece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)), kept=shared),
+            AUX: replace(BlockPiece.apart(Constants(0.0, 0.0, 0.0), Constants(0.0, 0.0, 0.0)), kept=shared),
             **{
                 template: replace(_piece(program, block, stage_kind, rates), held=_held(block, stage_kind, compiled))
                 for template, block in representatives.items()
@@ -148,10 +148,10 @@ class _Rates:
     """Rates of a device.
 
     Attributes:
-        flops_per_s: FLOP/s that products of large matrices reach.
+        flops_per_s: that products of large matrices reach.
         bytes_per_s: the datasheet's bandwidth.
         itemsize: bytes of an element.
-        roofline: whether other kernels are slower, as `ROOFLINE` says.
+        roofline: whether other kernels are slower.
     """
 
     flops_per_s: float
@@ -177,7 +177,7 @@ class _Rates:
         return KERNELS * products * ROOFLINE.launch_s if self.roofline else 0.0
 
 
-def _held(block: Block, kind: StageKind, compiled: Compiled | None) -> Held | None:
+def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLines | None:
     if compiled is None:
         return None
     part = StagePart(kind)
@@ -187,7 +187,7 @@ def _held(block: Block, kind: StageKind, compiled: Compiled | None) -> Held | No
         return None
 
 
-def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Piece:
+def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
     try:
         work = operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; lowering reports it
@@ -196,10 +196,9 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Pi
     b = sum(times * rates.product(n, k) for times, n, k in work.products)
     c = rates.launches(len(work.products))
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
-    # Backward computes the gradients of both operands of a product: twice the forward's operations.
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants.sum([(2, forward), (1, again)])
-    return Piece.apart(
+    return BlockPiece.apart(
         forward,
         backward,
         parameters=work.parameters,
@@ -238,7 +237,7 @@ class Operations:
 def operations(program: Program, block: Block, tp: int) -> Operations:
     """Return the work of a block on the first rank of a stage of `tp` ranks."""
     graph = program.templates[block.template].graph.graph
-    # An embedding is looked up, not multiplied: its weight adds no operations.
+    # An embedding is not multiplied.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
     rows = _rows_of_experts(graph)
@@ -262,7 +261,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return, by the weight of experts, how many of their matrices a token is multiplied by."""
+    """Return, by their weight, the number of experts' matrices that a token is multiplied by."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     found = {}
     for node in graph.nodes:
@@ -289,7 +288,6 @@ def _reach(node: fx.Node) -> Reach:
 
 
 def _attention(node: fx.Node) -> float:
-    """Return the operations of an attention node per pair of `Reach.pairs`."""
     query = node.args[0]
     causal = node.args[5]
     heads, size = value_of(query).shape[1:]  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ clock: a value known at some time was made then or later.
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
     queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
-    hand    transfer from first to second owners: the second half of a push, in a queue of its own; the push ends with
-            it, but lets the next one begin when its sums have arrived
-    ready   when an instruction can begin;  cause: the one that it waited for last, for the critical path
+    hand    transfer from first to second owners: the second half of a push, in a queue of its own; the next push begins
+            when the first half has ended
+    ready   when an instruction can begin;  cause: the one that it waited for last
 
 Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
 
@@ -45,7 +45,7 @@ class Times:
     Attributes:
         begin, end: by index.
         actor, index: the last instruction waited for; -1: none.
-        alone: the time of a transfer without other traffic; 0 for other instructions.
+        alone: seconds of a transfer without other traffic.
     """
 
     begin: array[float]
@@ -118,7 +118,6 @@ class Engine:
         Raises:
             ValueError: the programs never end.
         """
-        # First everything that needs no transfer; then what the end of each transfer allows to begin.
         self._dirty.extend(range(len(self.actors)))
         self._settle()
         for now, flow in self._flows.ended():
@@ -144,8 +143,7 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        # Until no actor can continue without the clock. Computing makes values that transfers wait for, and a commit
-        # advances other actors, which marks them again.
+        # Until no actor can continue without the clock; a commit marks other actors again.
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
@@ -153,7 +151,7 @@ class Engine:
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
-        """Run an actor's computations as long as the ends of all their inputs are known."""
+        """Run an actor's computations while the ends of their inputs are known."""
         program = self.actors[a].program
         times = self.times[a]
         durations = self._durations[a]
@@ -182,11 +180,9 @@ class Engine:
             if ready < 0:
                 break
             seconds = durations[i]
-            # Only the commit's end depends on the other actors.
             if seconds < 0:
                 if not self._commit(a, i, ready, cause):
                     break
-                # The commit has advanced every actor, including this one.
                 at = self._at[a]
                 clock = self._clock[a]
                 latest = self._latest[a]
@@ -201,8 +197,7 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Let an actor reach the commit, which waits for its transfers; return whether all actors have arrived."""
-        # Its own transfers must have ended, including received messages; other actors wait for theirs.
+        """Let an actor reach the commit once its transfers have ended; return whether all actors have arrived."""
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -275,7 +270,7 @@ class Engine:
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        """Let an actor enter an exchange; actors whose partners are all there begin."""
+        """Let an actor enter an exchange; actors whose partners have all come begin."""
         meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
         # Both ends are on one rank, so the exchange completes immediately.
         row = meeting.passage.partners[a]
@@ -288,8 +283,7 @@ class Engine:
                 last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones, the first that came
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
-        # Every partner waits for the last of its own partners. Partners differ: groups that do not exchange data do not
-        # wait for each other.
+        # Every partner waits for the last of its own partners, which differ.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a
@@ -298,7 +292,6 @@ class Engine:
         self._begin_together(meeting, there.tolist(), meeting.last[there].tolist())
 
     def _begin_together(self, meeting: _Meeting, actors: Sequence[int], lasts: Sequence[int]) -> None:
-        """Let actors begin an exchange, each when the last of its partners has come."""
         passage = meeting.passage
         for b, last in zip(actors, lasts, strict=True):
             own = meeting.entered[b][0]
@@ -353,7 +346,7 @@ class Engine:
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)
-        # If the other stage has more ranks, this one sends several times: only the last send completes the message.
+        # To a stage of more ranks, this one sends several times: the last send completes the message.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]

@@ -19,9 +19,7 @@ def elements_sent(
     """Return the number of elements that each rank sends to each other rank in a pull or a push [ranks, ranks].
 
     Args:
-        op: pull or push.
-        bucket: whose weights or gradients move.
-        owners: its home layout.
+        owners: the bucket's home layout.
         stages: the ranks of each stage that uses it, in tensor-parallel order.
         splits_tokens: whether ranks of a stage see different tokens, so that their gradients are partial sums.
         ranks: size of the world.
@@ -36,14 +34,12 @@ def elements_sent(
 def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     """Return the messages of an exchange.
 
-    If all ranks send equally much to all others, and are on several nodes, the exchange is a collective. NCCL and gloo
-    pass its parts on from rank to rank along rings, so that each part enters each node once; there is a ring for every
-    network card of a node.
+    If ranks on several nodes send equally much to all others, the exchange is a collective: NCCL and gloo pass parts
+    on along rings, one for every network card of a node, so that each part enters each node once.
 
     Args:
         sent: elements that each rank sends to each other rank [ranks, ranks].
         itemsize: bytes of an element.
-        cluster: of the ranks.
     """
     # Most pairs exchange no data: on one row of booleans numpy finds the others six times as fast.
     at = np.flatnonzero(sent != 0)

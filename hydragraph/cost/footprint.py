@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cost.block_pieces import Held
+from hydragraph.cost.block_pieces import MemoryLines
 from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collective_operators import METHODS
@@ -37,9 +37,9 @@ class HalvesFootprint:
     """Memory of the halves of one block's backward for one micro-batch, in bytes.
 
     Attributes:
-        first, second: the peak of the input half's and the weight half's own values, results included.
-        postponed: what the input half makes or keeps of the saved values for the weight half.
-        keeps: the values that it keeps unchanged: "hidden", "aux", "output" or "tangent".
+        first, second: the peaks of the halves' own values, results included.
+        postponed: what the input half makes, or keeps of the saved values, for the weight half.
+        keeps: values that it keeps unchanged: "hidden", "aux", "output" or "tangent".
     """
 
     first: int
@@ -138,7 +138,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
     )
 
 
-def held_by(variant: Variant, part: StagePart) -> Held:
+def held_by(variant: Variant, part: StagePart) -> MemoryLines:
     """Return a block's footprint as lines over its tokens, through those at 1,024 and 2,048 tokens per rank.
 
     One sequence is assumed: each further one adds 4 bytes to the bounds that an attention keeps.
@@ -151,7 +151,7 @@ def held_by(variant: Variant, part: StagePart) -> Held:
         slope = (second - first) / (large - small)
         return first - slope * small, slope
 
-    return Held(
+    return MemoryLines(
         line(one.output, two.output),
         line(one.saved, two.saved),
         line(one.forward, two.forward),
@@ -170,7 +170,7 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
-    """Return the bytes per token of a graph's first result, which is the hidden state for a block."""
+    """Return the bytes per token of a graph's first result: for a block, the hidden state."""
     hidden = value_of(_results(graph)[0])
     return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
@@ -248,8 +248,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 class _Lives:
     """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds.
 
-    They are the same for every micro-batch, and planners ask for hundreds. A storage [1, tokens, 4096] of float32,
-    traced with 26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
+    A storage [1, tokens, 4096] of float32, traced with 26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
 
     Attributes:
         nodes: of the graph.

@@ -7,9 +7,8 @@ Let a stage of t ranks need 1 / t of the bucket on each of them. Candidates for 
     all          equal fractions of all ranks
     subsets      every set of ranks, in worlds of at most `FEW` ranks
 
-A rank's fraction is then multiplied by its ability (its share if the user gives shares, the inverse of its rate): a
-rank with ability 0 owns no part. With two copies, candidates on one node get their second copy from the ranks of other
-nodes.
+A rank's fraction is then multiplied by its ability: its share, over its rate. With two copies, candidates on one node
+get their second copy from the ranks of other nodes.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def candidates(
     Args:
         users: by the strategy's number, the stages that use the bucket.
         weights: of the strategies.
-        ability: of each rank, 0: it owns no part [ranks].
+        ability, nodes: of each rank [ranks].
         copies: of the state.
-        nodes: of each rank.
         wide: whether to consider more candidates than those by need.
     """
     ranks = len(ability)

@@ -7,15 +7,12 @@ cluster (`cost.traffic`). For strategies with frequencies w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Ranks enter the
-exchanges of buckets one after another in the same order, so the exchanges of an iteration take at most the sum over
-buckets: the choice is separable, each bucket by itself, as long as every rank has room for what it then owns.
+and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Exchanges of
+buckets run one after another, so each bucket is chosen by itself, as long as every rank has room for what it then owns.
 Otherwise, a linear program over the same candidates chooses for all buckets at once (`cost.home_room`).
 
-Buckets of equal form used by the same stages are one class with a single choice: a model has few classes. For one
-strategy on equal links, parts by need are the choice (except for stages of unlike degrees in small worlds): each rank
-then receives the part of its need that it does not own, in balance with what it sends, and a stage that alone uses a
-bucket has no exchange.
+Buckets of equal form used by the same stages are one class with a single choice. For one strategy on equal links, parts
+by need are the choice, except for stages of unlike degrees in small worlds.
 
 Example: two pipelines of two stages, <[0]x2,[1]x2> + <[2]x2,[3]x2>. The first layers go to ranks 0 and 2 in halves, the
 others to 1 and 3. With <[0]x2,[1]x2> alone, ranks 0 and 1 would own them without any exchange.
@@ -49,17 +46,17 @@ SAME = 1e-9  # relative difference of seconds, and of bytes, that counts as zero
 
 
 @dataclass(frozen=True)
-class Question:
+class HomeQuestion:
     """Inputs of a choice; ranks with equal inputs make the same choice.
 
     Attributes:
         outline, buckets: of the model.
         strategies: that run.
-        cluster: one device per rank, their nodes and links.
-        home: its rule, copies, nodes, shares (of the ranks relative to each other) and fixed buckets.
+        cluster: of the ranks.
+        home: whose owners are chosen; its shares, nodes, copies and fixed buckets hold.
         itemsize: bytes of a pulled weight.
         weights: frequencies of the strategies; None: all equal.
-        health: rates of ranks: a slow rank owns less of a bucket, a lost one none.
+        health: of ranks: a slow one owns less of a bucket, a lost one none.
         room: elements that each rank has memory for; None: enough.
     """
 
@@ -75,7 +72,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Class:
+class BucketClass:
     """Buckets of equal form used by the same stages.
 
     Attributes:
@@ -87,8 +84,8 @@ class Class:
     users: dict[int, Stages]
 
 
-def choose_home(question: Question) -> Home:
-    """Return a home without a rule; a home without one is returned unchanged. A pure function.
+def choose_home(question: HomeQuestion) -> Home:
+    """Return a home without a rule; a home without one is returned unchanged.
 
     Raises:
         ValueError: the home has shares for other ranks, or needs a copy on another node but there is only one.
@@ -109,7 +106,7 @@ def choose_home(question: Question) -> Home:
     return replace(home, shares=usual, rule=None, buckets={**others, **home.buckets})
 
 
-def expected_s(question: Question, home: Home) -> float:
+def expected_s(question: HomeQuestion, home: Home) -> float:
     """Return the expected seconds of exchanges of an iteration under a home: the sum of e_b."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
@@ -128,7 +125,7 @@ def numbers(parts: Parts) -> tuple[float, ...]:
 
 
 class _Choice:
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: HomeQuestion) -> None:
         self._question = question
         self.ranks = len(question.cluster.devices)
         count = len(question.strategies)
@@ -142,7 +139,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """The shares for buckets that no block uses: those of the home, for ranks that are not lost."""
+        """The home's shares, without those of lost ranks: for buckets that no block uses."""
         given = self._question.home.shares
         if not self._question.health.lost:
             return None if given is None else tuple(given)
@@ -158,8 +155,8 @@ class _Choice:
             return best
         return self._repaired(classes) or best
 
-    def classes(self, without: Sequence[str]) -> list[Class]:
-        """Return the classes of the buckets that blocks use, except for some."""
+    def classes(self, without: Sequence[str]) -> list[BucketClass]:
+        """Return the classes of the buckets that blocks use, except for the named ones."""
         question = self._question
         holders = [
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
@@ -173,22 +170,20 @@ class _Choice:
                 key = (bucket.form, bucket.learns, tuple(used.items()))
                 found.setdefault(key, []).append(bucket)
                 users[key] = used
-        return [Class(tuple(buckets), users[key]) for key, buckets in found.items()]
+        return [BucketClass(tuple(buckets), users[key]) for key, buckets in found.items()]
 
-    def _mixed(self, each: Class) -> bool:
-        """Return whether to consider more than needs: several strategies, unequal links, or unlike degrees."""
+    def _mixed(self, each: BucketClass) -> bool:
         cluster = self._question.cluster
         if len(self._question.strategies) > 1 or len(cluster.types) > 1 or cluster.pairs:
             return True
         degrees = {len(stage) for stages in each.users.values() for stage in stages}
         return self.ranks <= FEW and len(degrees) > 1
 
-    def _candidates(self, each: Class, wide: bool) -> list[Parts]:
+    def _candidates(self, each: BucketClass, wide: bool) -> list[Parts]:
         copies = self._question.home.copies
         return candidates(each.users, self._weights, self._ability, copies, self._nodes, wide)
 
-    def _ranked(self, each: Class, wide: bool) -> list[Parts]:
-        """Return candidates, the best first."""
+    def _ranked(self, each: BucketClass, wide: bool) -> list[Parts]:
         found = self._candidates(each, wide)
         if len(found) == 1 or self._question.home.rule == "stages":
             return found
@@ -197,7 +192,7 @@ class _Choice:
         order = sorted(range(len(found)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
         return [found[i] for i in order]
 
-    def price(self, each: Class, parts: Parts) -> tuple[float, float]:
+    def price(self, each: BucketClass, parts: Parts) -> tuple[float, float]:
         """Return the expected seconds and bytes of a bucket of a class in an iteration."""
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
@@ -239,7 +234,7 @@ class _Choice:
                 sent.append((handed_on(owners, self.ranks), GRADIENT_BYTES))
         return [transfers(elements, size, self._question.cluster) for elements, size in sent]
 
-    def _fits(self, classes: Sequence[Class], parts: dict[str, Parts]) -> bool:
+    def _fits(self, classes: Sequence[BucketClass], parts: dict[str, Parts]) -> bool:
         room = self._question.room
         assert room is not None, "asked where memory is known"
         owned = sum((self._copied(b) * parts[b.name] for each in classes for b in each.buckets), np.zeros(self.ranks))
@@ -248,7 +243,7 @@ class _Choice:
     def _copied(self, bucket: Bucket) -> int:
         return self._question.home.copies * bucket.size
 
-    def _repaired(self, classes: Sequence[Class]) -> dict[str, Parts] | None:
+    def _repaired(self, classes: Sequence[BucketClass]) -> dict[str, Parts] | None:
         """Return parts that fit the memory of ranks; None: there are none."""
         room = np.asarray(self._question.room, float)
         able = np.where(self._ability > 0, np.maximum(room, 0.0), 0.0)

@@ -8,9 +8,8 @@ With m copies and room for M_r elements on rank r, choose the amount x_kc of the
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets use one candidate as far as x allows, and the others of a class share the remainder in mixed fractions, so
-that every rank owns what the program prescribes. The candidates include single ranks: with one copy, anything that fits
-in total is feasible.
+Whole buckets use one candidate as far as x allows, and the others of a class share the remainder in mixed fractions.
+The candidates include single ranks: with one copy, anything that fits in total is feasible.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def within(
     """Return fractions for each bucket of each class; None if memory does not suffice.
 
     Args:
-        counts: buckets of each class.
-        sizes: elements of a bucket of each class, all copies together.
+        counts, sizes: of each class, its buckets, and the elements of one, all copies together.
         choices, seconds: candidates of each class, and the seconds of each.
         room: elements that each rank has memory for [ranks].
     """

@@ -1,20 +1,18 @@
-"""Work: the cost of the instructions of one iteration."""
+"""The cost of the instructions of one iteration, as a simulation needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
-from hydragraph.cost.traffic import Pair, Transfers
+from hydragraph.cost.traffic import Transfers
 from hydragraph.ir.instruction import Op
-from hydragraph.ir.schedules import schedule
+from hydragraph.ir.schedules.schedule import Work
 
-# Share of a backward's seconds that each half takes: the two gradients of a matrix product cost the same. Attention has
-# no weights, so the input half of long sequences takes more than this.
-SHARES: Mapping[schedule.Work, float] = {schedule.Work.INPUT_GRADIENT: 0.5, schedule.Work.WEIGHT_GRADIENT: 0.5}
+# Each half's share of a backward's seconds: the two gradients of a matrix product cost the same.
+SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 0.5}
 
 # One object for all empty transfers, since equal transfers are priced once by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
@@ -60,64 +58,6 @@ class Priced(Protocol):
     def handling(self, rank: int) -> float:
         """Return a rank's factor on link latency: its time to start and end a message, relative to a healthy rank."""
         ...
-
-
-@dataclass(frozen=True)
-class Work:
-    """Explicit costs; absent entries have zero cost.
-
-    Attributes:
-        seconds: (operation, block or "", rank) -> seconds of one forward or backward of every micro-batch, or of the
-            update; (operation, block, rank, micro-batch) for a single one, which takes precedence.
-        pull_bytes, push_bytes, handed_bytes: bucket -> (sending rank, receiving rank) -> bytes; local movements are
-            left out.
-        activation_bytes: pipeline -> bytes of one micro-batch's hidden state.
-        commit: seconds.
-        rates: factor on the latency of a rank's messages; default 1.
-    """
-
-    seconds: Mapping[tuple[Op, str, int] | tuple[Op, str, int, int], float]
-    pull_bytes: Mapping[str, Mapping[Pair, float]] = field(default_factory=dict)
-    push_bytes: Mapping[str, Mapping[Pair, float]] = field(default_factory=dict)
-    activation_bytes: Mapping[int, float] = field(default_factory=dict)
-    commit: float = 0.0
-    rates: Mapping[int, float] = field(default_factory=dict)
-    handed_bytes: Mapping[str, Mapping[Pair, float]] = field(default_factory=dict)
-
-    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `Priced`."""
-
-        def of(rank: int, m: int) -> float:
-            own = self.seconds.get((op, block, rank, m))
-            return self.seconds.get((op, block, rank), 0.0) if own is None else own
-
-        return [max(of(rank, m) for rank in ranks) for m in micro_batches]
-
-    def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`."""
-        pairs = (self.pull_bytes if op is Op.PULL else self.push_bytes).get(bucket)
-        return Transfers.of(pairs) if pairs else NOTHING
-
-    def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`."""
-        pairs = self.handed_bytes.get(bucket)
-        return Transfers.of(pairs) if pairs else NOTHING
-
-    def message_bytes(self, pipeline: int, micro_batch: int) -> float:
-        """See `Priced`."""
-        return self.activation_bytes.get(pipeline, 0.0)
-
-    def update_s(self, rank: int) -> float:
-        """See `Priced`."""
-        return self.seconds.get((Op.UPDATE, "", rank), 0.0)
-
-    def commit_s(self) -> float:
-        """See `Priced`."""
-        return self.commit
-
-    def handling(self, rank: int) -> float:
-        """See `Priced`."""
-        return self.rates.get(rank, 1.0)
 
 
 Part = Literal["computing", "pull", "push", "messages", "ending"]

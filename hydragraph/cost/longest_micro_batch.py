@@ -1,9 +1,8 @@
 """The maximum tokens of micro-batches: each rank's memory is walked, and tokens are added until it is full.
 
-Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does. Under the
-default schedule later stages have fewer micro-batches in flight: of two stages between the first and the last, built of
-equal blocks under equal conditions, the later one holds a micro-batch less, and the one with fewer layers holds less of
-each.
+Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does: of two
+stages between the first and the last, the later one has fewer micro-batches in flight under the default schedule, and
+holds less of each if its blocks are among the other's.
 
 Example: <tp2,pp8> of 8 + 8 + ... + 8 layers on equal ranks: stages 0, 1 and 7 are walked, and stages 2 to 6 hold less
 than stage 1. With 10 layers on stage 5, that one is walked as well.
@@ -14,17 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Protocol
 
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.peak_memory import Peak
-from hydragraph.cost.rank_memory import Walk, telling
-from hydragraph.ir.parameter import Bucket
-from hydragraph.ir.program_outline import Outline
+from hydragraph.cost.rank_memory import telling
+from hydragraph.cost.state_pricing import StatePricing
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
-from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
@@ -33,26 +27,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 PEAKS = 256
 
 
-class Memories(Protocol):
-    """The part of `Costs` used here."""
-
-    profile: Profile
-    cluster: Cluster
-    outline: Outline
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def ranks(self) -> int: ...
-    def piece_profile(self, rank: int) -> Profile: ...
-    def memory_of(self, rank: int) -> float: ...
-    def owned(self, rank: int, learning: bool | None = None) -> int: ...
-    def owned_bytes(self, rank: int) -> int: ...
-    def walk(
-        self, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int, messages: bool = True
-    ) -> Walk: ...
-
-
-class Reach:
+class LongestMicroBatch:
     """Maximum number of tokens that fit the ranks of a cluster.
 
     Args:
@@ -61,7 +36,7 @@ class Reach:
             on health, home or nodes.
     """
 
-    def __init__(self, costs: Memories, other: Reach | None = None) -> None:
+    def __init__(self, costs: StatePricing, other: LongestMicroBatch | None = None) -> None:
         self._costs = costs
         self._peaks: dict[object, Peak] = {} if other is None else other._peaks
 
@@ -107,8 +82,7 @@ class Reach:
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
         """Yield (stage position, rank) pairs that may determine the limit: if these fit, all fit."""
-        ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
-        contents = [self._contents(*self._costs.outline.span(*two)) for two in pairwise(ends)]
+        contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
         looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
@@ -124,10 +98,7 @@ class Reach:
                 yield at, rank
 
     def _contents(self, first: int, end: int) -> Counter[object]:
-        """Count the properties of blocks [first, end) that determine their memory.
-
-        These are each block's template and whether it runs a backward, and the buckets of all, which blocks may share.
-        """
+        """Count what determines the memory of blocks [first, end): their templates, backwards and buckets."""
         outline = self._costs.outline
         names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
         templates = self._costs.profile.blocks
@@ -142,13 +113,12 @@ class Reach:
         return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
     def _unlike(self, stage: Stage) -> list[int]:
-        """Return one rank of each kind in a stage: ranks of one type that own the same number of elements are alike."""
+        """Return one of the ranks of a stage that are of one type and own equally much."""
         costs = self._costs
         kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        """Return the memory of a rank of a pipeline's stage as a function of its micro-batches' tokens."""
         # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
         count = telling(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule bounds what is in flight"
@@ -190,5 +160,4 @@ class Reach:
         return self._peaks[form]
 
     def _left(self, rank: int) -> float:
-        """Return the bytes that a rank may use in addition to its state."""
         return self._costs.memory_of(rank) - self._costs.owned_bytes(rank)

@@ -1,4 +1,4 @@
-"""Measured constants: time of a micro-batch under each scheme, and memory limits (Hydraulis, section 6).
+"""Measured constants of a model: time of micro-batches, and memory limits (Hydraulis, section 6).
 
 Formulas of Hydraulis -> functions:
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hydragraph.cost import profile_record
-from hydragraph.cost.block_pieces import HOME_BYTES, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import HOME_BYTES, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.block_pieces import Scheme as Scheme
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
@@ -44,12 +44,12 @@ class PipelineCost:
 
     Attributes:
         a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
-        near: its seconds per pair of attention with windows or chunks, which add to a l^2 + b l.
-        stages: its depth PP, the number of its groups of devices.
-        max_len: maximum number of tokens of a micro-batch.
-        util_len: number of tokens from where on a micro-batch uses the device well.
-        devices: number of devices.
-        parts: its stages one by one; empty if they are only known to be alike.
+        near: seconds per pair of limited attention, in addition.
+        stages: its depth PP, in groups of devices.
+        max_len: most tokens of a micro-batch.
+        util_len: tokens from where on a micro-batch uses the device well.
+        devices: their number.
+        parts: its stages; empty if they are only known to be alike.
         rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
         schedule: its kind (`ir.schedules`).
     """
@@ -72,19 +72,16 @@ class PipelineCost:
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return its exact end for micro-batches of these lengths in this order.
-
-        If its stages are only known to be alike, a forward is a third of a micro-batch's time.
-        """
+        """Return its exact end for micro-batches of these lengths in this order."""
         return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Its stages one by one, all alike if they are not known individually."""
+        """Its stages; if they are only known to be alike, a forward is a third of their seconds."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return the seconds of each sequence: a l^2 + b l, and those of limited attention."""
+        """Return the seconds of each sequence, without c."""
         return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
@@ -98,28 +95,27 @@ class Profile:
 
     Attributes:
         name: of the measurement.
-        schemes: the constants of each measured scheme; those whose fit failed are in `failed`, not here.
+        schemes: constants of each measured scheme whose fit did not fail.
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
         memory: the memory model; None: only `limits` bound a micro-batch.
         limits: MaxLen by scheme, where it was measured instead of modelled.
         hetero_sync_s: extra seconds of an iteration whose pipelines are not all alike.
         failed: schemes whose fit failed, and why.
-        blocks: the template of every block of the model, in order; the first is the prologue, the last the epilogue.
-        pieces: cost of each template in each kind of stage; any pipeline can be priced from them. AUX stands for values
-            that every stage computes once per micro-batch, such as rotary tables.
+        blocks: the template of every block, in order; the first is the prologue, the last the epilogue.
+        pieces: cost of each template, and of AUX, in each kind of stage.
         unfit: kinds of stage whose fit failed, and why.
-        device: device on which the pieces were measured.
+        device: on which the pieces were measured.
         link: between two ranks, fitted to `messages`.
-        messages: bytes of a message between two ranks, and the seconds it took.
+        messages: bytes of a message between two ranks, and its seconds.
         residuals: root mean square relative error of each scheme's constants on the measurements.
-        notes: further remarks for readers of these numbers.
+        notes: remarks for readers.
         type: the measured type of device, as clusters name it; "": any.
         sizes: of the model; None: derived from the pieces as far as possible (`model_sizes`).
         update: seconds of an optimizer's step, and per element of a rank's home shard.
         commit_s: seconds of the agreement between ranks before it.
         norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.
         efficiency: the assumed fraction of a datasheet's FLOP/s; None: it was measured.
-        others: profiles of other types of device (`merge`).
+        others: profiles of other types of device.
     """
 
     name: str
@@ -130,7 +126,7 @@ class Profile:
     hetero_sync_s: float = 0.0
     failed: Mapping[Scheme, str] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
-    pieces: Mapping[StageKind, Mapping[str, Piece]] = field(default_factory=dict)
+    pieces: Mapping[StageKind, Mapping[str, BlockPiece]] = field(default_factory=dict)
     unfit: Mapping[StageKind, str] = field(default_factory=dict)
     device: PricedDevice | None = None
     link: Interconnect | None = None
@@ -152,7 +148,6 @@ class Profile:
         Raises:
             ValueError: they are for different models, or two of them for one type.
         """
-        # Merged profiles may be merged again, so they are taken apart first.
         every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
             raise ValueError("no profiles: give at least one to merge")
@@ -221,7 +216,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """The model's sizes; rough ones if only the elements of blocks are known; None if those are unknown."""
+        """The model's sizes; rough ones if only the elements of blocks are known; None: unknown."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -229,8 +224,7 @@ class Profile:
             of_blocks = tuple(self.pieces[kind][t].parameters * kind.tp for t in self.blocks)
             return ModelSizes.rough(of_blocks, 0, self.device.itemsize)
         if self.memory is not None:
-            # Published constants give bytes per element of H^2; divided by home's bytes per element, they give
-            # elements.
+            # Published constants are bytes per element of H^2.
             hidden = self.memory.hidden
             layer = round(hidden**2 * self.memory.states / HOME_BYTES)
             sizes = (hidden * self.memory.vocab, *[layer] * self.memory.layers, hidden * self.memory.vocab)
@@ -273,7 +267,7 @@ class Profile:
 
     @property
     def layers(self) -> int | None:
-        """The number of layers of the measured model; None if the profile does not contain it."""
+        """The number of layers of the measured model; None: unknown."""
         if self.blocks:
             return len(self.blocks) - 2
         return self.memory.layers if self.memory is not None else None
@@ -282,7 +276,7 @@ class Profile:
         """Return the constants of a scheme.
 
         Raises:
-            Unsupported: it was not measured, or its fit failed; constants are never extrapolated.
+            Unsupported: it was not measured, or its fit failed.
         """
         if scheme in self.schemes:
             return self.schemes[scheme]
@@ -313,7 +307,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen: the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
         self.constants(scheme)
-        # A measured limit includes effects that models do not, such as an allocator's losses.
+        # A measured limit includes more than a model, such as an allocator's losses.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -331,7 +325,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: the number of tokens from where on a micro-batch uses the device well."""
+        """Return UtilLen: the tokens from where on a micro-batch uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise Unsupported(
@@ -342,7 +336,7 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the planner's data on a pipeline of this scheme among `devices` devices."""
+        """Return the cost of a pipeline of this scheme among `devices` devices."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
@@ -350,11 +344,11 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline of plain stages by published constants; `Costs` prices any pipeline.
+        """Return the cost of a regular pipeline of plain stages; `Costs` prices any pipeline.
 
         Args:
             pipeline: of a strategy for the model of this profile.
-            devices: number of devices that share the optimizer state: those of the whole strategy.
+            devices: of the whole strategy, which share the optimizer state.
 
         Raises:
             Unsupported: it is another kind of pipeline, its scheme was not measured, or a fit failed.
@@ -375,7 +369,7 @@ class Profile:
         return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the pipelines of a strategy's schemes, in order; the strategy uses the sum of their devices."""
+        """Return the pipelines of a strategy's schemes, in order."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
@@ -385,7 +379,7 @@ class Profile:
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return `charge`: computing it takes a search no time."""
+        """Return `charge`, which takes no time here."""
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:
@@ -398,12 +392,10 @@ def _alike(k: Constants) -> StageCost:
 
 
 def _regular(scheme: Scheme, layers: int) -> list[tuple[StageKind, int]]:
-    """Return the stages of a scheme's pipeline: as even as they can be, remainders to the last stages."""
     return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0)]
 
 
 def _scheme_of(pipeline: Pipeline) -> Scheme | None:
-    """Return the scheme of a regular pipeline of plain stages; None for any other."""
     scheme = pipeline.stages[0].tp, len(pipeline.stages)
     stages = [(s.kind, s.layers) for s in pipeline.stages]
     return scheme if stages == _regular(scheme, pipeline.layers) and not pipeline.interleaved else None

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Links:
+class LinkTable(NamedTuple):
     """The link between two ranks, by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
 
     Attributes:
@@ -43,7 +42,8 @@ class Links:
     speeds: Floats
 
 
-def together(links: Links, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
+@compiled
+def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
     """Return the seconds that each message travels and occupies a card, and the seconds of each rank.
 
     Args:
@@ -54,43 +54,20 @@ def together(links: Links, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, 
     Returns:
         moving, filling [M], and rank_s [R].
     """
-    moving, filling, rank_s = _together(
-        *(src, dst, size, links.node, links.kind, links.card, links.kinds, links.cards, links.handling),
-        *(links.latency_s, links.bytes_per_s, links.first, links.logs, links.speeds),
-    )
-    return moving, filling, rank_s
-
-
-@compiled
-def _together(
-    src: Ints,
-    dst: Ints,
-    size: Floats,
-    node: Ints,
-    kind: Ints,
-    card: Ints,
-    kinds: int,
-    cards: int,
-    handling: Floats,
-    latency_s: Floats,
-    bytes_per_s: Floats,
-    first: Ints,
-    logs: Floats,
-    speeds: Floats,
-) -> tuple[Floats, Floats, Floats]:
+    node, card, handling, latency_s = links.node, links.card, links.handling, links.latency_s
     count = len(src)
     link = np.empty(count, np.int64)
     speed = np.empty(count)
-    fastest = bytes_per_s.copy()
+    fastest = links.bytes_per_s.copy()
     for i in range(count):
         a, b = src[i], dst[i]
-        link[i] = 2 * (kind[a] * kinds + kind[b]) + (node[a] != node[b])
-        speed[i] = _speed(np.log(size[i]), link[i], bytes_per_s, first, logs, speeds)
+        link[i] = 2 * (links.kind[a] * links.kinds + links.kind[b]) + (node[a] != node[b])
+        speed[i] = _speed(links, np.log(size[i]), link[i])
         fastest[link[i]] = max(fastest[link[i]], speed[i])
     moving = size / speed
     filling = size / fastest[link]
     sent, received = np.zeros(len(node)), np.zeros(len(node))
-    leave, enter = np.zeros(cards), np.zeros(cards)
+    leave, enter = np.zeros(links.cards), np.zeros(links.cards)
     for i in range(count):
         a, b = src[i], dst[i]
         alone = latency_s[link[i]] * max(handling[a], handling[b]) + moving[i]
@@ -111,11 +88,12 @@ def _together(
 
 
 @compiled
-def _speed(log: float, link: int, bytes_per_s: Floats, first: Ints, logs: Floats, speeds: Floats) -> float:
+def _speed(links: LinkTable, log: float, link: int) -> float:
     """Return a link's bytes per second for a message: measured points are interpolated in the logarithm of its size."""
-    begin, end = first[link], first[link + 1]
+    begin, end = links.first[link], links.first[link + 1]
+    logs, speeds = links.logs, links.speeds
     if begin == end:
-        return float(bytes_per_s[link])
+        return float(links.bytes_per_s[link])
     if log <= logs[begin]:
         return float(speeds[begin])
     for i in range(begin + 1, end):

@@ -123,8 +123,7 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     best = replay(table, stages, rows, best_order, count, scratch)
     if stages == 1 or count < 2:
         return best, best_order
-    # No order is best for all: with few micro-batches the first and the last count most, because nothing hides the
-    # stages' filling and draining; so orders that put small or large ones there are where climbing starts.
+    # With few micro-batches, the first and the last count most: they fill and drain the stages.
     descending = longest_to_shortest(costs)
     best = climbed(rows, best_order, best, table, climb, scratch)
     for shape in range(4):

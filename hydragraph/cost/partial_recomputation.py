@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from hydragraph.cost.block_pieces import AUX, Held, Piece
+from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines
 from hydragraph.cost.curves import Constants, Curve, Table
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.memory_budget import operations
@@ -38,8 +38,8 @@ def _operations(graph: torch.fx.GraphModule) -> float:
 
 
 def within_budget(
-    plain: Mapping[str, Piece], full: Mapping[str, Piece], budget: float, shares: Mapping[str, float]
-) -> dict[str, Piece]:
+    plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
+) -> dict[str, BlockPiece]:
     """Return the pieces of a kind of stage that recomputes within a memory budget.
 
     Args:
@@ -53,12 +53,12 @@ def within_budget(
     }
 
 
-def _within(plain: Piece, full: Piece, budget: float, share: float) -> Piece:
+def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) -> BlockPiece:
     forward, before = plain.parts(False)
     _, after = full.parts(True)
     held = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
     kept = full.kept + budget * (plain.kept - full.kept)
-    return Piece.apart(
+    return BlockPiece.apart(
         forward,
         _between(before, after, share),
         parameters=plain.parameters,
@@ -80,6 +80,6 @@ def _between(before: Curve, after: Curve, share: float) -> Curve:
     return Constants(one.a, one.b + share * (two.b - one.b), one.c + share * (two.c - one.c), one.near)
 
 
-def _held(plain: Held, full: Held, budget: float) -> Held:
+def _held(plain: MemoryLines, full: MemoryLines, budget: float) -> MemoryLines:
     saved = (budget * plain.saved[0], budget * plain.saved[1])
     return replace(full, saved=saved, forward=plain.forward, keeps=tuple(sorted({*plain.keeps, *full.keeps})))

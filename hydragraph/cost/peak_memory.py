@@ -1,8 +1,7 @@
 """The maximum tokens that fit a rank's memory: its peak is a maximum of lines, evaluated on demand and cached.
 
-A micro-batch's tokens are evaluated in whole steps, so that every tensor-parallel degree divides them; between two
-steps the peak is assumed linear. Newton's method from any step lands at or above the answer, since a maximum of lines
-is convex, and few further iterations reach it. The answer does not depend on the starting point.
+Tokens are evaluated in whole steps, which every tensor-parallel degree divides; between two steps the peak is assumed
+linear. A maximum of lines is convex, so Newton's method converges from any step, to the same answer.
 
 Example: 3 GB of weights and 1 MB a token, later 2 MB a token plus 1 GB: 3 + t / 1000 GB, then 1 + t / 500 GB from
 2,000 tokens on. For 9 GB the first line crosses at 6,000, where the second one gives 4,000: the answer.

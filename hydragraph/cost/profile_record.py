@@ -7,7 +7,7 @@ from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from hydragraph.cost.block_pieces import Held, Piece, PricedDevice, Scheme
+from hydragraph.cost.block_pieces import BlockPiece, MemoryLines, PricedDevice, Scheme
 from hydragraph.cost.curves import Constants, curve_record, read_constants, read_curve
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.published_memory import MemoryModel
@@ -17,30 +17,21 @@ from hydragraph.spec.stage_kind import StageKind
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as JSON values."""
-    # Keys become text and tuples lists; None stays None, so that a reader sees what was not measured.
-    memory = fields["memory"]
-    device = fields["device"]
-    link = fields["link"]
+    # Keys become text; None stays None, so that a reader sees what was not measured.
+    by_scheme = ("limits", "failed", "residuals")
+    records = ("memory", "device", "link")
+    pieces = {
+        kind.text: {template: _piece_record(piece) for template, piece in of_kind.items()}
+        for kind, of_kind in fields["pieces"].items()
+    }
     return {
         **fields,
-        "schemes": {_text(s): curve_record(k) for s, k in fields["schemes"].items()},
-        "util": dict(fields["util"]),
-        "memory": asdict(memory) if memory else None,
-        "limits": {_text(s): tokens for s, tokens in fields["limits"].items()},
-        "failed": {_text(s): why for s, why in fields["failed"].items()},
-        "blocks": list(fields["blocks"]),
-        "pieces": {
-            kind.text: {t: _piece_record(piece) for t, piece in pieces.items()}
-            for kind, pieces in fields["pieces"].items()
-        },
+        **{name: fields[name] and asdict(fields[name]) for name in records},
+        **{name: {_text(scheme): value for scheme, value in fields[name].items()} for name in by_scheme},
+        "schemes": {_text(scheme): curve_record(k) for scheme, k in fields["schemes"].items()},
+        "pieces": pieces,
         "unfit": {kind.text: why for kind, why in fields["unfit"].items()},
-        "device": asdict(device) if device else None,
-        "link": asdict(link) if link else None,
-        "messages": [list(row) for row in fields["messages"]],
-        "residuals": {_text(s): value for s, value in fields["residuals"].items()},
-        "notes": list(fields["notes"]),
         "sizes": fields["sizes"] and fields["sizes"].to_record(),
-        "update": fields["update"] and list(fields["update"]),
         "others": [
             saved({f.name: getattr(other, f.name) for f in dataclass_fields(other)}) for other in fields["others"]
         ],
@@ -52,52 +43,47 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")
+    sizes = data.get("sizes")
+    plain = ("name", "hetero_sync_s", "type", "commit_s", "norm_s", "efficiency")
+    tuples = ("blocks", "notes", "update")
+    by_scheme = ("limits", "failed", "residuals")
+    pieces = {
+        StageKind.parse(kind): {template: _read_piece(piece) for template, piece in of_kind.items()}
+        for kind, of_kind in data.get("pieces", {}).items()
+    }
     return {
-        "name": data["name"],
-        "schemes": {_scheme(s): read_constants(k) for s, k in data["schemes"].items()},
+        **{name: data[name] for name in plain if name in data},
+        **{name: tuple(data[name]) for name in tuples if data.get(name)},
+        **{name: {_scheme(scheme): value for scheme, value in data.get(name, {}).items()} for name in by_scheme},
+        "schemes": {_scheme(scheme): read_constants(k) for scheme, k in data["schemes"].items()},
         "util": {int(tp): int(tokens) for tp, tokens in data["util"].items()},
         "memory": memory and MemoryModel(**{**memory, **_tables(memory)}),
-        "limits": {_scheme(s): int(tokens) for s, tokens in data["limits"].items()},
-        "hetero_sync_s": data["hetero_sync_s"],
-        "failed": {_scheme(s): why for s, why in data["failed"].items()},
-        "blocks": tuple(data.get("blocks", ())),
-        "pieces": {
-            StageKind.parse(kind): {t: _read_piece(p) for t, p in pieces.items()}
-            for kind, pieces in data.get("pieces", {}).items()
-        },
+        "pieces": pieces,
         "unfit": {StageKind.parse(kind): why for kind, why in data.get("unfit", {}).items()},
         "device": device and PricedDevice(**device),
         "link": link and Interconnect(**{**link, "points": [tuple(p) for p in link.get("points", ())]}),
         "messages": tuple((int(size), float(seconds)) for size, seconds in data.get("messages", ())),
-        "residuals": {_scheme(s): float(value) for s, value in data.get("residuals", {}).items()},
-        "notes": tuple(data.get("notes", ())),
-        "type": data.get("type", ""),
-        "sizes": data.get("sizes") and ModelSizes.from_record(data["sizes"]),
-        "update": tuple(data["update"]) if data.get("update") else None,
-        "commit_s": data.get("commit_s", 0.0),
-        "norm_s": data.get("norm_s", 0.0),
-        "efficiency": data.get("efficiency"),
+        "sizes": sizes and ModelSizes.from_record(sizes),
     }
 
 
-def _piece_record(piece: Piece) -> dict[str, Any]:
+def _piece_record(piece: BlockPiece) -> dict[str, Any]:
     curves = {name: curve_record(curve) for name in ("forward", "backward") if (curve := getattr(piece, name))}
     kept = {f.name: getattr(piece, f.name) for f in dataclass_fields(piece) if f.name not in ("forward", "backward")}
     return {**kept, "seconds": curve_record(piece.seconds), "held": piece.held and asdict(piece.held), **curves}
 
 
-def _read_piece(data: Mapping[str, Any]) -> Piece:
+def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
     """Read a piece; those of older files have no separate curves and no details of their memory."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
-    # JSON has no tuples: lines over the tokens come back as lists.
     record = data.get("held")
-    details = record and Held(
+    details = record and MemoryLines(
         **{  # type: ignore[arg-type]
             k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
     )
     rest = {"seconds": read_constants(data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
-    return Piece(**{**data, **rest, **curves})
+    return BlockPiece(**{**data, **rest, **curves})
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +121,6 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values that JSON cannot represent: keys that are numbers, and tuples."""
     return {
         "activation": {int(tp): a for tp, a in memory["activation"].items()},
         "gap": tuple((int(n), float(g)) for n, g in memory["gap"]),

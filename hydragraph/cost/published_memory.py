@@ -32,12 +32,11 @@ class MemoryModel:
     """Published constants of memory: bytes on a device of the first stage, the fullest one.
 
     Attributes:
-        hidden, layers, vocab: sizes of the model.
-        activation: bytes that backward keeps per element of a layer's hidden state [l, hidden], by tensor-parallel
-            degree.
-        states: bytes per element of a layer's hidden^2, over master weights, optimizer state, weights and gradients.
-        sharded: the fraction of them that is sharded over all devices (alpha), 0 to 1.
-        gap: bytes lost to the allocator and the communicators, each with the maximum number of devices it applies to.
+        hidden, layers, vocab: H, the number of layers, and V.
+        activation: A.
+        states: B, of master weights, optimizer state, weights and gradients.
+        sharded: alpha, 0 to 1.
+        gap: (most devices, bytes lost to the allocator and the communicators), ascending.
         margin: bytes to leave free.
         device: capacity in bytes.
     """
@@ -55,7 +54,7 @@ class MemoryModel:
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
         """Return the bytes of weights, gradients and optimizer state on one device of the first stage."""
         tp, pp = scheme
-        # The embedding is on the first stage alone, so PP does not divide it; a single stage also holds the head.
+        # The embedding is on the first stage alone, so PP does not divide it.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
@@ -69,7 +68,6 @@ class MemoryModel:
     def gap_bytes(self, scheme: Scheme) -> float:
         """Return the bytes lost to the allocator and the communicators of a pipeline."""
         used = scheme[0] * scheme[1]
-        # The last entry also applies beyond its number of devices.
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 
     def max_len(self, scheme: Scheme, devices: int) -> int:

@@ -1,10 +1,9 @@
 """Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
 
 At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` for
-other optimizers); 4 bytes if the element is frozen, or the loss does not reach it. Beyond that, the values of its
-instructions: the program is walked, values are created and freed as in the executor, and the largest sum counts. Views
-share a storage, and a storage is counted once. Memory inside kernels, and that of the optimizer during its update, is
-not included.
+other optimizers); 4 bytes if the element is frozen. Beyond that, the program is walked, values are created and freed as
+in the executor, and the largest sum of their storages counts. Memory inside kernels, and that of the optimizer during
+its update, is not included.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from hydragraph.spec.strategy import Strategy
 STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
-Compiled = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> its graphs
+VariantOf = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> its graphs
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ class MemoryCurve:
 
     Attributes:
         peak: the largest memory, in its parts.
-        peak_s: time of the peak, in seconds from the start.
-        points: (seconds, bytes): the memory from that time on; short peaks within an instruction are in `peak` only.
+        peak_s: its time from the start.
+        points: (seconds, bytes): the memory from that time on; peaks within an instruction are in `peak` only.
     """
 
     peak: Memory
@@ -112,32 +111,25 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """Model data for a walk: exact from compiled graphs, approximate from a profile's lines."""
+    """Model data for a walk: exact from compiled graphs, approximate from a profile's lines.
+
+    Attributes:
+        outline: names that programs are built from.
+        buckets: parameters that are pulled and pushed together.
+        itemsize, push_itemsize: bytes of an element as it is pulled, and of a gradient's as it is pushed.
+        hidden_bytes: of one token's hidden state.
+    """
 
     @property
-    def outline(self) -> Outline:
-        """The names that programs are built from."""
-        ...
-
+    def outline(self) -> Outline: ...
     @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The groups of parameters that are pulled and pushed together."""
-        ...
-
+    def buckets(self) -> Sequence[Bucket]: ...
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element as it is pulled."""
-        ...
-
+    def itemsize(self) -> int: ...
     @property
-    def push_itemsize(self) -> int:
-        """Bytes of an element of a gradient as it is pushed."""
-        ...
-
+    def push_itemsize(self) -> int: ...
     @property
-    def hidden_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
-        ...
+    def hidden_bytes(self) -> int: ...
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
         """Return the memory of a block."""
@@ -160,7 +152,7 @@ class PricedBlocks(Blocks, Protocol):
     """Model data for costs: also the operations that backwards repeat."""
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return which fraction of full recomputation's operations a stage with a memory budget repeats."""
+        """Return the fraction of full recomputation's operations that a stage with a memory budget repeats."""
         ...
 
 
@@ -171,13 +163,12 @@ class CompiledBlocks:
         compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
     """
 
-    def __init__(self, program: Program, compiled: Compiled) -> None:
+    def __init__(self, program: Program, compiled: VariantOf) -> None:
         self._program = program
         self._compiled = compiled
         self._blocks = {b.name: b for b in program.blocks}
         self._known: dict[tuple[object, MicroBatch], Footprint] = {}
         self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
-        # Looked up repeatedly while a program is walked; finding the right graph takes longer.
         self._variants: dict[tuple[str, StagePart], Variant] = {}
         self._aux_bytes: dict[MicroBatch, int] = {}
         self.outline = program.outline
@@ -231,19 +222,16 @@ def rank_memory(
     micro_batches: Sequence[Sequence[MicroBatch]],
     rank: int,
     ranks: int,
-    compiled: Compiled,
+    compiled: VariantOf,
     messages: bool = True,
     home: Home | None = None,
 ) -> Memory:
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        program: the model.
-        strategy: on ranks below `ranks`.
         micro_batches: of each pipeline.
         compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
-        messages: include the messages of pull and push, assumed to be in flight until they must have arrived; False:
-            only the memory of the strategy itself.
+        messages: include those of pull and push, assumed to be in flight until they must have arrived.
         home: owners of the state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 
     Raises:
@@ -255,7 +243,7 @@ def rank_memory(
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return the bytes of a mini-batch on a rank: its own tokens' ids, positions and labels, shifted labels of all."""
+    """Return the bytes of a mini-batch on a rank: ids, positions and labels of its tokens, shifted labels of all."""
     return INTEGER_BYTES * (3 * own + every)
 
 
@@ -268,12 +256,11 @@ def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
         position: of the stage in it.
 
     The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
-    gradients are complete, the next hidden state, which arrives early, and two gradients in transit. With a single
-    micro-batch, gradients would be sent immediately and never be complete.
+    gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # In a round each device has one stage. A set of micro-batches enters a round as another leaves it.
+        # A set of micro-batches enters a round as another leaves it.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -295,9 +282,8 @@ class Walk:
         strategy, micro_batches, rank, ranks, messages: as for `rank_memory`.
         home_of: owners of the state; default: equal shares of all ranks.
         state_bytes: per trained element at home: its weight and optimizer state; default: AdamW's.
-        over: by the index of an instruction, the finished exchanges (`exchange_name`) that a rank has ended when it
-            reaches it; exchanges that it waits for by name may be omitted. None: unknown, so exchanges stay in flight
-            until they must have arrived.
+        over: by the index of an instruction, the exchanges (`exchange_name`) that have ended by then, without those
+            that it waits for by name; None: unknown, so they stay in flight until they must have arrived.
     """
 
     def __init__(
@@ -336,7 +322,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk of the same program with the same number of other micro-batches, reusing most results."""
+        """Return a walk of the same program with as many other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -356,7 +342,6 @@ class Walk:
     def at_home(self) -> Memory:
         """The rank's constant memory."""
         layouts = [self._home_of(bucket) for bucket in self._model.buckets]
-        # Equal buckets share a layout.
         owned = {id(layout): layout.local_size(self._rank) for layout in layouts}
         both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
         learning = sum(size for learns, size in both if learns)
@@ -432,7 +417,6 @@ class Walk:
         layouts = self._layouts(Op.PULL, name)
         key = (Op.PULL, id(layouts))
         if key not in self._known_links:
-            # Message sizes take longer to compute than to look up.
             self._known_links[key] = (
                 pulled(*layouts, self._rank, self._ranks, self._model.itemsize)
                 if self._messages
@@ -462,7 +446,7 @@ class Walk:
         self._alive.drop(total)
 
     def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
-        """Return the home layout of an exchange's bucket, and that of its stages; equal ones are the same objects."""
+        """Return the layouts of an exchange's bucket at home and on its stages; equal ones are the same objects."""
         if (op, name) in self._layouts_of:
             return self._layouts_of[op, name]
         bucket = self._buckets[bucket_of(name)]
@@ -477,7 +461,7 @@ class Walk:
         return self._layouts_of[op, name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
-        # Only affects parameters that each rank of a stage holds whole; a cut parameter has a single holder.
+        # Matters only for parameters that each rank of a stage holds whole.
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
@@ -524,7 +508,7 @@ class Walk:
         yield 0 if work is Work.INPUT_GRADIENT else block.gradients
 
     def _postpone(self, instruction: Instruction, halves: HalvesFootprint) -> None:
-        """Start what the input half of a backward passes to the weight half: some saved values and the tangent."""
+        """Keep what the input half of a backward passes to the weight half."""
         k = self._model.outline.index[instruction.target]
         m = instruction.micro_batch
         assert m is not None
@@ -542,7 +526,7 @@ class Walk:
 
     @cached_property
     def _at_home(self) -> frozenset[str]:
-        """The buckets whose gradients are accumulated at home: no push of theirs moves any."""
+        """The buckets whose gradients are accumulated at home."""
         pushes = [name for op, name in self._users if op is Op.PUSH]
         apart = {bucket_of(name) for name in pushes if not self._stays_home(name)}
         return frozenset(map(bucket_of, pushes)) - apart
@@ -562,14 +546,14 @@ class Walk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks get a block's input, or give its output, whole: between stages."""
+        """Return whether sequence-parallel ranks receive a block's input, or send its output, whole."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
         visit = stage.visit_of(index)
         first, end = stage.blocks[visit]
         split = self._part.sequence_parallel
-        # Pipelines that share a stage agree on its layers, and thus on whether there are stages before and after.
+        # Pipelines that share a stage agree on its layers.
         role = next(role for role in stage.roles if role.visit == visit)
         return split and index == first and bool(role.previous), split and index == end - 1 and bool(role.following)
 

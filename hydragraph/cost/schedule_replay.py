@@ -1,7 +1,4 @@
-"""The exact end of a pipeline with unequal stages and messages that take time.
-
-`stage_ends` is for messages that travel during computation (`compiled_replay`), `exchanged_end` for blocking ones.
-"""
+"""The exact end of a pipeline with unequal stages, and messages that travel during computation."""
 
 from __future__ import annotations
 
@@ -47,51 +44,3 @@ def stage_ends(
     scratch = scratch_of(stages, count)
     replay(table_of(schedule, devices or stages, count), stages, rows, np.arange(count), count, scratch)
     return [float(scratch.clock[row]) for row in devices or range(stages)]
-
-
-def exchanged_end(
-    forward: Rows, backward: Rows, ahead: Rows, back: Rows, buffered: Sequence[Sequence[tuple[bool, bool]]]
-) -> float:
-    """Return when the last backward ends of a pipeline whose neighbours exchange between computations.
-
-    Stage s of S computes the forward of micro-batch m in slot 2 m + s, and its backward in slot 2 m + 2 S - 1 - s, so
-    the neighbour of a stage in a forward is in a backward. Before its forward, stage s + 1 sends the last gradient
-    back, then receives the next hidden state (DeepSpeed, TrainSchedule). Both ends are occupied from a message's begin
-    to its end, except that the sender of a buffered message continues immediately.
-
-    Example, S = 2, V = 1, forward 1, backward 2, messages 3: 1 + 3 + (1 + 2) + 3 + 2 = 12.
-
-    Args:
-        forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
-        ahead: seconds of a hidden state from each stage to the next [S - 1][V].
-        back: seconds of its gradient, from stage s + 1 to s [S - 1][V].
-        buffered: whether hidden state and gradient are buffered [S - 1][V].
-    """
-    stages = len(forward)
-    count = len(forward[0]) if forward else 0
-    clock = [0.0] * stages
-
-    def give(sender: int, receiver: int, seconds: float, on: bool) -> None:
-        end = max(clock[sender], clock[receiver]) + seconds
-        clock[receiver] = end
-        if not on:
-            clock[sender] = end
-
-    for slot in range(2 * (count + stages - 1)):
-        for s in range(stages - 1):
-            came, odd = divmod(slot - s - 1, 2)
-            if odd:
-                continue
-            gone = (slot + s + 1) // 2 - stages
-            if 0 <= gone < count:
-                give(s + 1, s, back[s][gone], buffered[s][gone][1])
-            if 0 <= came < count:
-                give(s, s + 1, ahead[s][came], buffered[s][came][0])
-        for s in range(stages):
-            m, odd = divmod(slot - s, 2)
-            if not odd and 0 <= m < count:
-                clock[s] += forward[s][m]
-            m, odd = divmod(slot + s + 1, 2)
-            if not odd and 0 <= m - stages < count:
-                clock[s] += backward[s][m - stages]
-    return max(clock, default=0.0)

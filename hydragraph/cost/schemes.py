@@ -1,7 +1,6 @@
 """Costs of schemes, for searches for the number of pipelines of each: from `Costs`, or from published constants.
 
-A profile with blocks is priced by `Costs`, like everything else. Published constants describe whole schemes only, with
-one number for pull and push (`Profile.charge`), and are used unchanged.
+Published constants describe whole schemes only, with one number for pull and push (`Profile.charge`).
 """
 
 from __future__ import annotations

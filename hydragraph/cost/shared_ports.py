@@ -1,9 +1,8 @@
 """Flows that share ports and network cards: the part of a simulation that needs a clock.
 
 A flow occupies a resource for a fraction of its time alone: a message of 1 GB over a card of 10 GB/s that takes 0.2 s
-for other reasons occupies the card for a half. While the fractions of all flows on a resource sum to more than 1, each
-of them runs at 1 / their sum of its speed; a flow runs at the speed of its slowest resource. A resource thus never
-exceeds its capacity, and a flow without contention takes exactly its time alone, to the last bit.
+for other reasons occupies the card for a half. While the fractions on a resource sum to more than 1, its flows run at
+1 / their sum of their speed; a flow runs at the speed of its slowest resource.
 
 Example: A takes 1 s alone and B 0.4 s; both begin at 0 and fill 0.8 of one card, together 1.6.
 
@@ -41,8 +40,8 @@ class Flows:
     """All flows, in the future and in progress."""
 
     def __init__(self) -> None:
-        # A heap of begins and ends. An end stays in it when its flow's rate changes; its version is then outdated, and
-        # it is skipped when its time comes. The turn settles ties in the order in which they were pushed.
+        # A heap of begins and ends. An end whose flow's rate has changed since is outdated, and skipped when its time
+        # comes. The turn settles ties in the order in which they were pushed.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}
@@ -89,13 +88,12 @@ class Flows:
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
-        # In a fixed order: sets have none, and ties of ends must be settled alike in every run.
+        # In a fixed order, so that ties of ends are settled alike in every run.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most
             if rate == flow.rate:
                 continue
-            # The past counts at the old rate; the rest runs at the new one.
             flow.left = max(0.0, flow.left - (now - flow.since) * flow.rate)
             flow.since = now
             flow.rate = rate

@@ -6,9 +6,8 @@ pipeline p alone,
 
     x_p = (1 / s_p) / sum over the stage's pipelines q of (1 / s_q)
 
-For any assignment, the busiest of the pipelines is priced no lower than the stage's load: for works w_q on it,
-sum w_q = sum x_q (w_q / x_q) <= max w_q / x_q. Both are equal if work follows the pace; an iteration with a known
-assignment is simulated instead (`Costs.seconds`).
+The busiest of the pipelines is thus priced no lower than the stage's load: for works w_q on it,
+sum w_q = sum x_q (w_q / x_q) <= max w_q / x_q. An iteration with a known assignment is simulated (`Costs.seconds`).
 
 Example: two pipelines with a slow and a fast stage of their own, 3 s and 1 s, before a shared one of 1 s. They get 1/4
 and 3/4 of it, so it counts as 4 s for the slow pipeline, and as 4/3 s for the fast one.

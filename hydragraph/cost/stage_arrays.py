@@ -6,10 +6,9 @@
                                                  of the W
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage: of the slowest of its ranks
 
-A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences, so constants and links
-give the same result as `cost.stage_costs`, up to the last digits. Tables and links with measured points have no such
-form; the search uses approximate constants for them, and its result is judged by `PipelineCost.seconds` itself
-(`StageTerms.faithful`).
+A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences. Tables and links with
+measured points have no such form: they are approximated, and the result of a search is judged by
+`PipelineCost.seconds` (`StageTerms.faithful`).
 
 Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. A micro-batch of 4 and 6 tokens
 takes max(20, 31) = 31.
@@ -64,8 +63,8 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     Args:
         kinds: of pipelines.
         count: maximum number of micro-batches of a pipeline.
-        shortest: minimum tokens of any micro-batch; if given, tables and links with measured points are replaced by
-            lines below them, for bounds, instead of approximations.
+        shortest: minimum tokens of any micro-batch, for bounds: lines below tables and links with measured points
+            replace their approximations.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, shortest, reaches) for kind in kinds]
@@ -90,7 +89,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
 
 @lru_cache(maxsize=64)
 def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) -> ScheduleTable:
-    """Return the tables of kinds, each given by its schedule and its rows or their number, as one [K, S, actions]."""
+    """Return the tables of kinds, given by schedule and rows or their number, as one [K, S, actions]."""
     every = [table_of(schedule, rows, count) for schedule, rows in kinds]
     deepest = max(len(table.work) for table in every)
     longest = max(table.work.shape[1] for table in every)
@@ -111,7 +110,6 @@ def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
 
 @lru_cache(maxsize=256)
 def _reaches(kind: PipelineCost) -> frozenset[Reach]:
-    """Return the windows and chunks of one kind's curves."""
     parts = (part for s in kind.stage_costs for part in (*s.forward, *s.backward, *s.aux))
     curves = (curve for part in parts for _, curve in part)
     return frozenset(reach for curve in curves if isinstance(curve, Constants) for reach, _ in curve.near)
@@ -171,7 +169,6 @@ def _ring(ring: Ring, span: Span) -> Floats:
 def _hop(hop: Hop | None, span: Span) -> Floats:
     if hop is None:
         return np.zeros(3)
-    # Concurrent messages are never faster than one alone, if bandwidth does not depend on the size.
     size = hop.token_bytes * hop.part * max(1, hop.sharing)
     per_token = size * sum(_per_byte(link, span) for link in hop.links)
     return np.array([0.0, per_token, sum(link.latency_s for link in hop.links)])
@@ -181,12 +178,7 @@ def _faithful(stage: StageCost) -> bool:
     curves = [curve for parts in (*stage.forward, *stage.backward, *stage.aux) for _, curve in parts]
     hops = [hop for hop in (stage.ahead, stage.back) if hop is not None]
     links = [*(ring.link for ring in stage.rings or ()), *(link for hop in hops for link in hop.links)]
-    # Blocking messages follow another recurrence, which never ends earlier than this one.
-    return (
-        all(isinstance(curve, Constants) for curve in curves)
-        and not any(link.points for link in links)
-        and not any(hop.blocking for hop in hops)
-    )
+    return all(isinstance(curve, Constants) for curve in curves) and not any(link.points for link in links)
 
 
 @compiled

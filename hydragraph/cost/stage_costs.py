@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hydragraph.cost.curves import Constants, Curve, Load, Table
-from hydragraph.cost.schedule_replay import Rows, exchanged_end, stage_ends
+from hydragraph.cost.schedule_replay import stage_ends
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
@@ -43,35 +43,14 @@ class Hop:
     Attributes:
         links: of the messages that the slowest rank sends, one after another.
         token_bytes: of one token's hidden state.
-        sharing: the maximum number of messages through one network card.
-        part: fraction of a hidden state in each message.
-        blocking: whether a message blocks both of its ends.
-        buffer_bytes: maximum size of a message that does not block its sender.
-        gathering: number of receivers that gather their parts, and the link for it; None: no gather is needed.
-        staging: link over which each receiver fetches a buffer for a hidden state from its host; None: not needed.
+        sharing: most messages through one network card.
+        part: bytes of a message over those of a hidden state.
     """
 
     links: tuple[Interconnect, ...]
     token_bytes: int
     sharing: int = 1
     part: float = 1.0
-    blocking: bool = False
-    buffer_bytes: int = 0
-    gathering: tuple[int, Interconnect] | None = None
-    staging: Interconnect | None = None
-
-    def buffered(self, tokens: int) -> bool:
-        """Return whether a sender continues before its message has arrived."""
-        return tokens * self.token_bytes * self.part <= self.buffer_bytes
-
-    def receiving_s(self, tokens: int) -> float:
-        """Return a receiver's seconds to allocate a buffer and gather parts: a copy and a ring of t - 1 messages."""
-        size = tokens * self.token_bytes
-        seconds = self.staging.seconds(size) if self.staging is not None else 0.0
-        if self.gathering is not None:
-            ranks, link = self.gathering
-            seconds += (ranks - 1) * link.seconds(size / ranks)
-        return seconds
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a micro-batch."""
@@ -89,8 +68,8 @@ class StageCost:
     """One stage.
 
     Attributes:
-        forward, backward: the computation of each different kind of rank in it (a type of device at some rate).
-        aux: the computation of each kind of rank before its forward, which does not wait for the message.
+        forward, backward: the computation of each kind of rank in it (a type of device at some rate).
+        aux: likewise, before its forward, without waiting for the message.
         rings: of forward and backward.
         ahead, back: messages to the next stage, and the gradients from there; None on the last stage.
     """
@@ -103,7 +82,7 @@ class StageCost:
     back: Hop | None = None
 
     def slower(self, factor: float) -> StageCost:
-        """Return the stage slowed down by a factor, for example because other pipelines use its ranks as well."""
+        """Return the stage slowed down by a factor."""
         forward, backward, aux = (
             tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
             for every in (self.forward, self.backward, self.aux)
@@ -122,7 +101,6 @@ class StageCost:
     def apart(self, lengths: Sequence[int]) -> tuple[float, float, float]:
         """Return the seconds of aux, forward and backward."""
         load = Load(lengths)
-        # The slowest kind of rank counts, and may differ between forward and backward.
         early, one, two = (
             max((sum(n * curve.at(load) for n, curve in parts) for parts in every), default=0.0)
             for every in (self.aux, self.forward, self.backward)
@@ -140,7 +118,7 @@ class StageCost:
             whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
             b = whole.b
             c = whole.c
-            # Rings are linear in the tokens, so they add exactly to b and c if the link is latency and bandwidth.
+            # Rings are linear in the tokens.
             for ring in self.rings or ():
                 messages = ring.times * 2 * (ring.ranks - 1)
                 b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
@@ -165,42 +143,9 @@ def stages_end(
     # Equal micro-batches cost the same: for each different one, the five seconds that `stage_ends` needs, by stage.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
-        tokens = sum(m)
-        priced[m] = [
-            (
-                *stage.apart(m),
-                stage.ahead.seconds(tokens) if stage.ahead else 0.0,
-                stage.back.seconds(tokens) if stage.back else 0.0,
-            )
-            for stage in stages
-        ]
+        ways = [[hop.seconds(sum(m)) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages]
+        priced[m] = [(*stage.apart(m), ahead, back) for stage, (ahead, back) in zip(stages, ways, strict=True)]
     early, forward, backward, ahead, back = (
         [[priced[tuple(m)][s][part] for m in micro_batches] for s in range(len(stages))] for part in range(5)
     )
-    if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
-        return _exchanged_end(stages, [sum(m) for m in micro_batches], early, forward, backward, (ahead, back))
     return max(stage_ends(early, forward, backward, ahead, back, schedule, rows))
-
-
-def _exchanged_end(
-    stages: Sequence[StageCost],
-    tokens: Sequence[int],
-    early: Rows,
-    forward: Rows,
-    backward: Rows,
-    ways: tuple[Rows, Rows],
-) -> float:
-    """Return the end of a pipeline with blocking messages; work of receivers on messages counts as computing."""
-    nothing = [0.0] * len(tokens)
-    arrived: list[list[float]] = [nothing]  # work of a stage on the hidden state that it receives
-    returned: list[list[float]] = []  # and on the gradient
-    buffered: list[list[tuple[bool, bool]]] = []
-    for stage in stages:
-        if stage.ahead is not None and stage.back is not None:
-            arrived.append([stage.ahead.receiving_s(n) for n in tokens])
-            returned.append([stage.back.receiving_s(n) for n in tokens])
-            buffered.append([(stage.ahead.buffered(n), stage.back.buffered(n)) for n in tokens])
-    returned.append(nothing)
-    forward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(early, forward, arrived, strict=True)]
-    backward = [[sum(each) for each in zip(*rows, strict=True)] for rows in zip(backward, returned, strict=True)]
-    return exchanged_end(forward, backward, *ways, buffered)

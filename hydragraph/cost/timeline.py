@@ -1,10 +1,8 @@
 """Simulate: price the rank programs of one iteration, instruction by instruction.
 
 Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, its inputs
-are ready, and all participants have arrived: a stage's ranks for a computation, the ranks it exchanges with for a pull
-or push, all ranks for the commit. A receive delays only the computation that reads it. Transfers share ports and
-network cards with those of other streams and ranks (`cost.shared_ports`); a rank's tensor-parallel traffic is part of
-its computation.
+are ready, and all participants have arrived: the ranks it exchanges with for a pull or push, all ranks for the commit.
+Transfers share ports and network cards (`cost.shared_ports`); tensor-parallel traffic is part of computation.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from hydragraph.cost.actors import Actor, rank_actors
 from hydragraph.cost.critical_path import CriticalPath, critical_path
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """An instruction with its index in the rank's program, and its start and end in seconds."""
+    """An instruction with its index in the rank's program, and its times in seconds."""
 
     index: int
     instruction: Instruction
@@ -69,7 +67,6 @@ def _aligned(
     instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
 ) -> Iterator[SimulatedSpan]:
     """Give a rank that sends less often than the first of its stage the times of the instructions they share."""
-    # Ranks of a stage differ only in their sends; everything else runs at the same times, in the same order.
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
@@ -96,7 +93,7 @@ class Timeline:
 
     actors: tuple[Actor, ...]
     times: tuple[Times, ...] = field(repr=False)
-    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = field(default=None, repr=False)
+    curves: Curves | None = field(default=None, repr=False)
 
     @cached_property
     def actor_of(self) -> dict[int, int]:
@@ -153,24 +150,23 @@ class Timeline:
     def exposed_s(self, rank: int, stream: Stream) -> float:
         """Return how long a rank's computation, or its commit, waits for values of a stream.
 
-        Waits count as in a run (`runtime.instruction_trace.Exposed`): values are waited for one after another,
-        including the time before they begin, as for an activation that another stage has yet to compute.
+        Waits count as in a run (`runtime.instruction_trace.Exposed`), including the time before a transfer begins.
         """
-        return self._exposed(self.actor_of[rank]).get(stream, 0.0)
+        return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
-    def _exposed(self, a: int) -> dict[Stream, float]:
-        by_actor: dict[int, dict[Stream, float]] = self.__dict__.setdefault("_waited", {})
-        if a not in by_actor:
+    @cached_property
+    def _exposed(self) -> list[dict[Stream, float]]:
+        by_actor = []
+        for actor, times in zip(self.actors, self.times, strict=True):
             waited: dict[Stream, float] = {}
-            for stream, seconds in _waits(self.actors[a].program.instructions, self.times[a]):
+            for stream, seconds in _waits(actor.program.instructions, times):
                 waited[stream] = waited.get(stream, 0.0) + seconds
-            by_actor[a] = waited
-        return by_actor[a]
+            by_actor.append(waited)
+        return by_actor
 
     @property
     def bubble(self) -> float:
         """The fraction of time, from 0 to 1, in which computing ranks are idle; 0 if no rank computes."""
-        # Ranks without a stage only hold state; they do not wait for computation.
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
@@ -179,19 +175,19 @@ class Timeline:
 
     def save_trace(self, path: str | Path) -> None:
         """Write the timeline in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
-        from hydragraph.cost.trace_file import Event, write_events
+        from hydragraph.cost.trace_file import TraceEvent, write_events
         from hydragraph.ir.instruction_text import instruction_text
 
-        def events(rank: int) -> Iterator[Event]:
+        def events(rank: int) -> Iterator[TraceEvent]:
             for span in self.ranks[rank]:
                 if span.seconds > 0:
                     name = " ".join(instruction_text(span.instruction).split())
-                    yield Event(0, span.instruction.stream.value, name, span.start_s, span.end_s)
+                    yield TraceEvent(0, span.instruction.stream.value, name, span.start_s, span.end_s)
 
         write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
 
     def __str__(self) -> str:
-        """One line per rank: the busy milliseconds of each stream, and the idle fraction of computation."""
+        """One line per rank: the busy milliseconds of each stream, and its idle fraction."""
         names = "".join(f"{stream.value:>12}" for stream in Stream)
         lines = [f"rank{names}        idle"]
         for rank in range(len(self.actor_of)):
@@ -201,8 +197,10 @@ class Timeline:
         return "\n".join([*lines, f"iteration {1e3 * self.seconds:.3f} ms, bubble {self.bubble:.1%}"])
 
 
+Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
+
+
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
-    """Yield each wait of a rank's computation: its stream and seconds."""
     maker: dict[Value, int] = {}  # of each value
     latest: dict[Stream, int] = {}  # of each stream, the last to end
     free = 0.0  # when computation could continue
@@ -245,7 +243,7 @@ def run(
     actors: Sequence[Actor],
     cluster: Cluster,
     work: Priced,
-    curves: Callable[[Timeline], Sequence[MemoryCurve]] | None = None,
+    curves: Curves | None = None,
 ) -> Timeline:
     """Simulate actors that together are all ranks of a cluster."""
     return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)

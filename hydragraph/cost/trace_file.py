@@ -18,7 +18,7 @@ from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.spec.assignment import Assignment
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A span of time on one rank: its begin and end, in seconds."""
 
     step: int
@@ -55,14 +55,14 @@ class Trace:
     """
 
     steps: tuple[TracedStep, ...]
-    ranks: tuple[tuple[Event, ...], ...]
+    ranks: tuple[tuple[TraceEvent, ...], ...]
 
-    def of(self, step: int) -> tuple[tuple[Event, ...], ...]:
+    def of(self, step: int) -> tuple[tuple[TraceEvent, ...], ...]:
         """Return the events of one step, by rank."""
         return tuple(tuple(event for event in events if event.step == step) for events in self.ranks)
 
 
-def write_events(per_rank: Iterable[Iterable[Event]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
+def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
     """Write all ranks' events, a process per rank and a thread per stream; the first one begins at 0.
 
     Args:
@@ -109,7 +109,6 @@ def _instruction(name: str) -> Instruction | None:
 
 
 def _short(instruction: Instruction) -> str:
-    """Return a name for a narrow slice: the operation and its block or value."""
     op, target = instruction.op, instruction.target
     match op:
         case Op.FORWARD | Op.BACKWARD:
@@ -124,7 +123,7 @@ def _short(instruction: Instruction) -> str:
             return str(op.value)
 
 
-def _category(event: Event, instruction: Instruction | None) -> str:
+def _category(event: TraceEvent, instruction: Instruction | None) -> str:
     if instruction is not None:
         return instruction.op.value
     return "wait" if event.name.startswith("wait ") else event.stream
@@ -152,16 +151,16 @@ def read_trace(path: Path) -> Trace:
     return Trace(steps, ranks)
 
 
-def _events(records: Iterable[Any]) -> tuple[tuple[Event, ...], ...]:
+def _events(records: Iterable[Any]) -> tuple[tuple[TraceEvent, ...], ...]:
     streams = [stream.value for stream in Stream]
-    by_rank: dict[int, list[Event]] = {}
+    by_rank: dict[int, list[TraceEvent]] = {}
     for record in records:
         events = by_rank.setdefault(record["pid"], [])
         if record["ph"] == "X":
             begin = record["ts"] / 1e6
             step = record["args"]["step"]
             name = record["args"].get("instruction", record["name"])
-            events.append(Event(step, streams[record["tid"]], name, begin, begin + record["dur"] / 1e6))
+            events.append(TraceEvent(step, streams[record["tid"]], name, begin, begin + record["dur"] / 1e6))
     return tuple(tuple(events) for _, events in sorted(by_rank.items()))
 
 

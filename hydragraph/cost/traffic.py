@@ -1,11 +1,8 @@
 """Time of concurrent messages on a cluster, and the ports and cards that they occupy.
 
 A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks that share a
-network card share its bandwidth: traffic between nodes through it takes at least all its bytes over the card's
-bandwidth. Everything is per *group* of ranks that act as one, such as a stage's: the slowest of them counts.
-
-A slow rank starts and ends its messages slowly: its rate scales their latency, and the slower end counts. The bytes
-themselves are carried by the card, whose speed is unaffected.
+network card share its bandwidth. Of a *group* of ranks that act as one, such as a stage's, the slowest counts. A slow
+rank starts and ends its messages slowly: its rate scales their latency.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from numpy.typing import NDArray
 from hydragraph.spec.cluster import Cluster, Interconnect
 
 if TYPE_CHECKING:
-    from hydragraph.cost.message_rounds import Links
+    from hydragraph.cost.message_rounds import LinkTable
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -112,40 +109,32 @@ class Roads:
         self._handling = np.ones(len(group)) if handling is None else handling
         self._group = group
         self._groups = int(group.max(initial=-1)) + 1
-        nodes = np.array([device.node for device in cluster.devices], dtype=np.int64)
-        self._node = nodes
-        cards = {
-            key: i
-            for i, key in enumerate(
-                dict.fromkeys(zip(nodes.tolist(), map(cluster.card_of, range(len(nodes))), strict=True))
-            )
-        }
-        self._card = np.array([cards[int(n), cluster.card_of(r)] for r, n in enumerate(nodes)], dtype=np.int64)
+        nodes = [device.node for device in cluster.devices]
+        self._node = np.array(nodes, dtype=np.int64)
+        places = [(node, cluster.card_of(rank)) for rank, node in enumerate(nodes)]
+        cards = {place: i for i, place in enumerate(dict.fromkeys(places))}
+        self._card = np.array([cards[place] for place in places], dtype=np.int64)
         self._cards = len(cards)
         # Equal nodes have equal links, so links are stored for pairs of the few kinds of nodes.
-        kinds: dict[object, int] = {}
-        numbers = {
-            number: kinds.setdefault(cluster.node(number), len(kinds)) for number in dict.fromkeys(nodes.tolist())
-        }
-        self._kind = np.array([numbers[int(n)] for n in nodes], dtype=np.int64)
-        self._kinds = len(kinds)
-        first: dict[int, list[int]] = {}
-        for number, kind in numbers.items():
-            first.setdefault(kind, []).append(number)
-        self._of_kind = first
+        by_kind: dict[object, list[int]] = {}
+        for number in dict.fromkeys(nodes):
+            by_kind.setdefault(cluster.node(number), []).append(number)
+        self._of_kind = list(by_kind.values())
+        kinds = {number: kind for kind, numbers in enumerate(self._of_kind) for number in numbers}
+        self._kind = np.array([kinds[node] for node in nodes], dtype=np.int64)
+        self._kinds = len(self._of_kind)
         self._ways_of: dict[tuple[Pair, ...], tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]] = {}
 
     @cached_property
-    def _links(self) -> Links:
-        """All links as arrays; equal nodes have equal ones."""
-        from hydragraph.cost.message_rounds import Links  # needs numba, which only exchanges need
+    def _links(self) -> LinkTable:
+        from hydragraph.cost.message_rounds import LinkTable  # needs numba, which only exchanges need
 
         links = [
             self._link(a, b, across) for a in range(self._kinds) for b in range(self._kinds) for across in (False, True)
         ]
         points = [point for link in links if link is not None for point in link.points]
         counts = [0 if link is None else len(link.points) for link in links]
-        return Links(
+        return LinkTable(
             self._node,
             self._kind,
             self._card,
@@ -174,7 +163,6 @@ class Roads:
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst
-        # A group ends with its slowest rank, and takes part only with groups that it exchanges data with.
         seconds = np.zeros(groups)
         np.maximum.at(seconds, self._group, exchange.rank_s)
         partners = np.zeros((groups, groups), dtype=np.bool_)
@@ -229,7 +217,6 @@ class Roads:
         return seconds, tuple((resource, busy / seconds) for resource, busy in used.items() if busy > 0)
 
     def _ways(self, pairs: tuple[Pair, ...]) -> tuple[tuple[Interconnect, tuple[int, ...], tuple[int, ...]], ...]:
-        """Return the link of every pair, and the ports and cards on its way."""
         ways = []
         groups = self._groups
         for a, b in pairs:

@@ -41,7 +41,7 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
     sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    # From two owners, parts come in the order of ranks, not of elements, and are then put in place.
+    # From two owners, parts come in the order of ranks.
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     if not staged and stays(owners, users):
         return MessageBytes(0, incoming)  # after concatenation or a cast, these are the weights

@@ -39,7 +39,6 @@ def what_if(costs: Costs, text: str) -> Costs:
         if not change["name"].isdecimal() or int(change["name"]) >= costs.ranks:
             raise ValueError(f"{text!r}: the cluster has ranks 0 to {costs.ranks - 1}")
         ranks = [int(change["name"])]
-    # Health can only slow a device down: rate 1 is a healthy device.
     if factor < 1:
         raise ValueError(f"{text!r}: a device is at most as fast as a healthy one: give a factor of at least 1")
     rates = dict(costs.health.rates)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hydragraph.cluster.agreement import from_first
 from hydragraph.cluster.launch import World
-from hydragraph.cost.chosen_home import question_of
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.home_choice import Question, choose_home
+from hydragraph.cost.home_choice import HomeQuestion, choose_home
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.schemes import schemes_of
 from hydragraph.engine.step_planner import IterationPlanner
@@ -141,7 +140,7 @@ def home_among(world: World, program: Program, home: Home, strategies: Sequence[
 
 def _question(
     program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning, nodes: Sequence[int]
-) -> Question:
+) -> HomeQuestion:
     """Return the inputs for choosing a home on ranks of these nodes."""
     costs = planning.profile
     if isinstance(costs, Profile):
@@ -152,7 +151,7 @@ def _question(
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)
     longest = max((n for batch in planning.lengths or () for n in batch), default=None)
-    question = question_of(costs, strategies, home, longest)
+    question = costs.home_question(strategies, home, longest)
     return replace(question, outline=program.outline, buckets=program.buckets)
 
 
@@ -167,9 +166,9 @@ def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes:
     return choose_home(_unmeasured(program, fitting, home, nodes))
 
 
-def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Question:
+def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> HomeQuestion:
     size = program.dtype.itemsize
-    return Question(program.outline, program.buckets, tuple(strategies), cluster_on(nodes), home, size)
+    return HomeQuestion(program.outline, program.buckets, tuple(strategies), cluster_on(nodes), home, size)
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:

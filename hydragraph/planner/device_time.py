@@ -8,14 +8,14 @@ idle         devices without work
 
 from __future__ import annotations
 
-from hydragraph.cost.accounts import Kind, predicted_accounts
+from hydragraph.cost.accounts import TimeKind, predicted_accounts
 from hydragraph.cost.costs import Costs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-_COMPUTATION = (Kind.FORWARD, Kind.BACKWARD)
-_WAITING = (Kind.LATE, Kind.OTHER)
+_COMPUTATION = (TimeKind.FORWARD, TimeKind.BACKWARD)
+_WAITING = (TimeKind.LATE, TimeKind.OTHER)
 
 
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:

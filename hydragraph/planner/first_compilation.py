@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Self
 
-from hydragraph.cost.block_pieces import AUX, Constants, Held, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -105,13 +105,13 @@ def _made_up() -> Costs:
     return Costs(Profile.merge(profiles), Cluster.of(types, nodes), Health({1: 1.5}))
 
 
-def _piece(name: str, kind: StageKind, factor: float) -> Piece:
+def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
     if name == AUX:
-        return Piece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
+        return BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
     forward = Constants(2e-9 if name == "layer" else 0.0, 3e-6 / kind.tp, 1e-4).times(factor)
-    held = Held((0.0, 512.0), (64.0, 900.0 / kind.tp), (0.0, 2000.0 / kind.tp), (0.0, 2500.0 / kind.tp))
+    held = MemoryLines((0.0, 512.0), (64.0, 900.0 / kind.tp), (0.0, 2000.0 / kind.tp), (0.0, 2500.0 / kind.tp))
     count = 1000 if name == "layer" else 4000
-    return Piece.apart(
+    return BlockPiece.apart(
         forward, forward.times(2.0 + kind.recompute), parameters=count // kind.tp, kept=1400.0, held=held
     )
 

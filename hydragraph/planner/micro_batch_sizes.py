@@ -180,8 +180,6 @@ class _Ends:
         if largest > self._kind.most:
             return math.inf
         stages = self._pipeline.stage_costs
-        if any(stage.ahead is not None and stage.ahead.blocking for stage in stages):
-            return self._pipeline.seconds([(self._length,) * size for size in sizes])
         if largest >= len(self._rows):
             rows = [_stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
             self._rows = np.concatenate([self._rows, np.array(rows)])

@@ -271,7 +271,7 @@ def _plan(
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
-    streaming = streaming and method == "auto" and costs.stack.own
+    streaming = streaming and method == "auto"
     # Metis's and the published method are left as they are.
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.compiled_replay import replay, scratch_of
-from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import batch_bytes, telling
-from hydragraph.cost.stage_costs import StageCost, stages_end
+from hydragraph.cost.stage_costs import StageCost
+from hydragraph.cost.state_pricing import micro_batches_of
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.generators.device_groups import Group
 from hydragraph.planner.generators.group_prices import state_bytes
@@ -186,8 +187,6 @@ class Ends:
 
     def _end(self, kind: int, count: int) -> float:
         parts = self._parts[kind]
-        if any(stage.ahead is not None and stage.ahead.blocking for stage in parts):
-            return stages_end(parts, [self._lengths] * count, self._schedule)
         order = np.zeros(count, np.int64)
         scratch = scratch_of(len(parts), count)
         table = table_of(self._schedule, self._devices[kind], count)

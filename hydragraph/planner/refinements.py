@@ -45,7 +45,7 @@ def refined(
         until: deadline, as a value of `time.monotonic()`; None: no deadline.
     """
     late = until is not None and time.monotonic() > until
-    if late or not costs.stack.own:
+    if late:
         return []
     found = []
     best = min((plan.seconds for plan in plans), default=math.inf)

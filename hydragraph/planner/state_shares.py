@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.home_choice import Question, choose_home
+from hydragraph.cost.home_choice import HomeQuestion, choose_home
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
@@ -207,7 +207,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     nodes = _nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):
         return given.without_rule
-    asked = Question(
+    asked = HomeQuestion(
         costs.outline,
         costs.buckets,
         (strategy,),

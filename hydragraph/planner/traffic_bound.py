@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydragraph.cost.accounts import Kind
+from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.spec.cluster import Cluster
@@ -38,7 +38,7 @@ class Cards:
         blocks = len(costs.outline.blocks)
         first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
         self._weights, self._gradients = np.zeros(blocks), np.zeros(blocks)
-        pull, push = map(costs.corrections.factor, (Kind.PULL, Kind.PUSH))
+        pull, push = map(costs.corrections.factor, (TimeKind.PULL, TimeKind.PUSH))
         for bucket in costs.buckets:
             self._weights[first[bucket.name]] += pull * costs.sizes.itemsize * bucket.size
             self._gradients[first[bucket.name]] += push * GRADIENT_BYTES * bucket.size * bucket.learns

@@ -3,10 +3,10 @@
 A pipeline's time is split into parts that add up to it, so that two strategies can be compared part by part:
 
     work     device time of the sequences over all devices, as if it could be divided at will
-    waiting  the slowest pipeline's excess over that, while others wait for it or devices are idle
+    waiting  the slowest pipeline's excess over that
     fixed    c of every micro-batch of the slowest pipeline
     bubble   the rest of its time, in which its stages fill, drain, and wait for each other
-    sync     time added by pull, push, commit and update; with published constants, only for unequal pipelines
+    sync     pull, push, commit and update; with published constants, only for unequal pipelines
 
 Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
 second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
@@ -32,13 +32,12 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Number of candidates that are assigned on every mini-batch, in addition to winners and those that still may win.
+# Candidates that are assigned on every mini-batch, in addition to winners and those that still may win.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches for improving candidates; they differ from the planned ones, so that candidates are not judged on the
-# data they were tuned for.
+# Mini-batches for improving candidates; others than the planned ones, so that candidates are judged on other data.
 TUNING = 8
-# Number of candidates of a search whose pull and push are simulated, if needed; homogeneous ones are added.
+# Candidates of a search whose pull and push are simulated, in addition to homogeneous ones.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -50,7 +49,7 @@ REASON = {
 
 
 @dataclass(frozen=True)
-class Parts:
+class TimeParts:
     """Seconds of an iteration by part; see the module docstring."""
 
     work: float
@@ -70,10 +69,10 @@ class MemoryUse:
     """Memory at MaxLen of a device of a scheme's first stage, the fullest one.
 
     Attributes:
-        scheme, devices: the scheme, and the devices of the strategy, which share the optimizer state.
+        devices: of the strategy, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
-        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in total; None if
-            the profile has measured limits instead of such a model.
+        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in total; None:
+            the limit was measured.
     """
 
     scheme: Scheme
@@ -87,20 +86,19 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ComparedCandidate:
     """A strategy and its results.
 
     Attributes:
         strategy: one scheme per pipeline.
-        memory: memory of a device of each of its different schemes.
+        memory: of a device of each of its different schemes.
         seconds: mean over the mini-batches, infinite if it does not take them all.
         bound: lower bound of its mean seconds.
-        alone: mean time of the longest sequence alone on the best pipeline for it; a lower bound of an iteration under
-            any assignment of the others.
+        alone: mean time of the longest sequence alone on the best pipeline for it; another lower bound.
         assigned: whether `seconds` were found by assigning; otherwise they are its bound, which already lost.
         fits: number of mini-batches that it takes.
-        wins: number of mini-batches on which it finishes first of all candidates.
-        parts: parts of its seconds, if they were found.
+        wins: number of mini-batches on which it finishes first.
+        parts: of its seconds, if it was assigned.
         why: why it is not the best static strategy; "" for that one.
     """
 
@@ -112,7 +110,7 @@ class Candidate:
     assigned: bool
     fits: int
     wins: int
-    parts: Parts | None
+    parts: TimeParts | None
     why: str
 
     @property
@@ -146,11 +144,11 @@ class PlanReport:
     """The plan of a model, its data and its devices.
 
     Attributes:
-        profile: name of the profile.
+        profile: its name.
         candidates: the best static one first; those that do not take the context length last.
         dynamic: mean seconds if the best candidate is chosen for every mini-batch.
-        sync: maximum seconds that a candidate pays besides computing.
-        cut: sequences of the data that are longer than `context` and count as cut.
+        sync: most seconds that a candidate pays besides computing.
+        cut: sequences longer than `context`, which count as cut there.
         left_out: schemes that were not considered, and why.
     """
 
@@ -159,7 +157,7 @@ class PlanReport:
     context: int
     tokens: int
     iterations: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ComparedCandidate, ...]
     dynamic: float
     sync: float
     cut: int
@@ -167,12 +165,12 @@ class PlanReport:
     example: Example
 
     @property
-    def best(self) -> Candidate:
-        """The best static candidate; if none takes the context, the best of those that do not."""
+    def best(self) -> ComparedCandidate:
+        """The best static candidate."""
         return self.candidates[0]
 
     @property
-    def homogeneous(self) -> Candidate | None:
+    def homogeneous(self) -> ComparedCandidate | None:
         """The best static candidate whose pipelines are all alike."""
         return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
 
@@ -191,15 +189,14 @@ def explain(
     """Plan mini-batches drawn from the data with every candidate, and report.
 
     Args:
-        measured: a profile; one that has blocks is used through `Costs`, on as many ranks.
+        measured: a profile.
         lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
-        devices: number of devices.
         context: the longest sequence, in tokens.
         tokens: minimum tokens per mini-batch.
-        strategies: the candidates; default: those proposed for the data and all homogeneous ones, including those that
-            fit only shorter sequences, and their improvements on separate mini-batches.
+        strategies: the candidates; default: those proposed for the data, all homogeneous ones, and their improvements
+            on separate mini-batches.
         iterations: number of mini-batches to draw.
-        seed: seed of the draw and the search.
+        seed: of the draw and the search.
 
     Raises:
         Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
@@ -217,10 +214,8 @@ def explain(
         profile, data.tolist(), devices, context, mini_batches(data.tolist(), tokens, TUNING, seed + 1)
     )
     _check_devices(chosen, devices)
-    # Bounds decide here which candidates are assigned; `_compared` assigns more only for the report.
     choices = [compare(chosen, profile, batch, seed=seed) for batch in batches]
     compared = _compared(profile, chosen, choices, batches, context, seed)
-    # Candidates that do not take the context come last, however fast: they cannot run all mini-batches.
     ranked = sorted(compared, key=lambda c: (c.max_len < context, *_rank(c)))
     ranked = [replace(c, why=_why(c, ranked[0], iterations, context)) for c in ranked]
     winner = chosen[choices[0].index]
@@ -240,11 +235,10 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw `count` mini-batches of at least `tokens` tokens from the data, in shuffled rounds through it."""
+    """Draw `count` mini-batches of at least `tokens` tokens, in shuffled rounds through the data, as a loader does."""
     random = np.random.default_rng(seed)
     order: list[int] = []  # rest of this round
     batches: list[list[int]] = []
-    # Rounds without replacement, as a data loader draws; a mini-batch may span two rounds.
     for _ in range(count):
         batch: list[int] = []
         total = 0
@@ -266,7 +260,6 @@ def scheme_counts(strategy: Sequence[Scheme]) -> str:
 def _candidates(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
 ) -> list[Strategy]:
-    """Return the proposed and the homogeneous strategies, with their improvements on `tuning`."""
     starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
     found = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
     if isinstance(profile, Profile):
@@ -288,16 +281,14 @@ def _compared(
     batches: Sequence[Sequence[int]],
     context: int,
     seed: int,
-) -> list[Candidate]:
-    """Return all candidates, best bound first, assigning only the first few, winners, and those that may still win."""
-    # Assigning every candidate to every mini-batch would be slow; choosing already computed the bounds.
+) -> list[ComparedCandidate]:
+    """Return all candidates; only the first few, winners and those that may still win are assigned, which is slow."""
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
     always = {*order[:SHOWN], *alike[:HOMOGENEOUS_SHOWN], *(c.index for c in choices)}
     best = math.inf
     candidates = []
-    # Those that are always assigned come first: their seconds leave fewer bounds below the best.
     for i in sorted(order, key=lambda i: i not in always):
         assign = i in always or bounds[i] < best
         candidate = _candidate(profile, strategies[i], i, assign, choices, batches, seed)
@@ -315,8 +306,7 @@ def _candidate(
     choices: Sequence[Choice],
     batches: Sequence[Sequence[int]],
     seed: int,
-) -> Candidate:
-    """Return one candidate, not yet compared with others."""
+) -> ComparedCandidate:
     verdicts = [choice.verdicts[index] for choice in choices]
     fits = sum(math.isfinite(v.bound) for v in verdicts)
     bound = fmean(v.bound for v in verdicts)
@@ -327,12 +317,12 @@ def _candidate(
         by_batch = [
             parts_of(pipelines, b, assign_pipelines(pipelines, b, seed=seed), verdicts[0].charge) for b in batches
         ]
-        parts = Parts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(Parts)))
+        parts = TimeParts(*(fmean(getattr(p, f.name) for p in by_batch) for f in fields(TimeParts)))
     alone = fmean(_alone(pipelines, batch) + v.charge for batch, v in zip(batches, verdicts, strict=True))
     memory = tuple(_memory_use(profile, scheme, devices) for scheme in dict.fromkeys(strategy))
     wins = sum(choice.index == index for choice in choices)
     seconds = bound if parts is None else parts.seconds
-    return Candidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
+    return ComparedCandidate(strategy, memory, seconds, bound, alone, parts is not None, fits, wins, parts, "")
 
 
 def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
@@ -343,26 +333,25 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
-) -> Parts:
+) -> TimeParts:
     """Split an assignment's seconds into their parts.
 
     Args:
-        pipelines: cost of each pipeline.
+        pipelines: their costs.
         lengths: tokens per sequence.
-        assignment: assignment of these sequences to these pipelines.
-        sync: seconds that the strategy pays besides computing.
+        assignment: of these sequences to these pipelines.
+        sync: seconds besides computing.
     """
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
-    # The slowest pipeline's time is work + fixed + bubble; its work above an even share is the waiting of others.
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
     # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
-    return Parts(even, work[last] - even, fixed, bubble, sync)
+    return TimeParts(even, work[last] - even, fixed, bubble, sync)
 
 
 def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
@@ -370,17 +359,16 @@ def _memory_use(profile: Schemes, scheme: Scheme, devices: int) -> MemoryUse:
     memory = profile.memory
     if memory is None or scheme in profile.limits:
         return MemoryUse(scheme, devices, *limits, None, None, None, None)
-    # State, activations at MaxLen and reserved bytes add up to the device's memory, within a token's bytes.
     reserved = memory.margin + memory.gap_bytes(scheme)
     states = memory.states_bytes(scheme, devices)
     return MemoryUse(scheme, devices, *limits, states, memory.token_bytes(scheme), reserved, memory.device)
 
 
-def _rank(candidate: Candidate) -> tuple[bool, float, int, int, Strategy]:
+def _rank(candidate: ComparedCandidate) -> tuple[bool, float, int, int, Strategy]:
     return not candidate.assigned, candidate.seconds, -candidate.fits, -candidate.max_len, candidate.strategy
 
 
-def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -> str:
+def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int, context: int) -> str:
     if candidate is best:
         return ""
     if candidate.max_len < context:
@@ -389,14 +377,13 @@ def _why(candidate: Candidate, best: Candidate, iterations: int, context: int) -
         return f"cannot take less than {candidate.bound:.3f} s"
     # At most two parts, each at least a fifth of the loss: smaller differences are noise to a reader.
     lost = candidate.seconds - best.seconds
-    differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(Parts)}
+    differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
     reasons = ", ".join(f"{differences[n]:+.3f} s {REASON[n]}" for n in worst)
     return f"{lost:+.3f} s: {reasons}" if reasons else f"{lost:+.3f} s"
 
 
 def _left_out(profile: Schemes, devices: int) -> tuple[tuple[Scheme, str], ...]:
-    """Return the schemes that no candidate can use, with reasons."""
     reasons = [(scheme, why) for scheme, why in sorted(profile.failed.items())]
     for scheme in sorted(profile.schemes):
         if scheme[0] * scheme[1] > devices:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.report.candidate_comparison import Candidate, MemoryUse, PlanReport, scheme_counts
+from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
 
 ROWS = 8  # rows of the table without --explain
 MEANING = {
@@ -66,7 +66,7 @@ def to_record(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _record(candidate: Candidate) -> dict[str, Any]:
+def _record(candidate: ComparedCandidate) -> dict[str, Any]:
     return {
         "text": scheme_counts(candidate.strategy),
         "strategy": [list(s) for s in candidate.strategy],
@@ -84,7 +84,6 @@ def _record(candidate: Candidate) -> dict[str, Any]:
 
 
 def _verdict(report: PlanReport) -> list[str]:
-    """Return lines on the strategy to run."""
     best = report.best
     alike = report.homogeneous
     if best.max_len < report.context or not math.isfinite(best.seconds):
@@ -101,8 +100,7 @@ def _verdict(report: PlanReport) -> list[str]:
 
 
 def _table(report: PlanReport, explain: bool) -> list[str]:
-    """Return a line for each candidate."""
-    # The best homogeneous strategy is the choice without a planner, so all are compared with it.
+    # The best homogeneous strategy is the choice without a planner.
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
@@ -111,7 +109,6 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
         f"{'wins':>5}  why not"
     ]
     for c in shown:
-        # For unassigned candidates only a lower bound is known.
         seconds = "-" if not math.isfinite(c.seconds) else f"{'' if c.assigned else '>='}{c.seconds:.3f}"
         ratio = f"{c.seconds / alike.seconds:.2f}x" if alike and c.assigned else "-"
         name = f"{scheme_counts(c.strategy):<{width}}"
@@ -123,14 +120,14 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
     return [*lines, "alone: the longest sequence of a mini-batch by itself, on average; no iteration takes less"]
 
 
-def _few(report: PlanReport) -> list[Candidate]:
+def _few(report: PlanReport) -> list[ComparedCandidate]:
     """Return the first candidates, every winner, and the best homogeneous one."""
     return [c for i, c in enumerate(report.candidates) if i < ROWS or c.wins or c is report.homogeneous]
 
 
 def _memory(report: PlanReport) -> list[str]:
     """Return a line for each scheme of a shown candidate, with the memory of its fullest device."""
-    # Strategies with as many devices share a scheme's memory; otherwise the first one shown represents it.
+    # The first strategy shown represents each scheme.
     by_scheme: dict[tuple[int, int], MemoryUse] = {}
     for candidate in _few(report):
         for use in candidate.memory:
@@ -152,9 +149,7 @@ def _bytes(use: MemoryUse) -> str:
 
 
 def _parts(report: PlanReport) -> list[str]:
-    """Return the parts of each assigned candidate's seconds."""
-    # Only assigned candidates have parts; a bound has none.
-    shown: Sequence[Candidate] = [c for c in report.candidates if c.parts is not None]
+    shown: Sequence[ComparedCandidate] = [c for c in report.candidates if c.parts is not None]
     width = max((len(scheme_counts(c.strategy)) for c in shown), default=9)
     lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]
     for c in shown:

@@ -25,12 +25,10 @@ class Series:
     """Points of a chart.
 
     Attributes:
-        name: name in the legend, and in the title of its marks.
+        name: in the legend, and in the title of its marks.
         points: (x, y), in order of x.
         style: the class of its colour, "s-0", "s-1", ...
-        marks: whether to draw a mark for every point.
-        line: whether to draw a line.
-        dashed: whether the line is dashed.
+        marks, line, dashed: whether it has a mark for every point, a line, and a dashed one.
     """
 
     name: str
@@ -147,14 +145,13 @@ def _series(series: Series, at: Callable[[float, float], Point], x_name: str, sh
 
 
 def _span(low: float, high: float) -> tuple[float, float]:
-    """Return distinct bounds."""
     if high > low:
         return low, high
     return low - (abs(low) * 0.05 or 0.5), high + (abs(high) * 0.05 or 0.5)
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return bytes over an iteration as an area, with the limit if it is close enough to be visible."""
+    """Return bytes over an iteration as an area, with the limit if it is near."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from hydragraph.report.facts import DeviceRow, Diagram, Part
+from hydragraph.report.facts import DeviceRow, Diagram, DiagramStage
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
@@ -55,7 +55,7 @@ def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
     return Diagram(strategy.layers, kept[:MOST_ROWS], note)
 
 
-def _parts(strategy: Strategy, rank: int) -> tuple[Part, ...]:
+def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     found = []
     seen = set()
     for place in strategy.places(rank):
@@ -66,7 +66,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[Part, ...]:
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]
         marks += [f"tensor parallel over {stage.tp}"] if stage.tp > 1 else []
         marks += stage.kind.marks
-        found.append(Part(place.pipeline, place.stage, place.first_layer, place.last_layer, ", ".join(marks)))
+        found.append(DiagramStage(place.pipeline, place.stage, place.first_layer, place.last_layer, ", ".join(marks)))
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ _LETTER = 0.062  # width of a letter in a bar, in inches
 
 
 @dataclass(frozen=True)
-class _Bar:
+class _StageBar:
     """Adjacent rows with the same stage: from the layer `first` to `last`, in the colour of its pipeline."""
 
     top: int
@@ -57,9 +57,8 @@ def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
 def device_figure(plan: Plan, costs: Costs) -> Any:
     """Return the figure of devices x layers, and their memory.
 
-    A row is a device, below its node's name; its bar covers the layers of its stage, in the colour of its pipeline.
-    Rows without computation are hatched: idle ones grey, lost ones red. The second panel shows the peak memory, and
-    the limit as a black line.
+    A device's bar covers the layers of its stage, in the colour of its pipeline; idle devices are hatched grey, lost
+    ones red. The second panel shows the peak memory, and the limit as a black line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -114,7 +113,7 @@ def _draw_layers(axes: Any, plan: Plan, costs: Costs, rows: list[int | None]) ->
     axes.tick_params(labelsize="x-small")
 
 
-def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_Bar]:
+def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_StageBar]:
     for i, pipeline in enumerate(plan.strategy.pipelines):
         first = 0
         for j, stage in enumerate(pipeline.stages):
@@ -123,7 +122,7 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_Bar]:
             # Consecutive rows have the same difference to their position.
             for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
                 together = [row for _, row in run]
-                yield _Bar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))
+                yield _StageBar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))
             first = last
 
 
@@ -132,7 +131,7 @@ def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
     return f"p{pipeline} s{number}: {stage.layers} layer{'s' * (stage.layers > 1)}, tp{stage.tp}{marks}"
 
 
-def _write(axes: Any, bar: _Bar, layers: int) -> None:
+def _write(axes: Any, bar: _StageBar, layers: int) -> None:
     """Write a bar's text in it or, if it is too narrow, next to it, where its rows are empty."""
     middle = (bar.top + bar.bottom) / 2
     needed = (len(bar.text) + 2) * _LETTER / _WIDTH * layers
@@ -173,7 +172,6 @@ def _unit(size: float) -> tuple[float, str]:
 
 
 def _draw_labels(axes: Any, costs: Costs, rows: list[int | None]) -> None:
-    """Write the names of devices on the left, and those of nodes in their rows."""
     every = -(-len(rows) // TALLEST)
     ticks = []
     names = []

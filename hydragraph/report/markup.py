@@ -6,7 +6,7 @@ tag("p", "a < b", tag("b", "!"), class_="note")  ->  <p class="note">a &lt; b<b>
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
@@ -26,7 +26,6 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
     """Return an element.
 
     Args:
-        name: name of the element.
         content: texts, which are escaped, and markup, which is not; lists are joined; None is skipped.
         attributes: underscores become hyphens, except a trailing one (`class_`); None and False omit the attribute.
     """
@@ -44,6 +43,20 @@ def join(*content: Content) -> Markup:
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
     """Return a section of a page: its heading, a sentence, and its contents."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
+
+
+def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style: str | None = None) -> Markup:
+    """Return a table that scrolls if it is too wide.
+
+    Args:
+        heads: names of the columns.
+        rows: <tr> elements.
+        left: columns whose heads are aligned left.
+        style: class of a table that is always visible; without one it is inside another element.
+    """
+    head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])
+    element = tag("table", tag("thead", head), tag("tbody", rows), class_=style)
+    return tag("div", element, class_="scroll", tabindex=None if style is None else 0)
 
 
 def script_data(record: Any) -> Markup:

@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hydragraph.cost.accounts import CAUSES, Account, Kind, measured_accounts, predicted_accounts
+from hydragraph.cost.accounts import CAUSES, TRANSFERS, TimeAccount, TimeKind, measured_accounts, predicted_accounts
 from hydragraph.cost.corrections import CORRECTED, Corrections
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.trace_file import Event, Trace, TracedStep, read_trace
+from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent, read_trace
 from hydragraph.spec.strategy import Strategy
 
 # A rank with more than this fraction of a kind's difference is named.
@@ -31,17 +31,15 @@ class ComparedStep:
     """One iteration.
 
     Attributes:
-        step: its number.
-        strategy: its text.
-        seconds: seconds of the whole step, including work around its instructions.
+        seconds: of the whole step, including work around its instructions.
         measured, predicted: account of every rank's time.
     """
 
     step: int
     strategy: str
     seconds: float
-    measured: tuple[Account, ...]
-    predicted: tuple[Account, ...]
+    measured: tuple[TimeAccount, ...]
+    predicted: tuple[TimeAccount, ...]
 
     @property
     def measured_s(self) -> float:
@@ -53,18 +51,17 @@ class ComparedStep:
         """Simulated seconds of the slowest rank's instructions."""
         return max(account.total for account in self.predicted)
 
-    def ratios(self) -> dict[tuple[Kind, int], float]:
+    def ratios(self) -> dict[tuple[TimeKind, int], float]:
         """Return measured / predicted by kind and rank, if both are positive.
 
-        Ratios of transfers include only fully observed ones, by their own duration: the wait of computation depends on
-        the overlap, so a transfer that takes a tenth more may double the wait.
+        Transfers count by their own duration, if observed: waits for them depend on the overlap.
         """
-        found: dict[tuple[Kind, int], float] = {}
+        found: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
-            sums: dict[Kind, tuple[float, float]] = {}
+            sums: dict[TimeKind, tuple[float, float]] = {}
             for kind in CORRECTED:
                 sums[kind] = measured.seconds[kind], predicted.seconds[kind]
-            for kind, letters in ((Kind.PULL, "W"), (Kind.PUSH, "G"), (Kind.P2P, "hd")):
+            for kind, letters in ((TimeKind.PULL, "W"), (TimeKind.PUSH, "G"), (TimeKind.P2P, "hd")):
                 seen = [v for v in measured.transfers if v[0] in letters and predicted.transfers.get(v, 0.0) > 0]
                 whole = sum(measured.transfers[v] for v in seen)
                 sums[kind] = whole, sum(predicted.transfers[v] for v in seen)
@@ -73,10 +70,10 @@ class ComparedStep:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedSeconds:
     """Seconds of one kind of instruction on one rank, or on all of them, summed over all steps."""
 
-    kind: Kind
+    kind: TimeKind
     rank: int | None
     measured: float
     predicted: float
@@ -93,7 +90,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
@@ -119,7 +116,7 @@ class Comparison:
             # Predictions already include corrections, so the error relative to the model is the product.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
-                rate = health.rate(rank) if kind not in (Kind.PULL, Kind.PUSH, Kind.P2P, Kind.COMMIT) else 1.0
+                rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
                 ratios[kind, rank] = ratio * self.before.factor(kind, _of(kind, self.types[rank])) * rate
             found = found.with_step(ratios)
         return found
@@ -130,18 +127,18 @@ class Comparison:
         return len(self.types)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ComparedSeconds, ...]:
         """Every kind on every rank."""
-        return tuple(self._row(kind, rank) for kind in Kind for rank in range(self.ranks))
+        return tuple(self._row(kind, rank) for kind in TimeKind for rank in range(self.ranks))
 
-    def _row(self, kind: Kind, rank: int) -> Row:
+    def _row(self, kind: TimeKind, rank: int) -> ComparedSeconds:
         measured = sum(step.measured[rank].seconds[kind] for step in self.steps)
-        return Row(kind, rank, measured, sum(step.predicted[rank].seconds[kind] for step in self.steps))
+        return ComparedSeconds(kind, rank, measured, sum(step.predicted[rank].seconds[kind] for step in self.steps))
 
     @cached_property
-    def kinds(self) -> tuple[Row, ...]:
+    def kinds(self) -> tuple[ComparedSeconds, ...]:
         """Every kind on all ranks together."""
-        return tuple(_together(kind, [row for row in self.rows if row.kind is kind]) for kind in Kind)
+        return tuple(_together(kind, [row for row in self.rows if row.kind is kind]) for kind in TimeKind)
 
     @cached_property
     def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
@@ -164,7 +161,6 @@ class Comparison:
         kind = max(by_kind, key=lambda each: by_kind[each])
         of_kind = [row for row in causes if row.kind is kind]
         worst = max(of_kind, key=lambda row: abs(row.difference))
-        # One rank is named if it has most of the kind's difference; otherwise the kind is wrong everywhere.
         alone = self.ranks > 1 and abs(worst.difference) > MOSTLY * by_kind[kind]
         row = worst if alone else _together(kind, of_kind)
         where = f" on rank {row.rank}" if alone else " on all ranks" if self.ranks > 1 else ""
@@ -205,27 +201,27 @@ class Comparison:
         }
 
 
-def _of(kind: Kind, type_: str) -> str | None:
+def _of(kind: TimeKind, type_: str) -> str | None:
     """Return the device type for a kind's correction; None for transfers, whose corrections are common to all."""
-    return None if kind in (Kind.PULL, Kind.PUSH, Kind.P2P) else type_
+    return None if kind in TRANSFERS else type_
 
 
-def _together(kind: Kind, rows: Iterable[Row]) -> Row:
+def _together(kind: TimeKind, rows: Iterable[ComparedSeconds]) -> ComparedSeconds:
     rows = tuple(rows)
-    return Row(kind, None, sum(row.measured for row in rows), sum(row.predicted for row in rows))
+    return ComparedSeconds(kind, None, sum(row.measured for row in rows), sum(row.predicted for row in rows))
 
 
-def _times(row: Row) -> str:
+def _times(row: ComparedSeconds) -> str:
     if row.ratio is None:
         return f"measured {row.measured:.3g} s, and nothing was predicted"
     return f"measured {row.ratio:.2g}x of predicted"
 
 
-def compare(costs: Costs, trace: Trace | str | Path) -> Comparison:
+def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
     """Compare the trace of a real run with the simulation of the same iterations.
 
     Args:
-        costs: costs of the model on the cluster that it ran on.
+        costs: of the model on the cluster that it ran on.
         trace: the trace or its file, trace.json in the folder of a run that was trained with --trace.
 
     Raises:
@@ -238,10 +234,10 @@ def compare(costs: Costs, trace: Trace | str | Path) -> Comparison:
     kept, warming = _warm(trace.steps)
     compared = tuple(compared_step(costs, step, trace.of(step.step)) for step in kept)
     types = tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks))
-    return Comparison(costs.source, types, compared, costs.corrections, warming)
+    return RunComparison(costs.source, types, compared, costs.corrections, warming)
 
 
-def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Event]]) -> ComparedStep:
+def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[TraceEvent]]) -> ComparedStep:
     """Compare one iteration, given its events by rank."""
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     predicted = predicted_accounts(costs.simulate(strategy, step.assignment))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from hydragraph.cost.costs import Costs
@@ -13,7 +14,7 @@ from hydragraph.cost.rank_memory import Memory
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import BUDGETS
-from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
+from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
 
 WORDS = {
     "state": "home weights and optimizer state",
@@ -29,14 +30,7 @@ SHORTER = 0.8  # factor between successive lengths in the search for shorter mic
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of one strategy.
-
-    Attributes:
-        strategy: the strategy.
-        memory: peak memory of every rank.
-        limits: bytes that each rank may use.
-        seconds: seconds of the iteration.
-    """
+    """Memory of one strategy: peaks of ranks, the bytes that they may use, and the seconds of the iteration."""
 
     strategy: Strategy
     memory: tuple[Memory, ...]
@@ -84,9 +78,8 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     """Return advice on what to change first; "" if it fits.
 
-    The smallest change comes first: recomputation and streaming keep the strategy, shorter micro-batches keep its
-    shape, shorter sequences keep the ranks, and a higher tensor-parallel degree keeps their number. Each of these was
-    walked, so the advised change fits.
+    The smallest change comes first: recomputation, streaming, shorter micro-batches, shorter sequences, and higher
+    tensor-parallel degrees. Each was walked, so the advised change fits.
     """
     if found.fits:
         return ""
@@ -125,7 +118,6 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
 
 
 def _widened(tried: MemoryFit, found: MemoryFit) -> str:
-    """Say which strategy of higher tensor-parallel degrees fits, and what it costs."""
     stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
     more = ", recomputation" * any(stage.recompute for stage in stages)
     more += ", streaming" * any(bool(stage.stream) for stage in stages)
@@ -134,7 +126,6 @@ def _widened(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
-    """Say which stages stream, and what it costs."""
     stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
     which = "all stages" if all(stage.stream for stage in stages) else f"{sum(bool(s.stream) for s in stages)} stages"
     what = "gradients" if all(stage.stream in (False, GRADIENTS) for stage in stages) else "weights and gradients"
@@ -186,7 +177,7 @@ def _shorter(tokens: int) -> Iterator[int]:
 
 
 def packed_in(assignment: Assignment, tokens: int) -> Assignment:
-    """Return each pipeline's sequences, in their order, in micro-batches of at most `tokens` tokens."""
+    """Return each pipeline's sequences in micro-batches of at most `tokens` tokens."""
     pipelines = []
     for pipeline in assignment.micro_batches:
         batches: list[list[int]] = []
@@ -203,34 +194,27 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
     """Return a strategy whose stages all recompute, or that recompute within a memory budget if they did not."""
-    # Recomputation changes what stages keep, not their ranks: the rest of the strategy stays the same.
-    pipelines = (
-        Pipeline(tuple(replace(s, recompute=s.recompute is True or how) for s in p.stages)) for p in strategy.pipelines
-    )
+    return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
+
+
+def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strategy:
+    pipelines = (Pipeline(tuple(map(changed, pipeline.stages))) for pipeline in strategy.pipelines)
     return replace(strategy, pipelines=tuple(pipelines))
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
     """Yield a strategy with more and more streaming: of gradients, then of weights as well, with recomputation last.
 
-    Only stages that stream nothing yet change.
+    Stages that stream already stay as they are.
     """
 
-    def changed(stream: bool | str, recompute: bool) -> Strategy:
-        pipelines = (
-            Pipeline(
-                tuple(
-                    replace(s, stream=True if s.stream is True else stream, recompute=s.recompute or recompute)
-                    for s in p.stages
-                )
-            )
-            for p in strategy.pipelines
-        )
-        return replace(strategy, pipelines=tuple(pipelines))
+    def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
+        streamed = True if stage.stream is True else stream
+        return replace(stage, stream=streamed, recompute=stage.recompute or recompute)
 
     for recompute in (False, True):
         for stream in (GRADIENTS, True):
-            yield changed(stream, recompute)
+            yield _with_stages(strategy, partial(changed, stream=stream, recompute=recompute))
 
 
 def wider(
@@ -266,5 +250,4 @@ def wider(
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:
     """Return whether every rank's memory suffices."""
     memory = costs.simulate(strategy, assignment).memory
-    # Rank by rank: the first that does not fit decides.
     return all(memory[rank].peak.total <= device.memory_bytes for rank, device in enumerate(costs.cluster.devices))

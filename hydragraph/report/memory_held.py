@@ -9,14 +9,14 @@ from itertools import pairwise
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
-from hydragraph.report.facts import Held
+from hydragraph.report.facts import RankMemory
 
 # Maximum number of curves: each requires a walk through its rank's program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
-def held(costs: Costs, timeline: Timeline) -> tuple[tuple[Held, ...], str]:
+def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
     """Return the memory of all ranks, grouped by equal memory, and a note on omitted ranks.
 
     With many ranks, only one of each stage is included, and with many stages an even selection.
@@ -38,11 +38,11 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[Held, ...], str]:
     return tuple(_held(curves[key], who, costs.memory_of(who[0])) for key, who in found.items()), note
 
 
-def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> Held:
+def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
     peak = curve.peak
     parts = tuple((field.name, float(getattr(peak, field.name))) for field in fields(Memory))
     points = thinned([(time, float(size)) for time, size in curve.points], MOST_POINTS)
-    return Held(tuple(ranks), float(peak.total), limit, parts, points)
+    return RankMemory(tuple(ranks), float(peak.total), limit, parts, points)
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:

@@ -75,7 +75,6 @@ def _scaled(value: float, units: Sequence[tuple[float, str]], zero: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return three digits, without an exponent."""
     value = float(f"{value:.3g}") if value < 999.5 else value
     if value >= 999.5:
         return f"{value:,.0f}"

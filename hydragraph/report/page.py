@@ -1,7 +1,7 @@
 """One HTML file from a report: the template, its style and its script are files in this folder.
 
-The page contains no address and loads no resource; a content security policy, by the hash of its own script, makes
-browsers reject everything else, even injected markup if a text were not escaped.
+The page loads no resource; a content security policy, by the hash of its own script, makes browsers reject everything
+else.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from hydragraph.report.facts import Report
+from hydragraph.report.facts import ReportContents
 from hydragraph.report.markup import join, script_data, tag
 from hydragraph.report.sections import contents, header, sections
 from hydragraph.report.time_series import course_data
+from hydragraph.train.atomic_write import write_whole
 from hydragraph.version import __version__
 
 
-def write_report(report: Report, path: Path) -> None:
+def write_report(report: ReportContents, path: Path) -> None:
     """Write a report to a file, replacing it only when the new one is complete."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(html(report), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, html(report))
 
 
-def html(report: Report) -> str:
+def html(report: ReportContents) -> str:
     """Return the page as HTML."""
     script = _file("report.js")
+    shown = list(sections(report))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_file("page.html")).substitute(
         title=join(f"{report.title} – hydragraph report"),
         script_hash=f"sha256-{digest}",
         style=_file("report.css"),
-        contents=contents(report),
+        contents=contents(shown),
         header=header(report),
-        sections=join(*sections(report)),
+        sections=join(*(each.markup for each in shown)),
         footer=tag("p", f"hydragraph {__version__}"),
         data=script_data([[course_data(course) for course in panel.courses] for panel in report.panels]),
         script=script,

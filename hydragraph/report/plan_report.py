@@ -9,18 +9,17 @@ from typing import Any
 
 from hydragraph.report import number_format
 from hydragraph.report.device_diagram import diagram_of
-from hydragraph.report.facts import Contender, Diagram, Fact, Held, Panel, Report
+from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
 from hydragraph.spec.strategy import Strategy
 
 # Maximum number of rivals whose devices and layers are drawn.
 MOST_RIVALS = 5
 
 
-def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> Report:
+def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> ReportContents:
     """Return the report of a plan.
 
     Args:
-        title: title of the page.
         record: contents of the plan's JSON file.
         simulated: details of the plan's strategy if its costs are available; otherwise the report has no timeline.
 
@@ -36,7 +35,7 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
         ) from error
 
 
-def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> Report:
+def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> ReportContents:
     if len({len(record[name]) for name in ("nodes", "types", "rates", "memory", "limits")}) != 1:
         raise KeyError("nodes, types, rates, memory and limits of every rank")
     strategy = Strategy.from_dict(record["pipelines"])
@@ -51,7 +50,7 @@ def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> R
     )
     source = [record["source"], "" if simulated else "hydragraph plan --report adds its timeline, memory and traffic"]
     words = tuple(record["text"].splitlines())
-    return Report(
+    return ReportContents(
         "plan", title, tuple(filter(None, source)), _facts(record, strategy, own), contenders, (shown, *drawn),
         words=words,
     )  # fmt: skip
@@ -66,14 +65,14 @@ def _diagram(strategy: Strategy, record: Mapping[str, Any]) -> Diagram:
     return diagram_of(strategy, record["nodes"], record["types"], rates)
 
 
-def _held(record: Mapping[str, Any]) -> tuple[Held, ...]:
+def _held(record: Mapping[str, Any]) -> tuple[RankMemory, ...]:
     return tuple(
-        Held((rank,), peak, limit)
+        RankMemory((rank,), peak, limit)
         for rank, (peak, limit) in enumerate(zip(record["memory"], record["limits"], strict=True))
     )
 
 
-def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[Held, ...]) -> tuple[Fact, ...]:
+def _facts(record: Mapping[str, Any], strategy: Strategy, held: tuple[RankMemory, ...]) -> tuple[Fact, ...]:
     tightest = max(held, key=lambda each: each.peak / each.limit)
     ranks = len(record["nodes"])
     idle = ranks - len(strategy.devices)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from hydragraph.report import number_format
-from hydragraph.report.facts import Fact, Happened, Happening
+from hydragraph.report.facts import Fact, Happened
 from hydragraph.train.goodput import WallTime, account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
@@ -21,25 +21,13 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
     """
     if all(event.event == "saved" for event in events):
         return None
-    begin = seconds_of(metrics[0].time or events[0].time)
-    rows = tuple(
-        Happening(
-            event.at - begin,
-            event.step,
-            event.event,
-            event.title,
-            event.ranks,
-            event.seconds,
-            event.lost_steps,
-            event.moved_bytes,
-            event.done,
-            event.why,
-        )
-        for event in events
-        if event.event != "saved"
-    )
     found = account(metrics, events)
-    return Happened(rows, _counts(metrics, events), () if found is None else _parts(found))
+    return Happened(
+        begin_s=seconds_of(metrics[0].time or events[0].time),
+        events=tuple(event for event in events if event.event != "saved"),
+        counts=_counts(metrics, events),
+        parts=() if found is None else _parts(found),
+    )
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from hydragraph.report import number_format
 from hydragraph.report.charts import Mark, Series, line_chart
-from hydragraph.report.facts import Happened, Happening
-from hydragraph.report.markup import Markup, section, tag
+from hydragraph.report.facts import Happened
+from hydragraph.report.markup import Markup, section, table, tag
+from hydragraph.train.stragglers.run_events import Event
 
 # Colour classes by the subject of an event: ranks that are lost, back or slow, and decisions.
 _STYLES = {
@@ -35,12 +36,12 @@ MOST_ROWS = 40  # visible without opening the details
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
     """Return marks for charts over steps: one for all events after a step, in the colour of the first of them."""
-    by_step: dict[int, list[Happening]] = {}
+    by_step: dict[int, list[Event]] = {}
     for event in happened.events:
-        if event.kind in _IN_CHARTS and event.done:
+        if event.event in _IN_CHARTS and event.done:
             by_step.setdefault(event.step, []).append(event)
     return tuple(
-        Mark(step, "\n".join([f"after step {step:,}", *map(_words, events)]), _STYLES[events[0].kind])
+        Mark(step, "\n".join([f"after step {step:,}", *map(_words, events)]), _STYLES[events[0].event])
         for step, events in by_step.items()
     )
 
@@ -56,20 +57,15 @@ def ranks_section(happened: Happened) -> Markup:
     """Return the events of ranks, in order, and their costs."""
     chart = None
     if happened.counts:
-        steps = [(float(x), float(y)) for (a, n), (b, _) in _pairs(happened.counts) for x, y in ((a, n), (b, n))]
+        steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
         chart = line_chart("ranks over steps", [ranks], "step", "ranks", lambda y: f"{y:g}", zero=True)
     intro = "Who was lost, slow or came; what was decided, and why; and what it cost."
     parts = (_time(happened), chart)
-    return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened.events))
-
-
-def _pairs(counts: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    return list(pairwise(counts))
+    return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened))
 
 
 def _time(happened: Happened) -> Markup | None:
-    """Return a bar of the composition of the wall time."""
     whole = sum(seconds for _, seconds in happened.parts)
     if not whole:
         return None
@@ -88,27 +84,23 @@ def _time(happened: Happened) -> Markup | None:
     return tag("figure", caption, tag("div", bars, class_="spent", role="img", aria_label="wall time"), table)
 
 
-def _table(events: Sequence[Happening]) -> Markup:
-    heads = (("step", ""), ("after", ""), ("what", "left"), ("ranks", "left"), ("took", ""), ("steps undone", ""))
-    head = tag(
-        "tr",
-        [tag("th", name, scope="col", class_=side or None) for name, side in (*heads, ("moved", ""), ("why", "left"))],
-    )
-    rows = [_row(event) for event in events]
-    first = tag("table", tag("thead", head), tag("tbody", rows[:MOST_ROWS]), class_="wide")
-    shown = tag("div", first, class_="scroll", tabindex=0)
+def _table(happened: Happened) -> Markup:
+    heads = ("step", "after", "what", "ranks", "took", "steps undone", "moved", "why")
+    left = ("what", "ranks", "why")
+    rows = [_row(event, event.at - happened.begin_s) for event in happened.events]
+    shown = table(heads, rows[:MOST_ROWS], left, style="wide")
     if len(rows) <= MOST_ROWS:
         return shown
-    more = tag("div", tag("table", tag("thead", head), tag("tbody", rows[MOST_ROWS:]), class_="wide"), class_="scroll")
-    return tag("div", shown, tag("details", tag("summary", f"{len(rows) - MOST_ROWS} more"), more))
+    more = tag("summary", f"{len(rows) - MOST_ROWS} more")
+    return tag("div", shown, tag("details", more, table(heads, rows[MOST_ROWS:], left, style="wide")))
 
 
-def _row(event: Happening) -> Markup:
+def _row(event: Event, after_s: float) -> Markup:
     return tag(
         "tr",
         tag("td", f"{event.step:,}"),
-        tag("td", number_format.seconds(event.after_s) if event.after_s > 0 else "–"),
-        tag("td", tag("i", class_=f"key box {_STYLES[event.kind]}"), f" {event.title}", class_="left"),
+        tag("td", number_format.seconds(after_s) if after_s > 0 else "–"),
+        tag("td", tag("i", class_=f"key box {_STYLES[event.event]}"), f" {event.title}", class_="left"),
         tag("td", number_format.ranks_text(event.ranks, 4), class_="left"),
         tag("td", number_format.seconds(event.seconds) if event.seconds else "–"),
         tag("td", f"{event.lost_steps:,}" if event.lost_steps else "–"),
@@ -118,6 +110,6 @@ def _row(event: Happening) -> Markup:
     )
 
 
-def _words(event: Happening) -> str:
+def _words(event: Event) -> str:
     ranks = f"rank{'s' * (len(event.ranks) > 1)} {number_format.ranks_text(event.ranks, 4)}"
     return f"{event.title}: {ranks}"

@@ -9,13 +9,13 @@ from statistics import median
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep
 from hydragraph.report import number_format
-from hydragraph.report.facts import Against, Compared, ComparedStep, Contender, Fact, Panel, Report, TrainedStep
-from hydragraph.report.measured_beside_predicted import Comparison, compare
+from hydragraph.report.facts import Contender, Fact, Panel, ReportContents
+from hydragraph.report.measured_beside_predicted import compare
 from hydragraph.report.rank_changes import cost_facts, happened
-from hydragraph.report.simulation_report import MOST_PANELS, Simulated, panel
+from hydragraph.report.simulation_price import PricedStrategy
+from hydragraph.report.simulation_report import MOST_PANELS, panel
 from hydragraph.report.timelines import measured_course
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.loss_picture import smoothed
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
@@ -28,33 +28,30 @@ _TRACED = "Timelines are the last traced step of each strategy beside its simula
 
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
-) -> Report:
+) -> ReportContents:
     """Return the report of a run.
 
     Args:
-        title: title of the page.
         metrics: metrics of all its steps, at least one.
         traced: costs of its model on its ranks, and its trace; None without a trace.
-        events: events of its ranks.
     """
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
-    steps = _steps(metrics)
+    steps = tuple(metrics)
     contenders = _contenders(metrics)
     told = happened(metrics, events)
     facts = _facts(metrics) if told is None else (*_facts(metrics), *cost_facts(metrics, events))
     if traced is None:
-        return Report(
+        return ReportContents(
             "run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told, words=_explanations(metrics)
         )
     costs, trace = traced
-    found = compare(costs, trace)
     order = {contender.name: i for i, contender in enumerate(contenders)}
     last = {step.strategy: step for step in trace.steps}  # last step of each strategy, when compilation is complete
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
-    return Report(
-        "run", title, (_TRACED,), facts, contenders, panels, steps, told, against(found), _explanations(metrics)
+    return ReportContents(
+        "run", title, (_TRACED,), facts, contenders, panels, steps, told, compare(costs, trace), _explanations(metrics)
     )
 
 
@@ -74,25 +71,6 @@ def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
-
-
-def _steps(metrics: Sequence[Metrics]) -> tuple[TrainedStep, ...]:
-    smooth = smoothed([m.loss for m in metrics])
-    return tuple(
-        TrainedStep(
-            m.step,
-            m.strategy,
-            m.loss,
-            line,
-            m.eval_loss,
-            m.tokens_per_s,
-            m.seconds,
-            m.expected_s,
-            (m.exposed_pull_s, m.exposed_push_s, m.exposed_p2p_s),
-            m.peak_memory_bytes,
-        )
-        for m, line in zip(metrics, smooth, strict=True)
-    )
 
 
 def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:
@@ -147,24 +125,8 @@ def _slower(row: Contender, best: Contender) -> str:
 
 def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
-    simulated = Simulated(strategy, step.assignment, costs.simulate(strategy, step.assignment))
+    simulated = PricedStrategy(strategy, step.assignment, costs.simulate(strategy, step.assignment))
     found = panel(costs, simulated)
     measured = measured_course(f"measured, step {step.step}", trace.of(step.step))
     predicted = replace(found.courses[0], title=f"simulated, step {step.step}")
     return replace(found, courses=(measured, predicted))
-
-
-def against(found: Comparison) -> Against:
-    """Return a comparison for the page: every kind on all ranks and, if there are few, on each rank."""
-    rows = []
-    for together in found.kinds:
-        rows.append(Compared(together.kind.value, None, together.measured, together.predicted))
-        own = [row for row in found.rows if row.kind is together.kind]
-        if 1 < found.ranks <= MOST_RANKS:
-            rows += [Compared(row.kind.value, row.rank, row.measured, row.predicted) for row in own]
-    steps = tuple(ComparedStep(s.step, s.strategy, s.measured_s, s.predicted_s) for s in found.steps)
-    return Against(found.source, found.sentence, tuple(rows), steps)
-
-
-# Maximum number of ranks with their own rows in the table of kinds; with more, only sums are shown.
-MOST_RANKS = 16

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from hydragraph.report import number_format
-from hydragraph.report.charts import Series, line_chart, memory_chart
-from hydragraph.report.facts import KINDS, MOVED, WAITED, Contender, Course, Diagram, Held, Matrix, Panel, Part, Report
-from hydragraph.report.markup import Content, Markup, join, section, tag
+from hydragraph.report.charts import Point, Series, line_chart, memory_chart
+from hydragraph.report.facts import (
+    KINDS,
+    MOVED,
+    WAITED,
+    Contender,
+    Diagram,
+    DiagramStage,
+    IterationView,
+    Matrix,
+    Panel,
+    RankMemory,
+    ReportContents,
+)
+from hydragraph.report.markup import Content, Markup, join, section, table, tag
+from hydragraph.report.measured_beside_predicted import ComparedSeconds, RunComparison
 from hydragraph.report.ranks_section import mark_keys, marks_of, ranks_section
 from hydragraph.report.time_series import MOST_LANES as COURSE_LANES
 from hydragraph.report.time_series import course_picture
+from hydragraph.train.loss_picture import smoothed
+from hydragraph.train.step_metrics import Metrics
 
 _KIND_NAMES = {
     "forward": "forward",
@@ -26,28 +43,11 @@ _KIND_NAMES = {
 # Maximum number of visible rows in the table of strategies, and of steps of the critical path.
 MOST_ROWS = 30
 MOST_STEPS = 14
+MOST_RANKS = 16  # with their own rows in the table of measured and predicted seconds
 COLOURS = 8
 
 
-def contents(report: Report) -> Markup:
-    """Return links to the sections of the report."""
-    links = []
-    if report.steps:
-        links.append(("training", "Training"))
-    if report.happened is not None:
-        links.append(("ranks", "Ranks"))
-    if report.contenders:
-        links.append(("strategies", "Strategies"))
-    if report.panels:
-        links.append(("details", "Timeline"))
-    if report.against is not None:
-        links.append(("against", "Predicted and measured"))
-    if report.words:
-        links.append(("words", "In words"))
-    return tag("span", [tag("a", name, href=f"#{target}") for target, name in links], class_="links")
-
-
-def header(report: Report) -> Markup:
+def header(report: ReportContents) -> Markup:
     """Return the title and key numbers."""
     tiles = [
         tag("div", tag("dt", fact.label), tag("dd", tag("b", fact.value), tag("small", fact.note)))
@@ -62,27 +62,39 @@ def header(report: Report) -> Markup:
     )
 
 
-def sections(report: Report) -> Iterator[Markup]:
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: its anchor, its name in the list of contents, and its markup."""
+
+    anchor: str
+    name: str
+    markup: Markup
+
+
+def contents(shown: Sequence[Section]) -> Markup:
+    """Return links to the sections."""
+    links = [tag("a", each.name, href=f"#{each.anchor}") for each in shown]
+    return tag("span", links, class_="links")
+
+
+def sections(report: ReportContents) -> Iterator[Section]:
     """Yield the sections that have contents."""
     if report.steps:
-        yield _training(report)
+        yield Section("training", "Training", _training(report))
     if report.happened is not None:
-        yield ranks_section(report.happened)
+        yield Section("ranks", "Ranks", ranks_section(report.happened))
     if report.contenders:
-        yield _strategies(report)
+        yield Section("strategies", "Strategies", _strategies(report))
     if report.panels:
-        yield _panels(report)
+        yield Section("details", "Timeline", _panels(report))
     if report.against is not None:
-        yield _against(report)
+        yield Section("against", "Predicted and measured", _against(report.against))
     if report.words:
         text = tag("pre", "\n".join(report.words))
-        yield section("words", "In words", "The plan, as it explains itself.", text)
+        yield Section("words", "In words", section("words", "In words", "The plan, as it explains itself.", text))
 
 
-# Strategies.
-
-
-def _strategies(report: Report) -> Markup:
+def _strategies(report: ReportContents) -> Markup:
     rows = report.contenders
     shares = [name for name, _ in rows[0].shares]
     heads = ["", "strategy", "micro-batches", "iteration", "tokens/s", *shares, "why it lost"]
@@ -90,19 +102,12 @@ def _strategies(report: Report) -> Markup:
     kept = [i for i in kept if heads[i] != "tokens/s" or any(row.tokens_per_s for row in rows)]
     fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
     body = [_strategy_row(i, row, len(shares), fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
-    head = tag("tr", [tag("th", heads[i], scope="col", class_=_side(heads[i])) for i in kept])
-    table = tag("table", tag("thead", head), tag("tbody", body), class_="wide")
+    shown = table([heads[i] for i in kept], body, left=("", "strategy", "why it lost"), style="wide")
     more = f"{len(rows) - MOST_ROWS} more are left out." if len(rows) > MOST_ROWS else ""
     intro = "The best first. Shares are of the iteration, on average over ranks."
     if not shares:
         intro = "The best first: what was looked at, and what each lost by."
-    return section(
-        "strategies", "Strategies", f"{intro} {more}".strip(), tag("div", table, class_="scroll", tabindex=0)
-    )
-
-
-def _side(head: str) -> str | None:
-    return "left" if head in ("strategy", "why it lost", "") else None
+    return section("strategies", "Strategies", f"{intro} {more}".strip(), shown)
 
 
 def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Sequence[int]) -> Markup:
@@ -125,7 +130,7 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
 # Details of one strategy.
 
 
-def _panels(report: Report) -> Markup:
+def _panels(report: ReportContents) -> Markup:
     tabs = None
     if len(report.panels) > 1:
         buttons = [
@@ -164,7 +169,6 @@ def _block(title: str, intro: str, *content: Content) -> Markup:
 
 
 def _diagram(diagram: Diagram) -> Markup:
-    """Return a row per device, with its layers as a bar, and the nodes on the left."""
     width, row_height = 1000, 23
     what_at = 150
     layers_at = 305 if any(row.what for row in diagram.rows) else 190
@@ -200,7 +204,7 @@ def _diagram(diagram: Diagram) -> Markup:
     return tag("div", svg, class_="scroll")
 
 
-def _part(part: Part, left: float, y: float, scale: float) -> Markup:
+def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
     layers = f"layer {part.first}" if part.last == part.first + 1 else f"layers {part.first}–{part.last - 1}"
     x = left + part.first * scale
     width = (part.last - part.first) * scale - 1.5
@@ -215,7 +219,7 @@ def _part(part: Part, left: float, y: float, scale: float) -> Markup:
     return tag("g", rect, words, class_=f"stage p-{part.pipeline % COLOURS}")
 
 
-def _course(panel: int, number: int, course: Course, titled: bool) -> Markup:
+def _course(panel: int, number: int, course: IterationView, titled: bool) -> Markup:
     """Return a timeline: a static picture, which the script replaces with a zoomable one."""
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
@@ -235,40 +239,38 @@ def _course(panel: int, number: int, course: Course, titled: bool) -> Markup:
     )  # fmt: skip
 
 
-def _critical(course: Course) -> Markup | None:
+def _critical(course: IterationView) -> Markup | None:
     if not course.critical:
         return None
     by_kind: dict[str, float] = {}
     for step in course.critical:
-        by_kind[step.kind] = by_kind.get(step.kind, 0.0) + step.end - step.begin
+        by_kind[step.kind] = by_kind.get(step.kind, 0.0) + step.seconds
     whole = sum(by_kind.values())
     shares = [
         f"{number_format.share(s / whole)} {kind}" for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])
     ]
-    least = sorted((step.end - step.begin for step in course.critical), reverse=True)[:MOST_STEPS][-1]
+    least = sorted((step.seconds for step in course.critical), reverse=True)[:MOST_STEPS][-1]
     rows = [
         tag(
             "tr",
-            tag("td", number_format.seconds(step.begin)),
-            tag("td", number_format.seconds(step.end - step.begin)),
+            tag("td", number_format.seconds(step.begin_s)),
+            tag("td", number_format.seconds(step.seconds)),
             tag("td", step.what, class_="left"),
         )
         for step in course.critical
-        if step.end - step.begin >= least
+        if step.seconds >= least
     ][:MOST_STEPS]
     left = len(course.critical) - len(rows)
-    head = tag("tr", tag("th", "from"), tag("th", "for"), tag("th", "what the end waited for", class_="left"))
-    table = tag("table", tag("thead", head), tag("tbody", rows))
+    waited_for = "what the end waited for"
     return tag(
         "details",
         tag("summary", tag("b", "Critical path: "), ", ".join(shares)),
-        tag("div", table, class_="scroll"),
+        table(["from", "for", waited_for], rows, left=[waited_for]),
         tag("p", f"and {left} shorter steps", class_="note") if left else None,
     )
 
 
-def _memory(held: Sequence[Held], seconds: float, note: str) -> Markup:
-    """Return a small picture for each group of ranks, and a table of the composition of the peaks."""
+def _memory(held: Sequence[RankMemory], seconds: float, note: str) -> Markup:
     cards = []
     for each in sorted(held, key=lambda one: one.ranks):
         used = number_format.share(each.peak / each.limit)
@@ -288,7 +290,7 @@ def _memory(held: Sequence[Held], seconds: float, note: str) -> Markup:
     return _block("Memory", intro, tag("div", cards, class_="cards"), _memory_table(held))
 
 
-def _memory_table(held: Sequence[Held]) -> Markup | None:
+def _memory_table(held: Sequence[RankMemory]) -> Markup | None:
     if not any(each.parts for each in held):
         return None
     names = [name for name, _ in held[0].parts]
@@ -302,12 +304,8 @@ def _memory_table(held: Sequence[Held]) -> Markup | None:
         )
         for each in sorted(held, key=lambda one: one.ranks)
     ]
-    heads = [tag("th", "ranks", class_="left"), *[tag("th", name) for name in (*names, "peak", "limit")]]
-    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
-    return tag("details", tag("summary", "What the peaks consist of"), tag("div", table, class_="scroll"))
-
-
-# Traffic.
+    shown = table(["ranks", *names, "peak", "limit"], rows, left=["ranks"])
+    return tag("details", tag("summary", "What the peaks consist of"), shown)
 
 
 def _traffic(matrices: Sequence[Matrix]) -> Markup:
@@ -351,7 +349,6 @@ def _heat(matrix: Matrix) -> Markup:
 
 
 def _gaps(matrix: Matrix, i: int) -> int:
-    """Return the offset of a row in pixels for the gaps between nodes."""
     nodes = len(dict.fromkeys(matrix.groups[: i + 1])) - 1
     return 5 * nodes if len(set(matrix.groups)) < len(matrix.names) else 0
 
@@ -371,7 +368,6 @@ def _cell(matrix: Matrix, i: int, j: int, x: float, y: float, side: float, most:
 
 
 def _flows(matrix: Matrix) -> Markup:
-    """Return the largest flows as a table."""
     count = len(matrix.names)
     flows = []
     for i in range(count):
@@ -385,107 +381,96 @@ def _flows(matrix: Matrix) -> Markup:
             [tag("td", number_format.size(size)) for size in kinds], tag("td", tag("b", number_format.size(total))))
         for total, one, other, kinds in flows[:12]
     ]  # fmt: skip
-    heads = [tag("th", "from", class_="left"), tag("th", "to", class_="left")]
-    heads += [tag("th", _KIND_NAMES[kind]) for kind in MOVED] + [tag("th", "all")]
-    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
-    return tag("details", tag("summary", "The largest, as a table"), tag("div", table, class_="scroll"))
+    heads = ["from", "to", *(_KIND_NAMES[kind] for kind in MOVED), "all"]
+    return tag("details", tag("summary", "The largest, as a table"), table(heads, rows, left=["from", "to"]))
 
 
-# Runs.
-
-
-def _training(report: Report) -> Markup:
+def _training(report: ReportContents) -> Markup:
     steps = report.steps
+
+    def points(value: Callable[[Metrics], float | None], strategy: str | None = None) -> tuple[Point, ...]:
+        """Return a value over the steps, of one strategy or of all, without steps that have none."""
+        rows = ((s.step, value(s)) for s in steps if strategy in (None, s.strategy))
+        return tuple((step, each) for step, each in rows if each is not None)
+
     names = list(dict.fromkeys(step.strategy for step in steps))
+    marks = () if report.happened is None else marks_of(report.happened)
+
     losses = [
-        Series(name, tuple((s.step, s.loss) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True, False)
+        Series(name, points(lambda s: s.loss, name), f"s-{i % COLOURS}", marks=True, line=False)
         for i, name in enumerate(names)
     ]
-    losses.append(Series("smoothed", tuple((s.step, s.smoothed) for s in steps), "s-ink"))
-    held_out = tuple((s.step, s.eval_loss) for s in steps if s.eval_loss is not None)
+    smooth = zip((s.step for s in steps), smoothed([s.loss for s in steps]), strict=True)
+    losses.append(Series("smoothed", tuple(smooth), "s-ink"))
+    held_out = points(lambda s: s.eval_loss)
     if held_out:
-        losses.append(Series("held out", held_out, "s-held", True, True, True))
-    marks = () if report.happened is None else marks_of(report.happened)
+        losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
     loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
+
     alone = len(names) == 1  # otherwise lines would cross between a strategy's end and its return
     rates = [
-        Series(
-            name, tuple((s.step, s.tokens_per_s) for s in steps if s.strategy == name), f"s-{i % COLOURS}", True, alone
-        )
+        Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)
     ]
     speed = line_chart(
         "tokens per second over steps", rates, "step", "tokens/s", number_format.rate, zero=True, marks=marks
     )
-    waits = [
-        Series("seconds of a step", tuple((s.step, s.seconds) for s in steps), "s-ink"),
-        *[
-            Series(f"waits: {_KIND_NAMES[kind]}", tuple((s.step, s.waited[i]) for s in steps), f"s-{kind}")
-            for i, kind in enumerate(WAITED)
-        ],
-    ]
-    if any(step.expected for step in steps):
-        expected = tuple((s.step, s.expected) for s in steps if s.expected)
-        waits.append(Series("computing, as planned", expected, "s-held", dashed=True))
+
+    spent = [Series("seconds of a step", points(lambda s: s.seconds), "s-ink")]
+    for kind in WAITED:
+        waits = points(attrgetter(f"exposed_{kind}_s"))
+        spent.append(Series(f"waits: {_KIND_NAMES[kind]}", waits, f"s-{kind}"))
+    expected = points(lambda s: s.expected_s or None)
+    if expected:
+        spent.append(Series("computing, as planned", expected, "s-held", dashed=True))
     where = line_chart(
-        "seconds of a step", waits, "step", "seconds of a step", number_format.seconds, zero=True, marks=marks
+        "seconds of a step", spent, "step", "seconds of a step", number_format.seconds, zero=True, marks=marks
     )
-    memory = Series("rank 0", tuple((s.step, float(s.memory)) for s in steps), "s-0")
+
+    memory = Series("rank 0", points(lambda s: float(s.peak_memory_bytes)), "s-0")
     held = line_chart("peak memory", [memory], "step", "most memory so far", number_format.size, zero=True)
     charts = tag("div", mark_keys(marks), loss, speed, where, held, class_="charts")
     return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
 
 
-def _against(report: Report) -> Markup:
-    found = report.against
-    assert found is not None, "it is there where the section is"
-    most = max((max(row.measured, row.predicted) for row in found.rows if row.rank is None), default=0.0)
-    rows = []
-    for row in found.rows:
-        if not (row.measured or row.predicted) or not most:
-            continue
-        bars = None
-        if row.rank is None:
-            bars = tag(
-                "span",
-                tag("i", class_="measured", style=f"width:{100 * row.measured / most:.1f}%"),
-                tag("i", class_="predicted", style=f"width:{100 * row.predicted / most:.1f}%"),
-                class_="pair",
-            )
-        cells = [tag("td", number_format.seconds(value)) for value in (row.measured, row.predicted)]
-        who = "all ranks" if row.rank is None else f"rank {row.rank}"
-        name = tag("td", tag("b", row.kind) if row.rank is None else "", class_="left")
-        style = "sum" if row.rank is None else "one"
-        rows.append(
-            tag(
-                "tr",
-                name,
-                tag("td", who, class_="left"),
-                cells,
-                tag("td", number_format.times(row.measured, row.predicted)),
-                tag("td", bars),
-                class_=style,
-            )
-        )
+def _against(found: RunComparison) -> Markup:
+    most = max(max(row.measured, row.predicted) for row in found.kinds)
+    rows = [_against_row(row, most) for row in _compared(found) if row.measured or row.predicted]
     heads = ["kind", "ranks", "measured", "predicted", "measured / predicted", ""]
-    head = tag("tr", [tag("th", name, class_="left" if i < 2 else None) for i, name in enumerate(heads)])
-    keys = tag(
-        "div",
-        tag("span", tag("i", class_="key box measured"), "measured"),
-        tag("span", tag("i", class_="key box predicted"), "predicted"),
-        class_="legend",
-    )
-    kinds = tag(
-        "div", tag("table", tag("thead", head), tag("tbody", rows), class_="against"), class_="scroll", tabindex=0
-    )
+    keys = [tag("span", tag("i", class_=f"key box {side}"), side) for side in ("measured", "predicted")]
     chart = None
     if len(found.steps) > 1:
         series = [
-            Series("measured", tuple((s.step, s.measured) for s in found.steps), "s-measured", True),
-            Series("predicted", tuple((s.step, s.predicted) for s in found.steps), "s-predicted", True, True, True),
+            Series("measured", tuple((s.step, s.measured_s) for s in found.steps), "s-measured", marks=True),
+            Series("predicted", tuple((s.step, s.predicted_s) for s in found.steps), "s-predicted", True, dashed=True),
         ]
         chart = line_chart(
-            "seconds by step", series, "step", "seconds of a step's instructions", number_format.seconds, True
+            "seconds by step", series, "step", "seconds of a step's instructions", number_format.seconds, zero=True
         )
     intro = f"{found.source}. Most of the difference: {found.sentence}."
-    return section("against", "Predicted and measured", intro, keys, kinds, chart)
+    shown = table(heads, rows, left=["kind", "ranks"], style="against")
+    return section("against", "Predicted and measured", intro, tag("div", keys, class_="legend"), shown, chart)
+
+
+def _against_row(row: ComparedSeconds, most: float) -> Markup:
+    """Return the seconds of a kind; those of all ranks together have bars, `most` seconds wide."""
+    whole = row.rank is None
+    sides = (("measured", row.measured), ("predicted", row.predicted))
+    bars = [tag("i", class_=side, style=f"width:{100 * seconds / most:.1f}%") for side, seconds in sides]
+    return tag(
+        "tr",
+        tag("td", tag("b", row.kind.value) if whole else "", class_="left"),
+        tag("td", "all ranks" if whole else f"rank {row.rank}", class_="left"),
+        [tag("td", number_format.seconds(seconds)) for _, seconds in sides],
+        tag("td", number_format.times(row.measured, row.predicted)),
+        tag("td", tag("span", bars, class_="pair") if whole else None),
+        class_="sum" if whole else "one",
+    )
+
+
+def _compared(found: RunComparison) -> Iterator[ComparedSeconds]:
+    """Yield the seconds of every kind on all ranks and, if these are few, on each of them."""
+    for together in found.kinds:
+        yield together
+        if 1 < found.ranks <= MOST_RANKS:
+            yield from (row for row in found.rows if row.kind is together.kind)

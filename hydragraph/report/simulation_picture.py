@@ -27,7 +27,6 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
 
     Args:
         priced: the best first; at least one.
-        path: path of the file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -16,19 +16,21 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PricedStrategy:
-    """One strategy's iteration.
-
-    Attributes:
-        strategy: the strategy.
-        micro_batches: micro-batches of each pipeline.
-        tokens: tokens of all micro-batches.
-        timeline: when every rank runs each instruction.
-    """
+    """One strategy's iteration: its assignment, and when every rank runs each instruction."""
 
     strategy: Strategy
-    micro_batches: tuple[int, ...]
-    tokens: int
+    assignment: Assignment
     timeline: Timeline
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Micro-batches of each pipeline."""
+        return self.assignment.counts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all micro-batches."""
+        return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
 
     @cached_property
     def seconds(self) -> float:
@@ -56,11 +58,9 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
     Raises:
         ValueError: the arguments do not match, or no pipeline has a micro-batch.
     """
-    counts = assignment.counts
-    if not any(counts):
-        raise ValueError(f"micro-batches {list(counts)}: give at least one pipeline something to do")
-    tokens = sum(n for pipeline in assignment.tokens for lengths in pipeline for n in lengths)
-    return PricedStrategy(strategy, counts, tokens, costs.simulate(strategy, assignment))
+    if not any(assignment.counts):
+        raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline something to do")
+    return PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment))
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
@@ -83,7 +83,7 @@ def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) 
     """Distribute equal micro-batches over pipelines so that the last one ends as early as possible.
 
     A pipeline of p stages whose slowest takes s per micro-batch ends m of them after (m + p - 1) s. Each micro-batch
-    goes where it ends first, which is optimal because they are all equal.
+    goes where it ends first.
 
     Args:
         depths: the stages of each pipeline.

@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.timeline import Timeline
 from hydragraph.ir.instruction import Stream
 from hydragraph.report import number_format
 from hydragraph.report.bytes_moved import matrices
 from hydragraph.report.device_diagram import diagram
-from hydragraph.report.facts import Contender, Fact, Panel, Report
+from hydragraph.report.facts import Contender, Fact, Panel, ReportContents
 from hydragraph.report.memory_held import held
+from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
-from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.strategy import Strategy
 
 # Maximum number of the best strategies with all details; others are rows of the table.
 MOST_PANELS = 6
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A strategy, its assignment, and its timeline."""
-
-    strategy: Strategy
-    assignment: Assignment
-    timeline: Timeline
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all its micro-batches."""
-        return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of the iteration."""
-        return self.tokens / self.timeline.seconds
-
-
-def simulation_report(title: str, costs: Costs, simulated: Sequence[Simulated]) -> Report:
+def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrategy]) -> ReportContents:
     """Return the report of strategies on a cluster.
 
     Args:
-        title: title of the page.
         costs: the costs that priced them.
         simulated: at least one, in any order.
     """
@@ -52,10 +29,10 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[Simulated]) 
     best = ordered[0]
     panels = tuple(panel(costs, each) for each in ordered[:MOST_PANELS])
     contenders = tuple(contender(each, best) for each in ordered)
-    return Report("simulation", title, (costs.source,), facts(costs, best, panels[0]), contenders, panels)
+    return ReportContents("simulation", title, (costs.source,), facts(costs, best, panels[0]), contenders, panels)
 
 
-def panel(costs: Costs, simulated: Simulated) -> Panel:
+def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
     """Return the details of one simulated strategy."""
     strategy, timeline = simulated.strategy, simulated.timeline
     memory, note = held(costs, timeline)
@@ -70,7 +47,7 @@ def panel(costs: Costs, simulated: Simulated) -> Panel:
     )
 
 
-def facts(costs: Costs, best: Simulated, shown: Panel) -> tuple[Fact, ...]:
+def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
     """Return the key numbers of the best strategy."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
@@ -91,25 +68,23 @@ def facts(costs: Costs, best: Simulated, shown: Panel) -> tuple[Fact, ...]:
     )
 
 
-def contender(simulated: Simulated, best: Simulated) -> Contender:
+def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
     """Return a row of the table of strategies."""
-    timeline = simulated.timeline
-    ranks = range(len(timeline.actor_of))
-    shares = [("busy", sum(timeline.busy_s(rank, Stream.COMPUTE) for rank in ranks))]
-    for stream, name in ((Stream.PULL, "waits: pull"), (Stream.PUSH, "push"), (Stream.P2P, "p2p")):
-        shares.append((name, sum(timeline.exposed_s(rank, stream) for rank in ranks)))
-    whole = timeline.seconds * len(ranks)
+    busy = simulated.busy()
+    waits = ((Stream.PULL, "waits: pull"), (Stream.PUSH, "push"), (Stream.P2P, "p2p"))
+    shares = [("busy", sum(busy) / len(busy))]
+    shares += [(name, simulated.exposed_s(stream) / simulated.seconds) for stream, name in waits]
     return Contender(
         simulated.strategy.name,
-        timeline.seconds,
+        simulated.seconds,
         simulated.tokens_per_s,
-        simulated.assignment.counts,
-        tuple((name, seconds / whole) for name, seconds in shares),
+        simulated.micro_batches,
+        tuple(shares),
         "" if simulated is best else why_lost(simulated, best),
     )
 
 
-def why_lost(loser: Simulated, best: Simulated) -> str:
+def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
     """Return the excess of a strategy's critical path over the best one's, per token and kind.
 
     Example: "takes 12% longer per token: +10 ms computing, +2 ms pulling weights; −1 ms updating".
@@ -121,7 +96,6 @@ def why_lost(loser: Simulated, best: Simulated) -> str:
     longer = loser.timeline.seconds * scale / best.timeline.seconds - 1
     if longer < 5e-4:
         return "as good as the best"
-    # Kinds with less than a twentieth of the difference are omitted.
     least = 0.05 * longer * best.timeline.seconds
     told = sorted(((s, kind) for kind, s in differences.items() if abs(s) > least), key=lambda pair: -pair[0])
     parts = ", ".join(f"{'+' if s > 0 else ''}{number_format.seconds(s)} {kind}" for s, kind in told)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hydragraph.cost.critical_path import PathStep
 from hydragraph.report import number_format
-from hydragraph.report.facts import KINDS, STREAMS, Bar, Course, CriticalStep, Lane
+from hydragraph.report.facts import KINDS, STREAMS, IterationView, Lane, TimeBar
 from hydragraph.report.markup import Content, Markup, tag
 
 TICKS = 1e9
@@ -20,7 +21,7 @@ NARROWEST = 0.6
 MOST_LANES = 48
 
 
-def course_data(course: Course) -> dict[str, Any]:
+def course_data(course: IterationView) -> dict[str, Any]:
     """Return the data of the script as a JSON-compatible record."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
@@ -34,7 +35,7 @@ def course_data(course: Course) -> dict[str, Any]:
         lanes.append([number_format.ranks_text(lane.ranks), len(lane.ranks), lane.what, tracks[id(lane.bars)]])
     lane_of = {rank: i for i, lane in enumerate(course.lanes) for rank in lane.ranks}
     critical = [
-        [round(step.begin * scale), round((step.end - step.begin) * scale), lane_of[step.ranks[0]], step.stream,
+        [round(step.begin_s * scale), round(step.seconds * scale), lane_of[step.ranks[0]], step.stream.value,
          step.kind, step.what]
         for step in course.critical
         if step.ranks[0] in lane_of
@@ -51,7 +52,7 @@ def course_data(course: Course) -> dict[str, Any]:
     }
 
 
-def _packed(bars: Sequence[Bar], names: dict[str, int], scale: float) -> list[int]:
+def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> list[int]:
     packed = []
     before = 0
     for bar in bars:
@@ -63,7 +64,7 @@ def _packed(bars: Sequence[Bar], names: dict[str, int], scale: float) -> list[in
     return packed
 
 
-def course_picture(course: Course) -> Markup:
+def course_picture(course: IterationView) -> Markup:
     """Return an iteration as SVG: a row of computation for each lane, with its traffic in thin lines below."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
@@ -86,18 +87,17 @@ def course_picture(course: Course) -> Markup:
 
 
 def _band(stream: int, top: float) -> tuple[float, float]:
-    """Return the top and the height of a stream's bars in a lane."""
     return (top + 3, 14.0) if stream == 0 else (top + 14.5 + 2.5 * stream, 2.0)
 
 
-def _critical(step: CriticalStep, top: float, seconds: float) -> Markup:
-    y, height = _band(STREAMS.index(step.stream), top)
+def _critical(step: PathStep, top: float, seconds: float) -> Markup:
+    y, height = _band(STREAMS.index(step.stream.value), top)
     scale = (WIDTH - LABEL) / seconds
     return tag(
         "rect",
-        x=f"{LABEL + step.begin * scale:.1f}",
+        x=f"{LABEL + step.begin_s * scale:.1f}",
         y=f"{y - 0.6:g}",
-        width=f"{(step.end - step.begin) * scale:.1f}",
+        width=f"{step.seconds * scale:.1f}",
         height=f"{height + 1.2:g}",
         class_="critical",
     )

@@ -1,8 +1,7 @@
 """Iterations as lanes of bars: simulated ones with a lane for each distinct rank, traced ones for every rank.
 
-A thousand ranks have millions of instructions, but most act at the same times as others: those share a lane. If bars
-still exceed a page's capacity, blocks are merged into micro-batches, and then bars into the finest visible intervals; a
-note says so.
+Ranks that act at the same times share a lane. If bars still exceed a page's capacity, blocks are merged into
+micro-batches, and then bars into the finest visible intervals; a note says so.
 
     8 ranks, 4 of them alike         -> 5 lanes
     forward 0, 1, 2 of micro-batch 3 -> with few instructions three bars, with many one: "forward of 3 blocks"
@@ -17,19 +16,18 @@ from itertools import groupby
 from typing import TypeVar
 
 from hydragraph.cost.actors import Actor, message_of
-from hydragraph.cost.critical_path import Step
 from hydragraph.cost.event_simulation import Times
 from hydragraph.cost.timeline import Timeline
-from hydragraph.cost.trace_file import Event
-from hydragraph.ir.instruction import RULES, Instruction, Op, Stream
+from hydragraph.cost.trace_file import TraceEvent
+from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
-from hydragraph.report.facts import STREAMS, Bar, Course, CriticalStep, Lane
+from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# Maximum number of bars of one course; each takes some 20 bytes, and a page with six courses should be below 5 MB.
+# Maximum number of bars; each takes some 20 bytes, and a page with six iterations should be below 5 MB.
 MOST_BARS = 24_000
 # Maximum number of ranks that have a lane each even if they are alike.
 EVERY = 32
-# Maximum number of lanes of one course: more could not be distinguished; an even selection is drawn.
+# Maximum number of lanes: of more, an even selection is drawn.
 MOST_LANES = 256
 # Last resort: bars that begin within this fraction of the iteration of one another are merged.
 FINEST = 1 / 4000
@@ -38,10 +36,10 @@ FINEST = 1 / 4000
 _VALUES = {"W": "weights", "G": "gradients", "h": "hidden state", "d": "gradient"}
 
 T = TypeVar("T")
-Merge = Callable[[Sequence[Bar]], Iterable[Bar]]
+Merge = Callable[[Sequence[TimeBar]], Iterable[TimeBar]]
 
 
-def simulated_course(timeline: Timeline) -> Course:
+def simulated_course(timeline: Timeline) -> IterationView:
     """Return a simulated iteration."""
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
@@ -61,11 +59,10 @@ def simulated_course(timeline: Timeline) -> Course:
         merged = sorted((replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks), key=_first)
     if len(shown) < len(groups):
         note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly chosen. {note}"
-    critical = tuple(map(_critical, timeline.critical_path.steps))
-    return Course("simulated", timeline.seconds, tuple(merged), critical, note.strip())
+    return IterationView("simulated", timeline.seconds, tuple(merged), timeline.critical_path.steps, note.strip())
 
 
-def measured_course(title: str, ranks: Sequence[Sequence[Event]]) -> Course:
+def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
     """Return a traced iteration.
 
     Args:
@@ -81,7 +78,7 @@ def measured_course(title: str, ranks: Sequence[Sequence[Event]]) -> Course:
     merged, note = _fewer(lanes, last - first)
     if len(lanes) < len(ranks):
         note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly chosen. {note}"
-    return Course(title, last - first, tuple(merged), (), note.strip())
+    return IterationView(title, last - first, tuple(merged), (), note.strip())
 
 
 def _first(lane: Lane) -> int:
@@ -95,32 +92,32 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _simulated(actor: Actor, times: Times) -> Iterator[tuple[str, Bar]]:
+def _simulated(actor: Actor, times: Times) -> Iterator[tuple[str, TimeBar]]:
     for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
         if end > begin:
             micro_batch = _micro_batch(instruction)
-            yield instruction.stream.value, Bar(begin, end, _kind(instruction.op), _name(instruction), micro_batch)
+            yield instruction.stream.value, TimeBar(begin, end, _kind(instruction.op), _name(instruction), micro_batch)
 
 
-def _measured(events: Sequence[Event], first: float) -> Iterator[tuple[str, Bar]]:
+def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
     """Yield a rank's bars; a message of a stream lasts from its start to the end of the wait for it."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
             value = event.name.removeprefix("wait ")
-            yield "compute", Bar(begin, end, "wait", f"wait for {_VALUES.get(value[0], 'value')} {value}")
+            yield "compute", TimeBar(begin, end, "wait", f"wait for {_VALUES.get(value[0], 'value')} {value}")
         elif event.stream != Stream.COMPUTE.value:
-            yield event.stream, Bar(begin, end, event.stream, event.name)
+            yield event.stream, TimeBar(begin, end, event.stream, event.name)
         else:
             instruction = parse_instruction(event.name, 1)
             if instruction.op is not Op.FREE:
                 name = _name(instruction)
                 started = "" if instruction.stream is Stream.COMPUTE else "start "
-                yield "compute", Bar(begin, end, _kind(instruction.op), started + name, _micro_batch(instruction))
+                yield "compute", TimeBar(begin, end, _kind(instruction.op), started + name, _micro_batch(instruction))
 
 
-def _by_stream(bars: Iterable[tuple[str, Bar]]) -> tuple[tuple[Bar, ...], ...]:
-    found: dict[str, list[Bar]] = {stream: [] for stream in STREAMS}
+def _by_stream(bars: Iterable[tuple[str, TimeBar]]) -> tuple[tuple[TimeBar, ...], ...]:
+    found: dict[str, list[TimeBar]] = {stream: [] for stream in STREAMS}
     for stream, bar in bars:
         found[stream].append(bar)
     return tuple(tuple(found[stream]) for stream in STREAMS)
@@ -139,7 +136,6 @@ def _micro_batch(instruction: Instruction) -> int:
 
 
 def _name(instruction: Instruction) -> str:
-    """Return a readable name: "backward layer.0", "pull layer.3", "send gradient to ..."."""
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
         # Ranks of a lane have different peers, but all of them in the previous and the next stage.
@@ -151,7 +147,6 @@ def _name(instruction: Instruction) -> str:
 
 
 def _roles(actors: Sequence[Actor]) -> str:
-    """Return the role of equal ranks: a stage of one or several pipelines."""
     roles = [role for actor in actors for role in actor.roles]
     if not roles:
         return "holds state"
@@ -159,11 +154,6 @@ def _roles(actors: Sequence[Actor]) -> str:
     pipelines = sorted({role.pipeline for role in roles})
     named = "pipeline " + str(pipelines[0]) if len(pipelines) == 1 else f"{len(pipelines)} pipelines"
     return f"{named}, stage {stages[0]}" if len(stages) == 1 else f"{named}, several stages"
-
-
-def _critical(step: Step) -> CriticalStep:
-    stream = RULES[step.op].stream.value
-    return CriticalStep(step.begin_s, step.end_s, step.kind, step.what, step.ranks, stream)
 
 
 # Reduction to a page's capacity.
@@ -191,10 +181,10 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
     return [Lane(lane.ranks, lane.what, tuple(tuple(merge(bars)) for bars in lane.bars)) for lane in lanes]
 
 
-def _micro_batches(bars: Sequence[Bar]) -> Iterator[Bar]:
+def _micro_batches(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
     """Merge consecutive bars without gaps: blocks of one micro-batch, or buckets pulled in a row."""
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
-        run: list[Bar] = []
+        run: list[TimeBar] = []
         for bar in group:
             if run and bar.begin > run[-1].end + 1e-3 * (bar.end - bar.begin):
                 yield _one(run, kind, micro_batch)
@@ -203,9 +193,9 @@ def _micro_batches(bars: Sequence[Bar]) -> Iterator[Bar]:
         yield _one(run, kind, micro_batch)
 
 
-def _ticks(bars: Sequence[Bar], tick: float) -> Iterator[Bar]:
+def _ticks(bars: Sequence[TimeBar], tick: float) -> Iterator[TimeBar]:
     """Merge bars within a tick of each other, even of several kinds: the longest kind names the bar."""
-    run: list[Bar] = []
+    run: list[TimeBar] = []
     for bar in bars:
         if run and bar.end - run[0].begin > tick:
             yield _within_a_tick(run)
@@ -215,14 +205,14 @@ def _ticks(bars: Sequence[Bar], tick: float) -> Iterator[Bar]:
         yield _within_a_tick(run)
 
 
-def _within_a_tick(run: Sequence[Bar]) -> Bar:
+def _within_a_tick(run: Sequence[TimeBar]) -> TimeBar:
     seconds: dict[str, float] = {}
     for bar in run:
         seconds[bar.kind] = seconds.get(bar.kind, 0.0) + bar.end - bar.begin
     return _one(run, max(seconds, key=lambda kind: seconds[kind]), -1 if len(run) > 1 else run[0].micro_batch)
 
 
-def _one(run: Sequence[Bar], kind: str, micro_batch: int) -> Bar:
+def _one(run: Sequence[TimeBar], kind: str, micro_batch: int) -> TimeBar:
     if len(run) == 1:
         return run[0]
-    return Bar(run[0].begin, run[-1].end, kind, f"{run[0].name} … {run[-1].name}", micro_batch)
+    return TimeBar(run[0].begin, run[-1].end, kind, f"{run[0].name} … {run[-1].name}", micro_batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.speed_probe import ProbeResult
 from hydragraph.runtime.streams import Clock, HostClock, Reading
@@ -68,7 +68,7 @@ class Timing:
         clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
     """
 
-    def __init__(self, step: int = 0, spans: list[Event] | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, step: int = 0, spans: list[TraceEvent] | None = None, clock: Clock | None = None) -> None:
         self.spans = spans
         self.kinds = 0
         self._probe = 0.0
@@ -164,7 +164,7 @@ class Timing:
             return
         for stream, name, began, ended in self._parts:
             begin, end = (self._clock.seconds(reading) + self._offset for reading in (began, ended))
-            self.spans.append(Event(self._step, stream.value, name, begin, end))
+            self.spans.append(TraceEvent(self._step, stream.value, name, begin, end))
         self._parts.clear()
 
     def _add(self, stream: Stream, name: str, began: Reading, ended: Reading) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.reach import WHOLE, Near, Reach, ordered
 from hydragraph.spec.cluster import Interconnect
@@ -192,7 +192,7 @@ class Measured:
         forward: the forward's part of `seconds`; empty if they were not measured separately.
     """
 
-    piece: Piece
+    piece: BlockPiece
     seconds: tuple[float, ...]
     reaches: frozenset[Reach]
     forward: tuple[float, ...] = ()
@@ -287,7 +287,7 @@ def _hidden(seconds: Constants) -> bool:
     return not seconds.a and not seconds.near
 
 
-def _fitted(measured: Measured, rows: Sequence[Lengths]) -> Piece:
+def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
     """Fit a piece's seconds; separate forward and backward add up to them."""
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, measured.reaches)

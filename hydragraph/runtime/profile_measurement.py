@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.cluster.communicators import Channel, Groups
-from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.datasheet import reaches_of
 from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
@@ -427,7 +427,7 @@ class _Bench:
 
     def _gathered(
         self,
-        everyone: Sequence[tuple[Sequence[Sequence[tuple[float, float]]], Piece]],
+        everyone: Sequence[tuple[Sequence[Sequence[tuple[float, float]]], BlockPiece]],
         stages: Sequence[tuple[int, ...]],
         rows: int,
         reaches: frozenset[Reach],
@@ -444,7 +444,7 @@ class _Bench:
         seconds = tuple(of(row, sum) for row in range(rows))
         forward = tuple(of(row, lambda both: both[0]) for row in range(rows))
         sizes = [everyone[rank][1] for stage in stages for rank in stage]
-        largest = Piece(
+        largest = BlockPiece(
             Constants(0.0, 0.0, 0.0),
             max(p.parameters for p in sizes),
             max(p.kept for p in sizes),
@@ -466,7 +466,7 @@ class _Bench:
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
-    def _links(self, piece: Piece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
+    def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
         """Return how many blocks fit into memory with the kept values of a micro-batch, equal on all ranks."""
         weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and their gradients
         own = []
@@ -531,14 +531,14 @@ class _Bench:
 
         return run
 
-    def _aux_sizes(self) -> Piece:
+    def _aux_sizes(self) -> BlockPiece:
         batch = self._batch((64 * self._parts,))
         tokens = batch["input_ids"].shape[1]
         values = [v for v in self._aux_values(batch) if v.dim() > 1 and v.shape[1] == tokens]
         kept = sum(v.numel() * v.element_size() for v in values) / tokens
-        return Piece(Constants(0.0, 0.0, 0.0), kept=kept)
+        return BlockPiece(Constants(0.0, 0.0, 0.0), kept=kept)
 
-    def _sizes(self, block: Block) -> Piece:
+    def _sizes(self, block: Block) -> BlockPiece:
         """Return the sizes of a block on this rank: bytes per token, and fixed ones."""
         variant = self._traced.get(block, self._part)
         small = 1024 * self._kind.tp
@@ -554,7 +554,7 @@ class _Bench:
         backward = line(one.backward, two.backward)
         names = local_parameters(self._program, block, self._program.templates[block.template])
         sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._part.index)) for p in names.values()}
-        return Piece(
+        return BlockPiece(
             Constants(0.0, 0.0, 0.0),
             sum(sizes.values()),
             max(0.0, kept),

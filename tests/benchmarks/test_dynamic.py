@@ -26,7 +26,7 @@ from benchmarks.dynamic import (
     watched,
     within,
 )
-from hydragraph.cost.block_pieces import Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.spec.stage_kind import StageKind
@@ -39,10 +39,10 @@ ELEMENTS = 100_000
 def made_up(sizes: ModelSizes, blocks: tuple[str, ...]) -> Profile:
     """Return a profile in which dividing and recomputing cost time and save memory."""
 
-    def pieces(kind: StageKind) -> dict[str, Piece]:
+    def pieces(kind: StageKind) -> dict[str, BlockPiece]:
         seconds = Constants(1e-8, 1e-5, 1e-4 * kind.tp).times((1.3 if kind.recompute else 1.0) / kind.tp**0.5)
         kept = (400.0 if kind.recompute else 4000.0) / kind.tp
-        return {block: Piece(seconds, parameters=ELEMENTS // 4 // kind.tp, kept=kept) for block in blocks}
+        return {block: BlockPiece(seconds, parameters=ELEMENTS // 4 // kind.tp, kept=kept) for block in blocks}
 
     return Profile(
         "made up",

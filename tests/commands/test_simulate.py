@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.instruction_work import Work
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op, Stream
@@ -27,6 +26,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import ModelConfig
 from hydragraph.train.model import skeleton
 from tests.commands.tiny import run, write
+from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.cost.measured import measured
 from tests.passes.test_pipeline import model
 from tests.thorough import thorough
@@ -81,7 +81,7 @@ def test_the_split_follows_the_speed(program: Program) -> None:
     assert share(costs(program, cluster(1e6, 1e6)), strategy, TOKENS, 4) == [2, 2]
     assert share(costs(program, cluster(9e6, 1e6)), strategy, TOKENS, 4) == [4, 0]
     lopsided = priced(program, "2*<tp1,pp1>", [4, 0], cluster(9e6, 1e6))
-    work = costs(program, cluster(9e6, 1e6)).work(strategy, Assignment.even([1, 0], TOKENS)).as_work()
+    work = explicit(costs(program, cluster(9e6, 1e6)).work(strategy, Assignment.even([1, 0], TOKENS)))
     per = sum(seconds for (op, _, rank, *_), seconds in work.seconds.items() if op is not Op.UPDATE and rank == 0)
     assert lopsided.seconds == pytest.approx(4 * per)
 
@@ -97,7 +97,7 @@ def test_no_other_spread_ends_earlier(pipelines: list[tuple[int, int]], total: i
     assert end(tuple(found)) == min(map(end, every))
 
 
-def exposed(text: str, counts: list[int], work: Work, link: Interconnect) -> list[list[float]]:
+def exposed(text: str, counts: list[int], work: ExplicitWork, link: Interconnect) -> list[list[float]]:
     """Simulate a model of two layers; return what each rank waits for pulls, pushes and activations."""
     strategy = Strategy.parse(text, 2)
     ranks = len(strategy.devices)
@@ -115,13 +115,16 @@ LAYERS = {
 def test_exposed_pulls_by_hand() -> None:
     """Layers' weights arrive after 2 and 4 s, and compute 1 s each; rank 1 sends, and has nothing else to do."""
     pulls = {"layer.0": {(1, 0): 8.0}, "layer.1": {(1, 0): 8.0}}
-    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, pulls, {}, {}), Interconnect(4.0, 0.0)) == [[3, 0, 0], [4, 0, 0]]
+    assert exposed("2*<tp1,pp1>", [1, 0], ExplicitWork(LAYERS, pulls, {}, {}), Interconnect(4.0, 0.0)) == [
+        [3, 0, 0],
+        [4, 0, 0],
+    ]
 
 
 def test_exposed_pushes_by_hand() -> None:
     """Layer 1's gradients are sent from 3 to 4 s, during computation; layer 0's from 4 to 7 s, after it has ended."""
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
-    assert exposed("2*<tp1,pp1>", [1, 0], Work(LAYERS, {}, pushes, {}), Interconnect(4.0, 0.0)) == [
+    assert exposed("2*<tp1,pp1>", [1, 0], ExplicitWork(LAYERS, {}, pushes, {}), Interconnect(4.0, 0.0)) == [
         [0, 3, 0],
         [0, 7, 0],
     ]
@@ -129,7 +132,10 @@ def test_exposed_pushes_by_hand() -> None:
 
 def test_exposed_activations_by_hand() -> None:
     """A forward of 1 s, 2.5 s to the other stage, 2 s there, and 2.5 s back; then its sender commits."""
-    assert exposed("<tp1,pp2>", [1], Work(LAYERS, {}, {}, {0: 8.0}), Interconnect(4.0, 0.5)) == [[0, 0, 7], [0, 0, 6]]
+    assert exposed("<tp1,pp2>", [1], ExplicitWork(LAYERS, {}, {}, {0: 8.0}), Interconnect(4.0, 0.5)) == [
+        [0, 0, 7],
+        [0, 0, 6],
+    ]
 
 
 def test_the_best_comes_first_and_files_are_written(tmp_path: Path) -> None:

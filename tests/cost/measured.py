@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.stage_kind import StageKind
 
 PIECES = {
-    "embed": Piece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
-    "layer": Piece(Constants(1e-9, 2e-6, 3e-4), 500, 100.0, 30.0),
-    "head": Piece(Constants(0.0, 4e-6, 2e-4), 1000, 20.0, 400.0),
+    "embed": BlockPiece(Constants(0.0, 1e-7, 1e-4), 1000, 40.0, 10.0),
+    "layer": BlockPiece(Constants(1e-9, 2e-6, 3e-4), 500, 100.0, 30.0),
+    "head": BlockPiece(Constants(0.0, 4e-6, 2e-4), 1000, 20.0, 400.0),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydragraph.cost.block_pieces import AUX, Constants, Held, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -20,15 +20,15 @@ FAST, SLOW = Interconnect(1e12, 1e-7), Interconnect(1e11, 1e-6)
 def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1000) -> Profile:
     """Return a profile whose backward is 2.2 times its forward, and 1.7 times in the head."""
 
-    def pieces(tp: int, recompute: bool) -> dict[str, Piece]:
-        def piece(a: float, b: float, c: float, back: float, count: int) -> Piece:
+    def pieces(tp: int, recompute: bool) -> dict[str, BlockPiece]:
+        def piece(a: float, b: float, c: float, back: float, count: int) -> BlockPiece:
             forward = Constants(a / tp, b / tp, c).times(slower)
             backward = forward.times(back + recompute)
-            held = Held((0.0, HIDDEN), (64.0, 900.0 / tp), (0.0, 2000.0 / tp), (0.0, 2500.0 / tp))
-            return Piece.apart(forward, backward, parameters=count // tp, kept=HIDDEN + 900.0 / tp, held=held)
+            held = MemoryLines((0.0, HIDDEN), (64.0, 900.0 / tp), (0.0, 2000.0 / tp), (0.0, 2500.0 / tp))
+            return BlockPiece.apart(forward, backward, parameters=count // tp, kept=HIDDEN + 900.0 / tp, held=held)
 
         return {
-            AUX: Piece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0)),
+            AUX: BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0)),
             "embed": piece(0.0, 1e-7, 1e-5, 2.2, 4 * elements),
             "layer": piece(2e-9, 3e-6, 2e-4, 2.2, elements),
             "head": piece(0.0, 4e-6, 1e-4, 1.7, 4 * elements),
@@ -51,7 +51,7 @@ def profile(layers: int, type_: str = "", slower: float = 1.0, elements: int = 1
 def that_saves(profile: Profile) -> Profile:
     """Return a profile whose recomputing stages save only their inputs, and whose head returns a scalar."""
 
-    def changed(name: str, piece: Piece, recompute: bool | float) -> Piece:
+    def changed(name: str, piece: BlockPiece, recompute: bool | float) -> BlockPiece:
         held = piece.held
         if held is not None and recompute:
             held = replace(held, saved=(0.0, 0.0), keeps=("hidden",))

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Constants, Piece
-from hydragraph.cost.costs import Costs, micro_batches_of
+from hydragraph.cost.block_pieces import BlockPiece, Constants
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Table
-from hydragraph.cost.deepspeed_stack import DEEPSPEED, Stack
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.instruction_work import Without, Work
+from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import Walk, batch_bytes
+from hydragraph.cost.state_pricing import micro_batches_of
 from hydragraph.cost.timeline import simulate
 from hydragraph.cost.what_if import what_if
 from hydragraph.errors import Unsupported
@@ -28,6 +28,7 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile
 from tests.passes.test_pipeline import returning
@@ -161,7 +162,7 @@ def test_a_shared_stage_is_kept_busy() -> None:
         (op, block, rank): t for rank, f in enumerate([2.0, 2.0, 1.0]) for op, block, t in _halves(rank, f)
     }
     programs = rank_programs(costs(2, cluster(3)).outline, strategy, [8, 8], ranks=3)
-    timeline = simulate(programs, cluster(3, outer=INSTANT), Work(seconds))
+    timeline = simulate(programs, cluster(3, outer=INSTANT), ExplicitWork(seconds))
     # 16 micro-batches of 3 s on the last stage; before them one forward of 2 s, and after them one backward of 4 s.
     assert timeline.seconds == pytest.approx(2 + 16 * 3 + 4)
 
@@ -190,18 +191,10 @@ def test_micro_batches_as_long_as_they_may_be_fit_in_whatever_turns_they_come(
     assert max(walk.peak().total for walk in walks) <= 10**7 + kept
 
 
-def test_other_runtimes_share_no_stages() -> None:
-    other = Costs(profile(4, "fast"), cluster(4), stack=DEEPSPEED)
-    with pytest.raises(Unsupported, match="shared or interleaved stages on another runtime"):
-        other.seconds(Strategy.parse(SHARED[0], 4), assigned([[9]], [[9]]))
-    with pytest.raises(Unsupported, match="shared or interleaved stages on another runtime"):
-        other.seconds(Strategy.parse("<tp1,pp2,v2>", 4), assigned([[9]]))
-
-
 def test_ranks_of_one_pipeline_may_be_of_different_types() -> None:
     found = costs(4, mixed(INSTANT))
     strategy = Strategy((Pipeline((Stage((0,), 3), Stage((2,), 1))),))
-    work = found.work(strategy, assigned([[100], [100]])).as_work()
+    work = explicit(found.work(strategy, assigned([[100], [100]])))
     fast, slow = work.seconds[Op.FORWARD, "layer.0", 0, 0], work.seconds[Op.FORWARD, "layer.3", 2, 0]
     assert slow == pytest.approx(2.5 * fast)
     one, two = found.stages(strategy.pipelines[0])
@@ -411,7 +404,9 @@ def test_however_many_micro_batches_of_max_len_fit_and_longer_ones_do_not(text: 
 
 def test_tables_price_an_iteration() -> None:
     """Ten micro-batches of two sequences on one rank; forward, backward and update as they were measured."""
-    piece = Piece.apart(Table(((1, 100, 0.1), (2, 200, 0.15))), Table(((1, 100, 0.2), (2, 200, 0.35))), parameters=10)
+    piece = BlockPiece.apart(
+        Table(((1, 100, 0.1), (2, 200, 0.15))), Table(((1, 100, 0.2), (2, 200, 0.35))), parameters=10
+    )
     each = Profile(
         "table",
         {},
@@ -431,31 +426,6 @@ def test_a_hidden_state_of_a_message_is_the_models() -> None:
     found = costs(4, cluster(2))
     work = found.work(Strategy.parse("<tp1,pp2>", 4), assigned([[10, 20], [5]]))
     assert [work.message_bytes(0, m) for m in (0, 1)] == [30 * HIDDEN, 5 * HIDDEN]
-
-
-def test_another_runtime_is_priced_by_hand() -> None:
-    """Two replicas of two stages: messages in parts that hold up their senders, and a ring over the replicas."""
-    where = cluster(4, per_node=1, outer=Interconnect(1e6, 0.0))
-    each = profile(4, "fast", elements=10**6)
-    found = Costs(each, where, stack=Stack(blocking=True, all_reduce=True))
-    strategy, assignment = Strategy.parse("2*<tp1,pp2>", 4), Assignment.even([1, 1], 100)
-    hop = 100 * HIDDEN / 1e6
-    first, last = found.stages(strategy.pipelines[0])
-    computing = sum(first.apart([100])) + sum(last.apart([100])[1:])
-    ring = 4 * (4 + 2) * 10**6 * 2 * (1 / 2) / 1e6  # 2 (d - 1) / d of a stage's gradients
-    update = 1e-5 + 1e-9 * 6 * 10**6
-    assert found.seconds(strategy, assignment) == pytest.approx(computing + 2 * hop + ring + update)
-    # Two ranks send halves at once, through a card each, and gather the halves: a message of one to the other.
-    halved = Costs(each, where, stack=Stack(parts=True, blocking=True))
-    both = Strategy.parse("<tp2,pp2>", 4)
-    whole = Costs(each, where, stack=Stack(blocking=True))
-    saved = whole.pipeline(both.pipelines[0]).seconds([[100]]) - halved.pipeline(both.pipelines[0]).seconds([[100]])
-    assert saved == pytest.approx(2 * (hop / 2 - where.link(0, 1).seconds(100 * HIDDEN / 2)), abs=1e-9)
-    staged = Costs(each, where, stack=Stack(blocking=True, staging=Interconnect(1e7, 0.5)))
-    added = staged.pipeline(both.pipelines[0]).seconds([[100]]) - whole.pipeline(both.pipelines[0]).seconds([[100]])
-    assert added == pytest.approx(2 * (0.5 + 100 * HIDDEN / 1e7))
-    with pytest.raises(Unsupported, match="the instructions of another runtime"):
-        found.work(strategy, assignment)
 
 
 def test_the_norm_of_gradients_is_a_part_of_the_commit() -> None:

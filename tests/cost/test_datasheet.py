@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cost.costs import CostedWork, Costs
+from hydragraph.cost.costed_work import CostedWork
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import PUBLISHED, _Rates, datasheet, operations
-from hydragraph.cost.instruction_work import Work
 from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
@@ -21,6 +21,7 @@ from hydragraph.spec.known_devices import UNKNOWN
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.train.model_flops import step_flops
+from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.models import captured
 
 TOKENS = 10
@@ -46,8 +47,8 @@ def costed(strategy: Strategy, tokens: list[int], devices: Cluster) -> CostedWor
     return costs.work(strategy, Assignment.even([int(n > 0) for n in tokens], tokens))
 
 
-def work(strategy: Strategy, tokens: list[int], devices: Cluster) -> Work:
-    return costed(strategy, tokens, devices).as_work()
+def work(strategy: Strategy, tokens: list[int], devices: Cluster) -> ExplicitWork:
+    return explicit(costed(strategy, tokens, devices))
 
 
 def test_one_rank_computes_six_operations_per_weight_and_token() -> None:

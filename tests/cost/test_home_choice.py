@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_candidates import subsets
-from hydragraph.cost.home_choice import Question, choose_home, expected_s, numbers
+from hydragraph.cost.home_choice import HomeQuestion, choose_home, expected_s, numbers
 from hydragraph.cost.traffic import Roads
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.layout import home as home_layout
@@ -92,9 +92,9 @@ def expected(priced: Costs, home: Home, strategies: list[Strategy], weights: lis
     return sum(w * sum(exchanged_s(owned, s).values()) for w, s in zip(weights, strategies, strict=True))
 
 
-def asked(priced: Costs, strategies: list[Strategy], home: Home = AUTO, **more: object) -> Question:
+def asked(priced: Costs, strategies: list[Strategy], home: Home = AUTO, **more: object) -> HomeQuestion:
     given = (priced.outline, priced.buckets, tuple(strategies), priced.cluster, home, priced.sizes.itemsize)
-    return Question(*given, **more)  # type: ignore[arg-type]
+    return HomeQuestion(*given, **more)  # type: ignore[arg-type]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -55,7 +55,7 @@ def test_stages_that_are_left_out_never_decide(pipeline: Pipeline, memory: tuple
     alone = []
     for at, stage in enumerate(pipeline.stages):
         for rank in stage.devices:
-            peak = costs._reach._stage_peak(pipeline, at, rank)
+            peak = costs._longest._stage_peak(pipeline, at, rank)
             alone.append(peak.most(costs.memory_of(rank) - costs.owned_bytes(rank)))
     assert costs.max_len(pipeline) == min(alone)
 
@@ -98,6 +98,6 @@ def test_more_layers_or_less_memory_behind_are_looked_at() -> None:
     even = Strategy.parse("<[0]x2,[1]x2,[2]x2,[3]x2,[4]x2,[5]x2,[6]x2>", LAYERS).pipelines[0]
     longer = Strategy.parse("<[0]x1,[1]x1,[2]x1,[3]x1,[4]x1,[5]x8,[6]x1>", LAYERS).pipelines[0]
     smaller = Strategy.parse("<[0]x2,[1]x2,[2]x2,[3]x2,[4]x2,[8]x2,[6]x2>", LAYERS).pipelines[0]
-    positions = [list(costs._reach._deciding(each)) for each in (even, longer, smaller)]
+    positions = [list(costs._longest._deciding(each)) for each in (even, longer, smaller)]
     assert positions == [[(0, 0), (1, 1), (6, 6)], [(0, 0), (1, 1), (5, 5), (6, 6)], [(0, 0), (1, 1), (5, 8), (6, 6)]]
     assert costs.max_len(smaller) < costs.max_len(even)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Piece
+from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.datasheet import datasheet
@@ -62,7 +62,7 @@ def test_the_backward_lies_between_and_never_repeats_attention(
     a: float, b: float, c: float, budget: float, share: float
 ) -> None:
     forward = Constants(a, b, c)
-    plain, full = (Piece.apart(forward, forward.times(times), kept=kept) for times, kept in ((2, 10.0), (3, 2.0)))
+    plain, full = (BlockPiece.apart(forward, forward.times(times), kept=kept) for times, kept in ((2, 10.0), (3, 2.0)))
     found = within_budget({"layer": plain}, {"layer": full}, budget, {"layer": share})["layer"]
     one, two = found.parts(budget)
     assert one == forward
@@ -75,6 +75,6 @@ def test_the_backward_lies_between_and_never_repeats_attention(
 
 def test_tables_of_measurements_are_joined_row_by_row() -> None:
     forward = Table(((1, 64, 1.0), (1, 128, 3.0)))
-    plain, full = (Piece.apart(forward, forward.times(times)) for times in (2, 3))
+    plain, full = (BlockPiece.apart(forward, forward.times(times)) for times in (2, 3))
     found = within_budget({"layer": plain}, {"layer": full}, 0.5, {"layer": 0.25})["layer"]
     assert found.parts(0.5)[1] == Table(((1, 64, 2.25), (1, 128, 6.75)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cost.block_pieces import Held, Piece
+from hydragraph.cost.block_pieces import BlockPiece, MemoryLines
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -16,7 +16,7 @@ from tests.cost.measured import PIECES, measured
 from tests.models import captured
 from tests.planner.examples import PROFILE
 
-HELD = Held((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0), ("hidden",), True)
+HELD = MemoryLines((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0), ("hidden",), True)
 
 
 def test_a_saved_profile_is_the_same(tmp_path: Path) -> None:
@@ -45,7 +45,9 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
-    piece = Piece.apart(Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(2, 3))
+    piece = BlockPiece.apart(
+        Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(2, 3)
+    )
     sizes = ModelSizes.of(captured("llama")[0])
     one = measured(
         type="a", pieces={StageKind(1): {**PIECES, "layer": piece}}, sizes=sizes, update=(1e-5, 1e-9), commit_s=1e-4
@@ -58,8 +60,8 @@ def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
 def test_sizes_say_what_the_model_says() -> None:
     program = captured("llama")[0]
     sizes = ModelSizes.of(program)
-    assert sizes.outline() == program.outline
-    assert [(b.name, b.form, b.blocks, b.learns) for b in sizes.buckets()] == [
+    assert sizes.outline == program.outline
+    assert [(b.name, b.form, b.blocks, b.learns) for b in sizes.buckets] == [
         (b.name, b.form, b.blocks, b.learns) for b in program.buckets
     ]
     assert (sizes.hidden_bytes, sizes.itemsize) == (64 * 4, 4)

@@ -80,13 +80,11 @@ def test_kinds_of_other_depths_stand_side_by_side() -> None:
     assert terms.faithful.all()
 
 
-def test_messages_that_hold_up_stages_and_tables_are_left_to_their_own_recurrence() -> None:
+def test_tables_and_links_with_measured_points_are_left_to_exact_seconds() -> None:
     kind = PipelineCost(0.0, 1.0, 0.5, 2, 99, 1, 1)
     first, second = (StageCost((((1.0, kind.envelope),),), (((2.0, kind.envelope),),)) for _ in range(2))
-    hop = Hop((Interconnect(1e9, 0.0),), 4096, blocking=True)
     table = Table(((1, 10, 5.0), (1, 20, 11.0)))
     for stages in (
-        (replace(first, ahead=hop, back=hop), second),
         (first, replace(second, forward=(((1.0, table),),))),
         (replace(first, ahead=Hop((Interconnect(1e9, 0.0, ((1e3, 1e8),)),), 4096)), second),
     ):

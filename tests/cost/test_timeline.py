@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.cost.instruction_work import Without, Work
+from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.timeline import Timeline, simulate
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.program_outline import Outline
@@ -16,6 +16,7 @@ from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from tests.cost.explicit_work import ExplicitWork
 from tests.passes.test_pipeline import iterations, model
 
 INSTANT, DEVICE = Interconnect(1e300, 0.0), Device(1.0, 1, 1.0)
@@ -33,7 +34,7 @@ def compute(outline: Outline, ranks: int, forward: float, backward: float) -> di
 
 
 def timeline(
-    strategy: Strategy, counts: list[int], work: Work, link: Interconnect = INSTANT, mode: str = "train"
+    strategy: Strategy, counts: list[int], work: ExplicitWork, link: Interconnect = INSTANT, mode: str = "train"
 ) -> Timeline:
     ranks = max(strategy.devices) + 1
     programs = rank_programs(model(strategy.layers), strategy, counts, mode, ranks=ranks)  # type: ignore[arg-type]
@@ -47,7 +48,7 @@ def chain(stages: int, schedule: str, layers: int = 1) -> Strategy:
 @given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 5), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
 def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, p: int, m: int, f: int, b: int) -> None:
     strategy = chain(p, schedule, layers=2)
-    found = timeline(strategy, [m], Work(compute(model(2 * p), p, f / 2, b / 2), {}, {}, {}))
+    found = timeline(strategy, [m], ExplicitWork(compute(model(2 * p), p, f / 2, b / 2), {}, {}, {}))
     assert found.seconds == pytest.approx((m + p - 1) * (f + b))
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
 
@@ -55,7 +56,7 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(schedule: str, p: int, m: int
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
 def test_halved_backwards_leave_a_bubble_without_weight_gradients(p: int, m: int, f: int, b: int) -> None:
     strategy = chain(p, "zb-h1", layers=2)
-    found = timeline(strategy, [m], Work(compute(model(2 * p), p, f / 2, b / 2), {}, {}, {}))
+    found = timeline(strategy, [m], ExplicitWork(compute(model(2 * p), p, f / 2, b / 2), {}, {}, {}))
     assert found.seconds == pytest.approx(m * (f + b) + (p - 1) * (f + b / 2))
 
 
@@ -65,14 +66,14 @@ def starts(found: Timeline, rank: int) -> list[tuple[str, int | None, float, flo
 
 
 def test_the_example_of_the_engine() -> None:
-    work = Work(compute(model(2), 2, 1, 2), {}, {}, {0: 0.5})
+    work = ExplicitWork(compute(model(2), 2, 1, 2), {}, {}, {0: 0.5})
     found = timeline(chain(2, "1f1b"), [1], work, Interconnect(1.0, 0.0))
     assert starts(found, 0) == [("F", 0, 0, 1), ("B", 0, 5, 7)]
     assert starts(found, 1) == [("F", 0, 1.5, 2.5), ("B", 0, 2.5, 4.5)]
 
 
 def test_two_stages_of_one_forward_one_backward_by_hand() -> None:
-    found = timeline(chain(2, "1f1b"), [3], Work(compute(model(2), 2, 1, 2), {}, {}, {}))
+    found = timeline(chain(2, "1f1b"), [3], ExplicitWork(compute(model(2), 2, 1, 2), {}, {}, {}))
     assert starts(found, 0) == [
         ("F", 0, 0, 1),
         ("F", 1, 1, 2),
@@ -93,20 +94,20 @@ def test_two_stages_of_one_forward_one_backward_by_hand() -> None:
 
 def test_two_stages_of_gpipe_by_hand_with_a_slow_second_stage() -> None:
     seconds = compute(model(2), 2, 1, 2) | {(Op.FORWARD, "layer.1", 1): 3.0}
-    found = timeline(chain(2, "gpipe"), [2], Work(seconds, {}, {}, {}))
+    found = timeline(chain(2, "gpipe"), [2], ExplicitWork(seconds, {}, {}, {}))
     assert starts(found, 1) == [("F", 0, 1, 4), ("F", 1, 4, 7), ("B", 0, 7, 9), ("B", 1, 9, 11)]
     assert starts(found, 0) == [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 9, 11), ("B", 1, 11, 13)]
 
 
 def test_activations_travel_with_latency_and_bandwidth() -> None:
-    work = Work(compute(model(2), 2, 1, 1), {}, {}, {0: 8.0})
+    work = ExplicitWork(compute(model(2), 2, 1, 1), {}, {}, {0: 8.0})
     assert timeline(chain(2, "1f1b"), [1], work, Interconnect(4.0, 0.5)).seconds == pytest.approx(1 + 2.5 + 2 + 2.5 + 1)
 
 
 def test_tensor_parallel_ranks_go_at_the_pace_of_the_slowest() -> None:
     strategy = Strategy((Pipeline((Stage((0, 1), 2),)),))
     seconds = compute(model(2), 2, 1, 1) | {(Op.FORWARD, "layer.0", 1): 5.0, (Op.BACKWARD, "layer.1", 0): 3.0}
-    found = timeline(strategy, [1], Work(seconds, {}, {}, {}))
+    found = timeline(strategy, [1], ExplicitWork(seconds, {}, {}, {}))
     assert found.seconds == 5 + 1 + 3 + 1
     assert [s[2:] for s in starts(found, 0)] == [s[2:] for s in starts(found, 1)] == [(0, 5), (5, 6), (6, 9), (9, 10)]
 
@@ -114,7 +115,7 @@ def test_tensor_parallel_ranks_go_at_the_pace_of_the_slowest() -> None:
 def test_pipelines_meet_at_the_commit_and_then_update() -> None:
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
     seconds = compute(model(2), 2, 1, 1) | {(Op.UPDATE, "", rank): 0.25 for rank in range(2)}
-    found = timeline(strategy, [1, 3], Work(seconds, {}, {}, {}))
+    found = timeline(strategy, [1, 3], ExplicitWork(seconds, {}, {}, {}))
     assert found.seconds == 12.25
     commits = [s for spans in found.ranks for s in spans if s.instruction.op is Op.COMMIT]
     assert [(s.start_s, s.end_s) for s in commits] == [(12, 12), (12, 12)]
@@ -124,7 +125,7 @@ def test_computation_waits_for_its_weights_only() -> None:
     """Rank 1 sends rank 0 each layer's weights in 2 s: the second layer's arrive while the first one computes."""
     pulls = {"layer.0": {(1, 0): 8.0}, "layer.1": {(1, 0): 8.0}}
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
-    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), pulls, {}, {}), Interconnect(4.0, 0.0))
+    found = timeline(strategy, [1, 0], ExplicitWork(compute(model(2), 2, 1, 1), pulls, {}, {}), Interconnect(4.0, 0.0))
     assert [s[2:] for s in starts(found, 0)] == [(2, 3), (4, 5), (5, 6), (6, 7)]
     assert found.busy_s(0, Stream.PULL) == found.busy_s(1, Stream.PULL) == 4.0
 
@@ -132,7 +133,7 @@ def test_computation_waits_for_its_weights_only() -> None:
 def test_pushes_overlap_with_backward_and_the_commit_waits_for_them() -> None:
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
-    found = timeline(strategy, [1, 0], Work(compute(model(2), 2, 1, 1), {}, pushes, {}), Interconnect(4.0, 0.0))
+    found = timeline(strategy, [1, 0], ExplicitWork(compute(model(2), 2, 1, 1), {}, pushes, {}), Interconnect(4.0, 0.0))
     spans = {s.instruction.target: (s.start_s, s.end_s) for s in found.ranks[0] if s.instruction.op is Op.PUSH}
     assert spans["layer.1"] == (3, 4)
     assert spans["layer.0"] == (4, 7)
@@ -144,7 +145,7 @@ def test_sums_are_handed_on_while_the_next_push_goes_on() -> None:
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}
     handed = {bucket: {(1, 0): 8.0} for bucket in pushes}
     strategy = Strategy((Pipeline((Stage((0,), 2),)), Pipeline((Stage((1,), 2),))))
-    work = Work(compute(model(2), 2, 1, 1), {}, pushes, {}, handed_bytes=handed)
+    work = ExplicitWork(compute(model(2), 2, 1, 1), {}, pushes, {}, handed_bytes=handed)
     found = timeline(strategy, [1, 0], work, Interconnect(4.0, 0.0))
     spans = {s.instruction.target: (s.start_s, s.end_s) for s in found.ranks[0] if s.instruction.op is Op.PUSH}
     assert (spans["layer.1"], spans["layer.0"]) == ((3, 6), (4, 9))
@@ -156,7 +157,7 @@ def test_sums_are_handed_on_while_the_next_push_goes_on() -> None:
 def test_messages_in_and_out_run_at_once_and_one_after_another() -> None:
     strategy = Strategy.parse("3*<tp1,pp1>", 1)
     pulls = {"layer.0": {(0, 1): 4.0, (0, 2): 4.0, (1, 0): 4.0}}
-    found = timeline(strategy, [1, 1, 1], Work({}, pulls, {}, {}), Interconnect(4.0, 0.0), mode="evaluate")
+    found = timeline(strategy, [1, 1, 1], ExplicitWork({}, pulls, {}, {}), Interconnect(4.0, 0.0), mode="evaluate")
     assert [found.busy_s(rank, Stream.PULL) for rank in range(3)] == [2, 1, 1]
 
 
@@ -174,7 +175,7 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
     pairs = {(a, b): 1.0 for a in range(ranks) for b in range(ranks) if a != b}
     moved = {bucket: pairs for bucket, _ in outline.buckets}
     handed = moved if fast > slow else {}
-    work = Work(seconds, moved, moved, dict.fromkeys(range(len(counts)), 1.0), handed_bytes=handed)
+    work = ExplicitWork(seconds, moved, moved, dict.fromkeys(range(len(counts)), 1.0), handed_bytes=handed)
     found = simulate(programs, cluster(ranks, Interconnect(1.0, 0.1)), work)
     for rank, spans in enumerate(found.ranks):
         assert [s.instruction for s in spans] == list(programs[rank].instructions)
@@ -192,7 +193,7 @@ def test_any_iteration_ends_and_takes_no_less_than_its_busiest_stream(iteration,
 
 
 def test_the_table() -> None:
-    found = timeline(chain(2, "1f1b"), [3], Work(compute(model(2), 2, 1, 2), {}, {}, {}))
+    found = timeline(chain(2, "1f1b"), [3], ExplicitWork(compute(model(2), 2, 1, 2), {}, {}, {}))
     assert str(found).splitlines() == [
         "rank        pull     compute         p2p        push        idle",
         "   0    0.000 ms 9000.000 ms    0.000 ms    0.000 ms      25.0%",
@@ -202,15 +203,15 @@ def test_the_table() -> None:
 
 
 def test_nothing_to_do_takes_no_time() -> None:
-    found = simulate([RankProgram(0, 1, "s", (), (), (0, 0), ())], cluster(1), Work({}, {}, {}, {}))
+    found = simulate([RankProgram(0, 1, "s", (), (), (0, 0), ())], cluster(1), ExplicitWork({}, {}, {}, {}))
     assert (found.seconds, found.bubble) == (0.0, 0.0)
 
 
 def test_what_does_not_fit_or_never_ends_is_refused() -> None:
     programs = list(rank_programs(model(2), chain(2, "1f1b"), [1], ranks=2))
     with pytest.raises(ValueError, match="2 rank programs on 3 devices: give one device per rank"):
-        simulate(programs, cluster(3), Work({}, {}, {}, {}))
+        simulate(programs, cluster(3), ExplicitWork({}, {}, {}, {}))
     silent = tuple(i for i in programs[0].instructions if i.op is not Op.SEND)
     programs[0] = RankProgram(0, 2, "s", (Role(0, 0, range(1)),), (0,), (0, 1), silent)
     with pytest.raises(ValueError, match=r"rank 0 never ends: verify\(\) these programs"):
-        simulate(programs, cluster(2), Work({}, {}, {}, {}))
+        simulate(programs, cluster(2), ExplicitWork({}, {}, {}, {}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cost.trace_file import Event, TracedStep, read_trace, write_events
+from hydragraph.cost.trace_file import TracedStep, TraceEvent, read_trace, write_events
 from hydragraph.ir.instruction import Stream
 from hydragraph.spec.assignment import Assignment
 
@@ -15,7 +15,11 @@ from hydragraph.spec.assignment import Assignment
 def test_events_lie_on_their_ranks_and_streams_from_zero_on(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     write_events(
-        [[Event(1, "compute", "forward layer.0 [0]", 100.0, 100.5)], [Event(2, "pull", "W.head", 99.5, 100.0)]], file
+        [
+            [TraceEvent(1, "compute", "forward layer.0 [0]", 100.0, 100.5)],
+            [TraceEvent(2, "pull", "W.head", 99.5, 100.0)],
+        ],
+        file,
     )
     events = json.loads(file.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -50,7 +54,7 @@ def test_a_slice_has_a_short_name_and_its_arguments_the_rest(
 ) -> None:
     file = tmp_path / "trace.json"
     steps = (TracedStep(1, "<tp1,pp1>@abc", Assignment((((0,),),), (5,)), 0.25),)
-    given = Event(1, line.split()[0], line, 0.0, 0.5)
+    given = TraceEvent(1, line.split()[0], line, 0.0, 0.5)
     write_events([[given]], file, steps)
     (found,) = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     assert (found["name"], found["cat"]) == (name, category)
@@ -60,7 +64,7 @@ def test_a_slice_has_a_short_name_and_its_arguments_the_rest(
 
 def test_waits_are_told_from_work_and_what_drops_values_has_no_slice(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    events = [Event(1, "compute", name, 0.0, 0.5) for name in ("wait W.head", "compute  free s.layer.0.0")]
+    events = [TraceEvent(1, "compute", name, 0.0, 0.5) for name in ("wait W.head", "compute  free s.layer.0.0")]
     write_events([events], file)
     found = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["cat"]) for e in found] == [("wait W.head", "wait")]
@@ -76,10 +80,10 @@ def test_ranks_that_did_nothing_are_there(tmp_path: Path) -> None:
 def test_a_trace_of_a_run_says_what_was_run(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     steps = (TracedStep(3, "<tp1,pp1>@abc", Assignment((((0, 2), (1,)), ()), (5, 6, 7)), 0.25),)
-    write_events([[Event(3, "compute", "compute  update", 2.0, 2.5)], []], file, steps)
+    write_events([[TraceEvent(3, "compute", "compute  update", 2.0, 2.5)], []], file, steps)
     trace = read_trace(file)
     assert trace.steps == steps
-    assert trace.ranks == ((Event(3, "compute", "compute  update", 0.0, 0.5),), ())
+    assert trace.ranks == ((TraceEvent(3, "compute", "compute  update", 0.0, 0.5),), ())
     assert trace.of(3) == trace.ranks
     assert trace.of(4) == ((), ())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.timeline import Timeline
-from hydragraph.cost.trace_file import Event, Trace, TracedStep
+from hydragraph.cost.trace_file import Trace, TracedStep, TraceEvent
 from hydragraph.ir.instruction import Op, Stream
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.value import gradients, message, weights
@@ -15,7 +15,7 @@ from hydragraph.spec.assignment import Assignment
 def traced(costs: Costs, strategy: hg.Strategy, assignment: Assignment, steps: int = 1, first: int = 1) -> Trace:
     """Return the trace of steps that all went as a simulation says."""
     timeline = costs.simulate(strategy, assignment)
-    ranks: list[list[Event]] = [[] for _ in range(costs.ranks)]
+    ranks: list[list[TraceEvent]] = [[] for _ in range(costs.ranks)]
     for step in range(first, first + steps):
         for rank in range(costs.ranks):
             ranks[rank] += events(timeline, rank, step, 10.0 * step)
@@ -23,7 +23,7 @@ def traced(costs: Costs, strategy: hg.Strategy, assignment: Assignment, steps: i
     return Trace(every, tuple(map(tuple, ranks)))
 
 
-def events(timeline: Timeline, rank: int, step: int, start: float) -> list[Event]:
+def events(timeline: Timeline, rank: int, step: int, start: float) -> list[TraceEvent]:
     """Return one rank's events: instructions, waits before or inside of them, and messages from their start on."""
     a = timeline.actor_of[rank]
     program = timeline.actors[a].program
@@ -31,7 +31,7 @@ def events(timeline: Timeline, rank: int, step: int, start: float) -> list[Event
     found = []
 
     def add(stream: Stream, name: str, begin: float, end: float) -> None:
-        found.append(Event(step, stream.value, name, start + begin, start + end))
+        found.append(TraceEvent(step, stream.value, name, start + begin, start + end))
 
     def ready(i: int) -> float:
         return max((times.end[need] for need in program.needs[i]), default=0.0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Piece
+from hydragraph.cost.block_pieces import BlockPiece
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
@@ -37,7 +37,7 @@ def profile_of(layers: int, type_: str, degrees: Sequence[int], recompute: bool,
             held = piece.held if name == "embed" or piece.held is None else replace(piece.held, output=(4.0, 0.0))
             both = (part.times(ends) if part else None for part in (piece.forward, piece.backward))
             size = round(ends * piece.parameters)
-            pieces[name] = Piece.apart(*both, parameters=size, kept=piece.kept, held=held)  # type: ignore[arg-type]
+            pieces[name] = BlockPiece.apart(*both, parameters=size, kept=piece.kept, held=held)  # type: ignore[arg-type]
     outer = round(4000 * ends)
     return replace(made, pieces=kinds, sizes=ModelSizes.rough((outer, *[1000] * layers, outer), priced.HIDDEN, 4))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.block_pieces import Constants, Piece
+from hydragraph.cost.block_pieces import BlockPiece, Constants
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.micro_batch_sizes import cut, equally_long, promised
@@ -26,7 +26,7 @@ STRATEGIES = ("4*<tp1,pp1>", "2*<tp1,pp1> + <tp2,pp1>", "<[0]x3,[1]x3> + <[2]x4,
 def without_constants(profile: Profile) -> Profile:
     """Return a profile without fixed costs of micro-batches, like one from a datasheet."""
 
-    def free(piece: Piece) -> Piece:
+    def free(piece: BlockPiece) -> BlockPiece:
         assert isinstance(piece.forward, Constants)
         assert isinstance(piece.backward, Constants)
         return replace(piece, forward=replace(piece.forward, c=0.0), backward=replace(piece.backward, c=0.0))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.model_sizes import ModelSizes, RuleText, Tensor, Weights
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 from hydragraph.planner import plan as planning
 from hydragraph.planner.generators.metis_stages import staged
 from hydragraph.planner.plan import moved_bytes
@@ -277,9 +278,9 @@ def test_no_simple_plan_is_better() -> None:
 
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
 def test_degrees_that_cut_the_query_heads_but_not_those_of_keys_are_left_out(deadline_s: float | None) -> None:
-    cut = RuleText(0, (8,), 125, heads=True)  # 8 key/value heads of 24 query heads
-    layers = tuple(Weights(f"layer.{i}", (Tensor(f"k.{i}", (1000,), cut),), (f"layer.{i}",)) for i in range(4))
-    ends = tuple(Weights(name, (Tensor(name, (4000,)),), (name,)) for name in ("embed", "head"))
+    cut = ShardRule(0, (8,), 125, heads=True)  # 8 key/value heads of 24 query heads
+    layers = tuple(Bucket(f"layer.{i}", (Parameter(f"k.{i}", (1000,), rule=cut),), (f"layer.{i}",)) for i in range(4))
+    ends = tuple(Bucket(name, (Parameter(name, (4000,)),), (name,)) for name in ("embed", "head"))
     sizes = ModelSizes(
         ("embed", *(w.name for w in layers), "head"), (ends[0], *layers, ends[1]), priced.HIDDEN, 4, (24,)
     )

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.accounts import Kind
+from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.traffic_bound import Cards
@@ -51,7 +51,7 @@ def test_no_iteration_ends_before_whoever_owns_the_state(
     types = {node.type: TYPES[node.type] for node in machines}
     direct = () if pair is None or len(types) < 2 else (Pair(("fast", "slow"), pair, 1e-6),)
     costs = priced.costs(6, Cluster.of(types, machines, direct), elements=100_000, home=given_home)
-    measured = {(kind, rank): (factor,) * 8 for kind in (Kind.PULL, Kind.PUSH) for rank in range(4)}
+    measured = {(kind, rank): (factor,) * 8 for kind in (TimeKind.PULL, TimeKind.PUSH) for rank in range(4)}
     named = tuple(costs.cluster.type_of(rank) for rank in range(4))
     costs = Costs(costs.profile, costs.cluster, home=given_home, corrections=Corrections(named, measured))
     strategy = hg.Strategy.parse(text, 6)

@@ -10,8 +10,9 @@ from hydragraph.commands.plan_devices import _record
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.explanation import Rival
 from hydragraph.planner.plan import Plan
-from hydragraph.report.facts import Report
-from hydragraph.report.simulation_report import Simulated, simulation_report
+from hydragraph.report.facts import ReportContents
+from hydragraph.report.simulation_price import PricedStrategy
+from hydragraph.report.simulation_report import simulation_report
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
@@ -55,14 +56,14 @@ def four() -> Costs:
     return costs(LAYERS, cluster(4, 2))
 
 
-def simulated(on: Costs, text: str, counts: list[int]) -> Simulated:
+def simulated(on: Costs, text: str, counts: list[int]) -> PricedStrategy:
     """Return a strategy's simulated iteration."""
     strategy = Strategy.parse(text, on.outline.layers)
     assignment = Assignment.even(counts, TOKENS)
-    return Simulated(strategy, assignment, on.simulate(strategy, assignment))
+    return PricedStrategy(strategy, assignment, on.simulate(strategy, assignment))
 
 
-def report(title: str = "small.yaml") -> Report:
+def report(title: str = "small.yaml") -> ReportContents:
     """Return the report of three strategies."""
     on = four()
     return simulation_report(title, on, [simulated(on, text, counts) for text, counts in TEXTS])

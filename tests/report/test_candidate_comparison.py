@@ -19,7 +19,7 @@ import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_pipelines
-from hydragraph.report.candidate_comparison import Parts, PlanReport, explain, mini_batches, parts_of, scheme_counts
+from hydragraph.report.candidate_comparison import PlanReport, TimeParts, explain, mini_batches, parts_of, scheme_counts
 from hydragraph.report.candidate_comparison_text import to_record, to_text
 from tests.planner.examples import BATCHES, MIXED, PROFILE, lengths, pipelines
 
@@ -44,7 +44,7 @@ def test_the_example_of_the_module() -> None:
     kinds = (PipelineCost(0.0, 1.0, 0.0, 1, 9, 1, 1), PipelineCost(0.0, 1.0, 1.0, 2, 9, 1, 2))
     assignment = PlannedAssignment((((0,),), ((1,), (2,))), (3, 4, 2), by_pipeline=(3.0, 12.0))
     assert kinds[1].seconds([[4], [2]]) == pytest.approx(12.0)
-    assert parts_of(kinds, [3, 4, 2], assignment, 0.0) == Parts(5.0, 1.0, 2.0, 4.0, 0.0)
+    assert parts_of(kinds, [3, 4, 2], assignment, 0.0) == TimeParts(5.0, 1.0, 2.0, 4.0, 0.0)
 
 
 def test_seconds_are_those_of_the_planner() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.cost.accounts import Kind
+from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace
@@ -23,7 +23,7 @@ STRATEGY = hg.Strategy.parse("2*<tp1,pp2>", layers=4)
 ASSIGNMENT = Assignment.even([4, 3], [900, 700])
 
 
-def truth(priced: Costs, ratios: dict[Kind, float], health: hg.Health | None = None, types: bool = False) -> Costs:
+def truth(priced: Costs, ratios: dict[TimeKind, float], health: hg.Health | None = None, types: bool = False) -> Costs:
     """Return costs that multiply the time of each kind by its ratio, on every rank or on those of the slow type."""
     names = tuple(priced.cluster.type_of(rank) for rank in range(priced.ranks))
     known = Corrections(names)
@@ -52,7 +52,7 @@ def test_a_perfect_model_has_nothing_to_correct() -> None:
     ((text, count, measured, predicted),) = found.strategies
     assert (text, count) == (str(STRATEGY), 5)
     assert measured == pytest.approx(predicted)
-    assert all(found.corrections.factor(kind) == pytest.approx(1, abs=1e-6) for kind in Kind)
+    assert all(found.corrections.factor(kind) == pytest.approx(1, abs=1e-6) for kind in TimeKind)
     assert found.corrections.health == hg.Health()
 
 
@@ -61,7 +61,7 @@ def test_the_sentence_names_the_kind_and_the_rank() -> None:
     slow = compare(priced, traced(truth(priced, {}, hg.Health({2: 1.4})), STRATEGY, ASSIGNMENT))
     assert slow.sentence.startswith("backward on rank 2: measured 1.4x of predicted, 6")
     assert slow.sentence.endswith(" % of the whole difference".replace(" %", "%"))
-    everywhere = compare(priced, traced(truth(priced, {Kind.FORWARD: 1.5}), STRATEGY, ASSIGNMENT))
+    everywhere = compare(priced, traced(truth(priced, {TimeKind.FORWARD: 1.5}), STRATEGY, ASSIGNMENT))
     assert everywhere.sentence == "forward on all ranks: measured 1.5x of predicted, 100% of the whole difference"
     exact = compare(priced, traced(priced, STRATEGY, ASSIGNMENT))
     assert exact.sentence == "measured is predicted" or "measured 1x of predicted" in exact.sentence
@@ -76,7 +76,7 @@ FACTORS = st.floats(0.5, 2.0)
 def test_known_factors_are_recovered_and_correct_what_is_predicted(
     forward: float, backward: float, update: float, commit: float
 ) -> None:
-    ratios = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.UPDATE: update, Kind.COMMIT: commit}
+    ratios = {TimeKind.FORWARD: forward, TimeKind.BACKWARD: backward, TimeKind.UPDATE: update, TimeKind.COMMIT: commit}
     priced = costs(4, cluster(4))
     real = truth(priced, ratios)
     found = compare(priced, traced(real, STRATEGY, ASSIGNMENT, steps=6)).corrections
@@ -91,10 +91,10 @@ def test_known_factors_are_recovered_and_correct_what_is_predicted(
 
 def test_factors_of_transfers_come_from_those_that_were_waited_for() -> None:
     priced = costs(4, cluster(4), elements=30_000_000)
-    real = truth(priced, {Kind.PULL: 1.8, Kind.PUSH: 0.6})
+    real = truth(priced, {TimeKind.PULL: 1.8, TimeKind.PUSH: 0.6})
     found = compare(priced, traced(real, STRATEGY, ASSIGNMENT, steps=6)).corrections
-    assert found.factor(Kind.PULL) == pytest.approx(1.8, rel=0.02)
-    assert found.factor(Kind.PUSH) == pytest.approx(0.6, rel=0.05)
+    assert found.factor(TimeKind.PULL) == pytest.approx(1.8, rel=0.02)
+    assert found.factor(TimeKind.PUSH) == pytest.approx(0.6, rel=0.05)
     better = Costs(priced.profile, priced.cluster, corrections=found)
     assert better.simulate(STRATEGY, ASSIGNMENT).seconds == pytest.approx(
         real.simulate(STRATEGY, ASSIGNMENT).seconds, rel=0.02
@@ -105,10 +105,10 @@ def test_types_and_ranks_are_told_apart() -> None:
     priced = costs(4, mixed())
     strategy = hg.Strategy.parse("4*<tp1,pp1>", layers=4)
     assignment = Assignment.even([2] * 4, 800)
-    real = truth(priced, {Kind.BACKWARD: 1.3}, hg.Health({1: 1.6}), types=True)
+    real = truth(priced, {TimeKind.BACKWARD: 1.3}, hg.Health({1: 1.6}), types=True)
     found = compare(priced, traced(real, strategy, assignment, steps=7)).corrections
-    assert found.factor(Kind.BACKWARD, "fast") == pytest.approx(1, rel=1e-3)
-    assert found.factor(Kind.BACKWARD, "slow") == pytest.approx(1.3, rel=1e-3)
+    assert found.factor(TimeKind.BACKWARD, "fast") == pytest.approx(1, rel=1e-3)
+    assert found.factor(TimeKind.BACKWARD, "slow") == pytest.approx(1.3, rel=1e-3)
     assert found.health.rates == {1: pytest.approx(1.6, rel=1e-3)}
     assert "backward on slow x1.3 from 6 steps" in str(found)
     assert str(found).endswith("; rank 1 takes 1.6x as long")
@@ -120,13 +120,13 @@ def test_types_and_ranks_are_told_apart() -> None:
 
 def test_corrected_costs_learn_on_from_what_they_know() -> None:
     priced = costs(4, cluster(4))
-    real = truth(priced, {Kind.BACKWARD: 1.5})
+    real = truth(priced, {TimeKind.BACKWARD: 1.5})
     first = compare(priced, traced(real, STRATEGY, ASSIGNMENT, steps=6)).corrections
     again = Costs(priced.profile, priced.cluster, corrections=first)
     second = compare(again, traced(real, STRATEGY, ASSIGNMENT, steps=6))
-    assert second.kinds[[*Kind].index(Kind.BACKWARD)].ratio == pytest.approx(1, rel=1e-3)
-    assert second.corrections.factor(Kind.BACKWARD) == pytest.approx(1.5, rel=1e-3)
-    assert second.corrections.steps(Kind.BACKWARD) == 10
+    assert second.kinds[[*TimeKind].index(TimeKind.BACKWARD)].ratio == pytest.approx(1, rel=1e-3)
+    assert second.corrections.factor(TimeKind.BACKWARD) == pytest.approx(1.5, rel=1e-3)
+    assert second.corrections.steps(TimeKind.BACKWARD) == 10
 
 
 def test_every_strategy_has_its_own_line_and_a_single_step_stays() -> None:
@@ -140,7 +140,7 @@ def test_every_strategy_has_its_own_line_and_a_single_step_stays() -> None:
     assert found.warming == (1,)
     assert [(text, count) for text, count, _, _ in found.strategies] == [(str(STRATEGY), 2), (str(other), 1)]
     record = json.loads(json.dumps(found.as_dict()))
-    assert len(record["kinds"]) == len(Kind) * 5
+    assert len(record["kinds"]) == len(TimeKind) * 5
     assert record["left_out"] == [1]
     assert record["steps"][0]["measured_s"] == pytest.approx(record["steps"][0]["predicted_s"])
 

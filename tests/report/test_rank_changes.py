@@ -36,14 +36,14 @@ def storm() -> tuple[list[Metrics], list[RunEvent]]:
 def test_what_happened_in_order_with_what_it_cost() -> None:
     found = happened(*storm())
     assert found is not None
-    assert [(e.step, e.kind, e.title) for e in found.events] == [
+    assert [(e.step, e.event, e.title) for e in found.events] == [
         (3, "fault", "rank lost"),
         (3, "resumed", "went on"),
         (5, "join", "rank joined"),
         (5, "resumed", "went on"),
         (6, "switch", "strategy switched: not done"),
     ]
-    assert [e.after_s for e in found.events] == pytest.approx([5, 5, 8, 8, 9])
+    assert [e.at - found.begin_s for e in found.events] == pytest.approx([5, 5, 8, 8, 9])
     assert found.counts == ((1, 3), (3, 2), (5, 3), (7, 3))
     parts = dict(found.parts)
     assert parts["pauses"] == pytest.approx(3)

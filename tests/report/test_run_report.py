@@ -71,5 +71,5 @@ def test_a_traced_run_beside_its_simulation() -> None:
     assert [step.step for step in found.against.steps] == [2, 3]
     for row in found.against.rows:
         assert row.measured == pytest.approx(row.predicted, abs=1e-9)
-    assert {row.rank for row in found.against.rows} == {None, 0, 1, 2, 3}
+    assert {row.rank for row in found.against.rows} == {0, 1, 2, 3}
     assert "Predicted and measured" in html(found)

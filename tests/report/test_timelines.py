@@ -9,7 +9,7 @@ import pytest
 
 from hydragraph.ir.instruction import Stream
 from hydragraph.report import timelines
-from hydragraph.report.facts import STREAMS, Bar, Course
+from hydragraph.report.facts import STREAMS, IterationView, TimeBar
 from hydragraph.report.timelines import measured_course, simulated_course
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
@@ -18,11 +18,11 @@ from tests.cost.traced import traced
 from tests.report.made import four, simulated
 
 
-def busy(bars: Sequence[Bar]) -> float:
+def busy(bars: Sequence[TimeBar]) -> float:
     return sum(bar.end - bar.begin for bar in bars)
 
 
-def kinds(course: Course) -> set[str]:
+def kinds(course: IterationView) -> set[str]:
     return {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
 
 
@@ -41,15 +41,15 @@ def test_every_rank_has_a_lane_and_all_its_seconds(text: str) -> None:
 
 def test_the_critical_path_fills_the_iteration_and_names_its_ranks() -> None:
     course = simulated_course(simulated(four(), "<tp2,pp2>", [4]).timeline)
-    assert course.critical[0].begin == pytest.approx(0)
-    assert course.critical[-1].end == pytest.approx(course.seconds)
+    assert course.critical[0].begin_s == pytest.approx(0)
+    assert course.critical[-1].end_s == pytest.approx(course.seconds)
     for one, other in pairwise(course.critical):
-        assert one.end == pytest.approx(other.begin)
+        assert one.end_s == pytest.approx(other.begin_s)
     # Where a step says that ranks compute, these have bars there.
     lanes = {rank: lane for lane in course.lanes for rank in lane.ranks}
     for step in course.critical:
-        bars = lanes[step.ranks[0]].bars[STREAMS.index(step.stream)]
-        assert any(bar.begin < step.end and bar.end > step.begin for bar in bars), step
+        bars = lanes[step.ranks[0]].bars[STREAMS.index(step.stream.value)]
+        assert any(bar.begin < step.end_s and bar.end > step.begin_s for bar in bars), step
 
 
 def test_many_ranks_that_are_alike_share_lanes() -> None:

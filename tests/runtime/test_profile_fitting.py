@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.reach import WHOLE, Reach
@@ -174,7 +174,7 @@ def measurements(scale: float, rows: tuple[tuple[int, ...], ...] = ROWS, flat: b
         exact = [sum(a * n * n * (not flat) + b * n for n in row) + c for row in rows]
         return tuple(scale * t for t in exact)
 
-    nothing = Piece(Constants(0.0, 0.0, 0.0), parameters=10, kept=20.0)
+    nothing = BlockPiece(Constants(0.0, 0.0, 0.0), parameters=10, kept=20.0)
     reaches = {"layer": frozenset({WHOLE})}
     return Measurements(rows, {t: Measured(nothing, taken(*k), reaches.get(t, frozenset())) for t, k in TRUE.items()})
 

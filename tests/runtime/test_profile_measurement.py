@@ -11,7 +11,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join, launch
-from hydragraph.cost.block_pieces import AUX, Constants, Piece, PricedDevice
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
@@ -170,7 +170,7 @@ def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
     layer = program.blocks[1]
     assert len(bench._chain(layer)) == min(CHAIN, sum(b.template == layer.template for b in program.blocks))
     assert len(bench._chain(program.blocks[0])) == 1
-    piece = Piece(Constants(0.0, 0.0, 0.0), parameters=100, kept=50.0, working=10.0, fixed=1000.0)
+    piece = BlockPiece(Constants(0.0, 0.0, 0.0), parameters=100, kept=50.0, working=10.0, fixed=1000.0)
     device = PricedDevice("here", 1000.0 + 100 * 10.0 + 3 * (100 * 12 + 100 * 50.0), 1000, 4)
     assert bench._links(piece, [(100,), (50, 50), (400,)], device) == [3, 3, 1]
     groups.close()

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hydragraph.cost.home_choice import Question, choose_home, expected_s
+from hydragraph.cost.home_choice import HomeQuestion, choose_home, expected_s
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
@@ -85,7 +85,7 @@ def rehoming(
     health: Health,
     costs: StateCosts,
     steps: int,
-    question: Question | None = None,
+    question: HomeQuestion | None = None,
 ) -> Rehoming | None:
     """Return a home that pays off within the remaining `steps`, or None if the state should stay. A pure function.
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.home_choice import Question
+from hydragraph.cost.home_choice import HomeQuestion
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.parameter import Bucket
 from hydragraph.spec.health import Health
@@ -163,7 +163,7 @@ class Following:
         moved = sum(abs(mix.get(s, 0.0) - before.get(s, 0.0)) for s in {*mix, *before}) / 2
         return mix if moved >= CHANGED else None
 
-    def _question(self, health: Health, costs: StateCosts) -> Question | None:
+    def _question(self, health: Health, costs: StateCosts) -> HomeQuestion | None:
         """Return the input of the choice of owners; None: owners are not chosen."""
         if self._rule is None or self._memory is None or not self._mix:
             return None
@@ -172,7 +172,7 @@ class Following:
         if costs.free_bytes is not None:
             room = tuple(free / costs.held_per_element for free in costs.free_bytes)
         asked = self._memory
-        return Question(
+        return HomeQuestion(
             asked.outline,
             tuple(self._buckets),
             tuple(mix),

@@ -197,7 +197,7 @@ def test_costs_are_kept_from_one_question_to_the_next_where_only_rates_differ() 
     again = costs_of(other, first)
     assert again.health == Health({1: 5.42})
     assert again.pipelines(RUNNING) == costs_of(other).pipelines(RUNNING)
-    assert again._reach._peaks is first._reach._peaks
+    assert again._longest._peaks is first._longest._peaks
     moved = costs_of(replace(other, home=Home(shares=(1, 1, 1, 0))), first)
     assert moved.home == Home(shares=(1, 1, 1, 0))
     assert replace(replan(other, again), took_s=0.0) == replace(replan(other), took_s=0.0)

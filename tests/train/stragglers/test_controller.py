@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cost.accounts import Kind
+from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.policy import Policy
@@ -162,7 +162,9 @@ def test_steps_that_take_other_times_than_expected_lead_to_the_best_plan_by_meas
     controller, monitor = controlled(planner, switched)
     run(controller, monitor, {}, 5)
     assert not planner.asked
-    monitor.corrections = Corrections(("", "", "", ""), {(Kind.FORWARD, 0): (2.0,) * 8, (Kind.BACKWARD, 0): (2.0,) * 8})
+    monitor.corrections = Corrections(
+        ("", "", "", ""), {(TimeKind.FORWARD, 0): (2.0,) * 8, (TimeKind.BACKWARD, 0): (2.0,) * 8}
+    )
     assert controller.correct()
     events = run(controller, monitor, {}, 6)
     assert [(each.health, each.at_once, each.corrections) for each in planner.asked] == [

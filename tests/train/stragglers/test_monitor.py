@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hydragraph as hg
-from hydragraph.cost.accounts import Kind
+from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.errors import Unsupported
@@ -76,8 +76,8 @@ def test_blocks_that_take_other_times_than_predicted_correct_the_costs() -> None
     observed(monitor, range(20), {1: 2.0})
     corrections = monitor.corrections
     assert corrections.types == ("",) * 4
-    factor = corrections.factor(Kind.FORWARD)
-    assert factor == corrections.factor(Kind.BACKWARD)
+    factor = corrections.factor(TimeKind.FORWARD)
+    assert factor == corrections.factor(TimeKind.BACKWARD)
     assert 3.0 <= factor <= 3.0 + len(set(PROGRAM.kinds))  # as `times` has it, without the slow rank
     assert set(corrections.health) == {1}
 

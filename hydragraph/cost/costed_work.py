@@ -1,0 +1,169 @@
+"""Costs of the instructions of one iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hydragraph.cost.accounts import TimeKind
+from hydragraph.cost.block_pieces import AUX
+from hydragraph.cost.exchanges import elements_sent, transfers
+from hydragraph.cost.instruction_work import NOTHING
+from hydragraph.cost.stage_pricing import ring_pairs
+from hydragraph.cost.state_pricing import StatePricing, micro_batches_of
+from hydragraph.cost.traffic import Transfers
+from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
+from hydragraph.ir.instruction import Op
+from hydragraph.ir.value import bucket_of
+from hydragraph.passes.place import place
+from hydragraph.passes.stream import turns as exchanges
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Strategy
+
+
+class CostedWork:
+    """Cost of every instruction of one iteration; see `cost.instruction_work.Priced`."""
+
+    def __init__(self, costs: StatePricing, strategy: Strategy, assignment: Assignment) -> None:
+        self._costs = costs
+        self._lengths = assignment.tokens
+        if len(self._lengths) != len(strategy.pipelines):
+            raise ValueError(
+                f"the assignment has {len(self._lengths)} pipelines, the strategy {len(strategy.pipelines)}: give one "
+                "list of micro-batches for each"
+            )
+        self._strategy = strategy
+        self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
+        self.placement = place(costs.outline, strategy, assignment.counts)
+        # By (op, name), the stages that take part in an exchange.
+        self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
+        self._last = {bucket_of(name): name for op, name in self.users if op is Op.PUSH}
+        self._where = {stage.ranks[0]: stage for stage in self.placement.stages}
+        self._buckets = {b.name: b for b in costs.buckets}
+        self._templates = dict(zip(costs.outline.blocks, costs.profile.blocks, strict=True))
+        self._curve_seconds: dict[object, float] = {}
+        self._computed: dict[object, list[float]] = {}
+        self._moved: dict[object, Transfers] = {}
+
+    def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
+        """See `Priced`; blocks of one template take equally long."""
+        template = AUX if block == "aux" else self._templates[block]
+        key = (op, template, tuple(ranks), tuple(micro_batches))
+        if key not in self._computed:
+            self._computed[key] = self._computing(op, block, template, ranks, micro_batches)
+        return self._computed[key]
+
+    def _computing(
+        self, op: Op, block: str, template: str, ranks: Sequence[int], micro_batches: Sequence[int]
+    ) -> list[float]:
+        stage = self._where[ranks[0]]
+        costs = self._costs
+        lengths = {
+            m: batch for r in stage.roles for m, batch in zip(r.micro_batches, self._lengths[r.pipeline], strict=True)
+        }
+        batches = [lengths[m] for m in micro_batches]
+        kinds = dict.fromkeys((costs.cluster.type_of(r), costs.rate(r)) for r in ranks)
+        seconds = [
+            max(rate * self._seconds(name, stage.kind, template, op, batch) for name, rate in kinds)
+            for batch in batches
+        ]
+        # Measurements include tensor-parallel sums; a datasheet's operations do not, so rings are added.
+        if len(ranks) > 1 and block != "aux":
+            at = costs.outline.index[block]
+            role = stage.roles[0]
+            rings = costs.rings(self._strategy.pipelines[role.pipeline].stages[role.stage], (at, at + 1))
+            if rings is not None:
+                ring = rings[op is Op.BACKWARD]
+                seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
+        return seconds
+
+    def _seconds(self, type_: str, kind: StageKind, template: str, op: Op, lengths: tuple[int, ...]) -> float:
+        key = (type_, kind, template, op, lengths)
+        if key not in self._curve_seconds:
+            pieces = self._costs.pieces(type_, kind)
+            if template != AUX:
+                self._curve_seconds[key] = pieces[template].parts(kind.recompute)[op is Op.BACKWARD].seconds(lengths)
+            else:
+                self._curve_seconds[key] = pieces[AUX].forward_only.seconds(lengths) if AUX in pieces else 0.0
+        return self._curve_seconds[key]
+
+    def moved(self, op: Op, bucket: str) -> Transfers:
+        """See `Priced`; equal buckets held by the same stages get the same object."""
+        costs = self._costs
+        stages = self.users.get((op, bucket), ())
+        weights = self._buckets[bucket_of(bucket)]
+        if op is Op.PUSH and not weights.learns:
+            return NOTHING
+        owners = costs.home_of(weights)
+        key = (op, weights.form, owners, stages)
+        if key not in self._moved:
+            pulls = op is Op.PULL
+            size = costs.sizes.itemsize if pulls else costs.push_itemsize
+            splits_tokens = any(self._where[ranks[0]].kind.sequence_parallel for ranks in stages)
+            sent = elements_sent(op, weights, owners, stages, splits_tokens, costs.ranks)
+            factor = costs.transfer_factors[TimeKind.PULL if pulls else TimeKind.PUSH]
+            self._moved[key] = transfers(sent, size * factor, costs.cluster)
+        return self._moved[key]
+
+    def handed_on(self, bucket: str) -> Transfers:
+        """See `Priced`; buckets with the same home get the same object."""
+        costs = self._costs
+        weights = self._buckets[bucket_of(bucket)]
+        # A bucket's streamed pushes are added at home, and only the last one hands the sums on.
+        if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
+            return NOTHING
+        owners = costs.home_of(weights)
+        if owners not in self._moved:
+            from hydragraph.ir.link_volume import handed_on
+
+            size = GRADIENT_BYTES * costs.transfer_factors[TimeKind.PUSH]
+            self._moved[owners] = transfers(handed_on(owners, costs.ranks), size, costs.cluster)
+        return self._moved[owners]
+
+    def message_bytes(self, pipeline: int, micro_batch: int) -> float:
+        """See `Priced`."""
+        factor = self._costs.transfer_factors[TimeKind.P2P]
+        return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
+
+    def ring_bytes(self) -> dict[tuple[int, int], float]:
+        """Return what each rank sends to the next one of its stage in an iteration's tensor-parallel sums.
+
+        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves include an unknown
+        number of sums, which are not counted here.
+        """
+        pairs: dict[tuple[int, int], float] = {}
+        for placed in self.placement.stages:
+            t = len(placed.ranks)
+            summed = 0  # tokens
+            for role in placed.roles if t > 1 else ():
+                stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
+                summed += sum(self._costs.sums(stage, placed.blocks[role.visit])) * sum(self._packed[role.pipeline])
+            if summed:
+                size = summed * 2 * (t - 1) / t * self._costs.sizes.hidden_bytes
+                pairs.update(dict.fromkeys(ring_pairs(placed.ranks), size))
+        return pairs
+
+    def update_s(self, rank: int) -> float:
+        """See `Priced`."""
+        return self._costs.update_s(rank, self._costs.owned(rank, learning=True))
+
+    def commit_s(self) -> float:
+        """See `Priced`."""
+        costs = self._costs
+        agreeing = max(self.handling(rank) * costs.piece_profile(rank).commit_s for rank in range(costs.ranks))
+        return agreeing + max(self._norm_s(rank) for rank in range(costs.ranks))
+
+    def _norm_s(self, rank: int) -> float:
+        costs = self._costs
+        norm = costs.piece_profile(rank).norm_s
+        rate = costs.health.rate(rank)
+        if not norm or math.isinf(rate):
+            return 0.0
+        # The norm of a rank's shard counts once, not once per copy.
+        return rate * norm * costs.owned(rank, learning=True) / costs.home.copies
+
+    def handling(self, rank: int) -> float:
+        """See `Priced`; a lost rank counts as healthy, since it takes no part."""
+        rate = self._costs.health.rate(rank)
+        return rate if math.isfinite(rate) else 1.0

@@ -1,0 +1,65 @@
+"""Memory of ranks over a simulated iteration, with the ends of exchanges that the simulation knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
+from hydragraph.cost.timeline import SimulatedSpan, Timeline
+from hydragraph.ir.instruction import Op, Stream
+
+# Returns a rank's walk, given the exchanges that have ended by the index of an instruction (`Walk.over`).
+WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
+
+
+class MemoryCurves(Sequence[MemoryCurve]):
+    """Every rank's memory over time, computed on access."""
+
+    def __init__(self, timeline: Timeline, walk_of: WalkOf) -> None:
+        self._timeline = timeline
+        self._walk_of = walk_of
+
+    def __len__(self) -> int:
+        return len(self._timeline.ranks)
+
+    def __getitem__(self, rank: int) -> MemoryCurve:  # type: ignore[override]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        spans = self._timeline.ranks[rank]
+        peak, at, after = self._walk_of(rank, _ended(spans)).curve()
+        # One point per change of size; of several changes at the same instant, the last size counts.
+        points: list[tuple[float, int]] = []
+        now = 0.0
+        for span, size in zip(spans, after, strict=True):
+            now = max(now, span.start_s if span.instruction.op is not Op.FREE else span.end_s)
+            if points and points[-1][0] == now:
+                points[-1] = (now, size)
+            elif not points or points[-1][1] != size:
+                points.append((now, size))
+        return MemoryCurve(peak, spans[at].start_s if at >= 0 else 0.0, tuple(points))
+
+
+def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
+    """Return the exchanges that a rank has ended when it reaches an instruction, in the executor's way.
+
+    Before each computation it ends finished pulls that bring it no data, and before each push, the finished earlier
+    ones.
+    """
+    ended: dict[int, list[str]] = {}
+    open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}
+    now = 0.0
+    for i, span in enumerate(spans):
+        instruction = span.instruction
+        computes = instruction.op in (Op.FORWARD, Op.BACKWARD)
+        if computes:
+            now = max(now, span.start_s)
+        if computes or instruction.op is Op.PUSH:
+            queue = open_[Op.PULL if computes else Op.PUSH]
+            while queue and queue[0][1] <= now:
+                ended.setdefault(i, []).append(queue.pop(0)[0])
+        if instruction.op is Op.PUSH or (instruction.op is Op.PULL and not instruction.writes):
+            name = exchange_name(instruction.op, instruction.target)
+            open_[instruction.op].append((name, span.end_s))
+        if instruction.stream is Stream.COMPUTE:
+            now = max(now, span.end_s)
+    return ended

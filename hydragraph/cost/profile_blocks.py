@@ -1,0 +1,83 @@
+"""Memory of blocks, from a profile's lines over the tokens; see `cost.rank_memory.Blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hydragraph.cost.block_pieces import AUX, GRADIENT_BYTES, BlockPiece
+from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.spec.stage_kind import StageKind, StagePart
+
+
+class ProfileBlocks:
+    """Memory of blocks.
+
+    Args:
+        profile: of every type of device.
+        sizes: of its model.
+        types: of device; a block's memory is the same on all of them.
+        push_itemsize: bytes of an element of a gradient as it is pushed.
+        pieces: returns the pieces of a kind of stage on a type of device.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        sizes: ModelSizes,
+        types: Sequence[str],
+        push_itemsize: int,
+        pieces: Callable[[str, StageKind], Mapping[str, BlockPiece]],
+    ) -> None:
+        self.outline = sizes.outline
+        self.buckets = sizes.buckets
+        self.itemsize = sizes.itemsize
+        self.push_itemsize = push_itemsize
+        self.hidden_bytes = sizes.hidden_bytes
+        self._templates = dict(zip(self.outline.blocks, profile.blocks, strict=True))
+        self._types = types
+        self._profile = profile
+        self._pieces = pieces
+        by_kind = profile.of(types[0]).pieces.values()
+        self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
+
+    def _piece(self, block: str, part: StagePart) -> BlockPiece:
+        # Not every kind of stage was measured on each type.
+        kind = part.kind if isinstance(part.recompute, bool) else part.kind._replace(recompute=True)
+        measured = (name for name in self._types if kind in self._profile.of(name).pieces)
+        return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]
+
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
+        """See `Blocks`."""
+        piece = self._piece(block, part)
+        tokens = batch.tokens
+        lines = piece.held
+        gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
+        if lines is None:  # an older profile has only the sums
+            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the last is a scalar
+            kept = max(0, round(piece.kept * tokens) - output)
+            working = round(piece.fixed + piece.working * tokens)
+            return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
+        output, saved, forward, backward = (
+            max(0, round(fixed + per_token * tokens))
+            for fixed, per_token in (lines.output, lines.saved, lines.forward, lines.backward)
+        )
+        return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
+
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """See `Blocks`; a high estimate, because a profile measures whole backwards."""
+        return self.footprint(block, part, batch).halves_estimate
+
+    def adds(self, block: str, part: StagePart) -> bool:
+        """See `Blocks`."""
+        lines = self._piece(block, part).held
+        return lines is not None and lines.added
+
+    def repeated(self, block: str, kind: StageKind) -> float:
+        """See `PricedBlocks`; a profile has no graphs, so the operations are assumed to follow the memory."""
+        return 1.0 - kind.recompute
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `Blocks`."""
+        return round(self._aux_bytes * batch.tokens)

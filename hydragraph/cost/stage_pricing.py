@@ -1,0 +1,231 @@
+"""Time of stages on a cluster, from a profile's pieces, the rates of ranks and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from hydragraph.cost.accounts import TRANSFERS, TimeKind
+from hydragraph.cost.block_pieces import AUX, BlockPiece
+from hydragraph.cost.corrections import Corrections, corrected
+from hydragraph.cost.curves import Curve
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost.partial_recomputation import within_budget
+from hydragraph.cost.profile_blocks import ProfileBlocks
+from hydragraph.cost.rank_memory import PricedBlocks
+from hydragraph.cost.stage_costs import Hop, Ring, StageCost
+from hydragraph.errors import Unsupported
+from hydragraph.spec.cluster import Cluster, Interconnect
+from hydragraph.spec.health import Health
+from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Pipeline, Stage
+
+MESSAGE_BYTES = 1 << 20  # of a typical message, by which links are compared
+RING_TOKENS = 2048  # of a typical micro-batch, likewise
+
+
+class StagePricing:
+    """Prices of stages; arguments and errors as for `Costs`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        health: Health | None,
+        blocks: PricedBlocks | None,
+        push_itemsize: int,
+        corrections: Corrections | None,
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.push_itemsize = push_itemsize
+        self.corrections = corrections or Corrections()
+        self.health = self.corrections.health if health is None else health
+        # Correction factors of transfers, looked up once because transfers are many.
+        self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
+        for rank in self.health:
+            if rank >= self.ranks:
+                raise ValueError(f"health names rank {rank}: the cluster has {self.ranks} devices (from 0)")
+        if not profile.blocks or profile.model_sizes is None:
+            raise Unsupported(
+                "it has constants of whole schemes only, not of blocks",
+                where=f"profile {profile.name}",
+                remedy="measure the model with hydragraph profile, or price it from a datasheet (hydragraph simulate)",
+            )
+        self._of_type = {name: corrected(profile.of(name), self.corrections, name) for name in cluster.types}
+        self.sizes: ModelSizes = profile.model_sizes
+        self.outline = self.sizes.outline
+        self.buckets = self.sizes.buckets
+        types = tuple(cluster.types)
+        self.blocks: PricedBlocks = blocks or ProfileBlocks(profile, self.sizes, types, push_itemsize, self.pieces)
+        self._budgets: dict[tuple[str, StageKind], Mapping[str, BlockPiece]] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.cluster.devices)
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """The profiles of all types of device of the cluster."""
+        return tuple(self._of_type.values())
+
+    @property
+    def measured(self) -> bool:
+        """Whether computation was measured, rather than derived from a datasheet."""
+        return all(profile.efficiency is None for profile in self.profiles)
+
+    @property
+    def source(self) -> str:
+        """The source of the seconds of computation, as a sentence."""
+        names = ", ".join(profile.name for profile in self.profiles)
+        if not self.measured:
+            names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
+        by = f"; corrected: {self.corrections}" if self.corrections.types else ""
+        return f"computation {'as measured' if self.measured else 'is not measured'}: {names}{by}"
+
+    # Ranks and links.
+
+    def rate(self, rank: int) -> float:
+        """Return a rank's rate.
+
+        Raises:
+            Unsupported: the rank is lost.
+        """
+        rate = self.health.rate(rank)
+        if math.isinf(rate):
+            raise Unsupported(
+                f"rank {rank} is lost", where="costs", remedy="give a strategy that does not name it, or another health"
+            )
+        return rate
+
+    def link(self, a: int, b: int) -> Interconnect:
+        """Return the link between two ranks of a stage or of neighbouring ones; a slow rank adds to its latency."""
+        return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
+
+    def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
+        """Return the slowest link of a ring through some ranks, for messages of `size` bytes."""
+        return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
+
+    def piece_profile(self, rank: int) -> Profile:
+        """Return the profile of a rank's type of device."""
+        return self._of_type[self.cluster.type_of(rank)]
+
+    def memory_of(self, rank: int) -> float:
+        """Return the bytes that a rank may use: the measured free memory, else the device's size."""
+        device = self.piece_profile(rank).device
+        size = float(self.cluster.devices[rank].memory_bytes)
+        return min(size, device.memory) if device is not None and self.measured else size
+
+    def useful_tokens(self, pipeline: Pipeline) -> int:
+        """Return the tokens from where on a micro-batch uses every device of a pipeline well."""
+        return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
+
+    # Blocks.
+
+    def pieces(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
+        """Return the cost of every template in a kind of stage on a type of device.
+
+        Raises:
+            Unsupported: the kind was not measured, or its fit failed.
+        """
+        profile = self._of_type[type_]
+        if kind not in profile.pieces and not isinstance(kind.recompute, bool):
+            return self._within_budget(type_, kind)
+        if kind not in profile.pieces:
+            why = profile.unfit.get(kind, "they were not measured")
+            flags = " --sequence-parallel" * kind.sequence_parallel + " --recompute" * bool(kind.recompute)
+            where = f" on device type {type_}" if type_ else ""
+            raise Unsupported(
+                f"stages of kind {kind.text}{where}: {why}",
+                where=f"profile {profile.name}",
+                remedy=f"measure it: hydragraph profile --schemes tp{kind.tp}pp1{flags}",
+            )
+        return profile.pieces[kind]
+
+    def _within_budget(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
+        """Return the costs of stages that recompute within a memory budget; see `cost.partial_recomputation`."""
+        if (type_, kind) not in self._budgets:
+            plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
+            blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
+            shares = {template: self.blocks.repeated(block, kind) for template, block in blocks.items()}
+            self._budgets[type_, kind] = within_budget(plain, full, kind.recompute, shares)
+        return self._budgets[type_, kind]
+
+    # Stages.
+
+    def spans(self, pipeline: Pipeline) -> list[tuple[int, int]]:
+        """Return the span [first, last) of block positions of each stage."""
+        ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
+        return [self.outline.span(first, end) for first, end in pairwise(ends)]
+
+    def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
+        """Return the time of each stage of a pipeline for a micro-batch."""
+        rows = pipeline.rows
+        costs = []
+        following = [*pipeline.stages[1:], None]
+        for i, (stage, span, after) in enumerate(zip(pipeline.stages, self.spans(pipeline), following, strict=True)):
+            cost = self.stage(stage, span, after)
+            # Devices of interleaved stages compute auxiliary values once for each micro-batch.
+            costs.append(replace(cost, aux=()) if rows[i] in rows[:i] else cost)
+        return tuple(costs)
+
+    def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
+        """Return the time of the blocks in a span [first, last) of positions on a stage's ranks."""
+        kind = stage.kind
+        forwards = []
+        backwards = []
+        aux = []
+        counts = Counter(self.profile.blocks[slice(*span)])
+        learning = self.profile.blocks[self.outline.lowest :]  # blocks below the lowest trained one run no backward
+        # A stage is as slow as its slowest rank. Ranks of one type and rate are alike, so each such pair counts once.
+        for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
+            pieces = self.pieces(name, kind)
+            curves = {t: pieces[t].parts(kind.recompute) for t in counts}
+            forward: list[tuple[float, Curve]] = [(rate * n, curves[t][0]) for t, n in counts.items()]
+            forwards.append(tuple(forward))
+            backwards.append(tuple((rate * n, curves[t][1]) for t, n in counts.items() if t in learning))
+            aux.append(((rate, pieces[AUX].forward_only),) if AUX in pieces else ())
+        ahead = back = None
+        if following is not None:
+            ahead = self.hop(stage, following)
+            back = self.hop(following, stage)
+        return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
+
+    def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
+        """Return how many hidden states a stage's ranks sum in forward and backward, if curves exclude these sums."""
+        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), stage.kind)
+        counts = [pieces[t].reduced for t in self.profile.blocks[slice(*span)]]
+        return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
+
+    def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
+        """Return the rings of these sums in forward and backward; None if there are none."""
+        if stage.tp == 1:
+            return None
+        forward, backward = self.sums(stage, span)
+        if not forward and not backward:
+            return None
+        size = self.sizes.hidden_bytes
+        link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
+        return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link)
+
+    def hop(self, stage: Stage, other: Stage) -> Hop:
+        """Return the messages from a stage to a neighbouring one."""
+        senders = stage.devices
+        receivers = other.devices
+        # Receiver i gets from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
+        pairs = list(zip(senders, receivers, strict=False))
+        by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
+        links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
+        # Ranks that share a network card share its bandwidth.
+        uses = Counter(resource for pair in pairs for resource in self.cluster.resources(*pair))
+        return Hop(tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P])
+
+
+def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (sender, receiver) pairs of a ring through ranks."""
+    return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
