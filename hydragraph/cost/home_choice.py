@@ -197,8 +197,9 @@ class _Choice:
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
         if key not in self._known:
-            home = self._question.home
-            owners = home_layout(bucket.size, range(self.ranks), parts.tolist(), home.copies, nodes=self._layout_nodes)
+            copies = self._question.home.copies
+            nodes = self._nodes if copies > 1 else None
+            owners = home_layout(bucket.size, range(self.ranks), parts.tolist(), copies, nodes=nodes)
             rows = [
                 (self._weights[number], moved)
                 for number, stages in each.users.items()
@@ -209,10 +210,6 @@ class _Choice:
                 sum(weight * moved.total for weight, moved in rows),
             )
         return self._known[key]
-
-    @property
-    def _layout_nodes(self) -> list[int] | None:
-        return self._nodes if self._question.home.copies > 1 else None
 
     @cached_property
     def _roads(self) -> Roads:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydragraph.cost.timeline import SimulatedSpan
-from hydragraph.ir.instruction import Op, Stream
+from hydragraph.report.facts import STREAMS
 from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy
+from hydragraph.report.timelines import merged_blocks, simulated_bars
 
 MOST = 6  # maximum number of strategies, the best ones
 TALLEST = 16  # maximum number of ranks of one strategy at full height
 
 # Forwards and backwards in the usual colours of papers on pipelines, and traffic in thin lines.
-_COMPUTE = {Op.FORWARD: "#4c8bd0", Op.BACKWARD: "#74b06f", Op.UPDATE: "#9a7bc0"}
-_TRAFFIC = {Stream.PULL: "#d08a3e", Stream.P2P: "#5f5f5f", Stream.PUSH: "#c0504d"}
+_COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
+_TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d"}
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
@@ -43,8 +42,7 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
         _draw(axes, priced_strategy, longest)
     panels[-1, 0].set_xlabel("time")
     panels[-1, 0].xaxis.set_major_formatter(EngFormatter(unit="s"))
-    named = {**{op.value: colour for op, colour in _COMPUTE.items()}, **{s.value: c for s, c in _TRAFFIC.items()}}
-    patches = [Patch(color=colour, label=name) for name, colour in named.items()]
+    patches = [Patch(color=colour, label=name) for name, colour in (_COMPUTE | _TRAFFIC).items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize="small")
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=120, format="png")
@@ -52,15 +50,21 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
 
 
 def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:
-    ranks = len(priced.timeline.ranks)
-    for rank, spans in enumerate(priced.timeline.ranks):
-        for op, micro_batch, begin, end in _bars(spans):
-            edge = 0.4 if end - begin > 0.004 * longest else 0.0
-            axes.barh(rank, end - begin, 0.62, begin, color=_COMPUTE[op], edgecolor="white", linewidth=edge)
-            if micro_batch is not None and end - begin > 0.012 * longest and ranks <= TALLEST:
-                axes.text((begin + end) / 2, rank, str(micro_batch), ha="center", va="center", color="w", fontsize=6)
+    timeline = priced.timeline
+    ranks = len(timeline.ranks)
+    for rank in range(ranks):
+        a = timeline.actor_of[rank]
+        streams = dict(zip(STREAMS, simulated_bars(timeline.actors[a], timeline.times[a]), strict=True))
+        computing = [bar for bar in streams["compute"] if bar.kind in _COMPUTE]
+        for bar in merged_blocks(computing):
+            seconds = bar.end - bar.begin
+            edge = 0.4 if seconds > 0.004 * longest else 0.0
+            axes.barh(rank, seconds, 0.62, bar.begin, color=_COMPUTE[bar.kind], edgecolor="white", linewidth=edge)
+            if bar.micro_batch >= 0 and seconds > 0.012 * longest and ranks <= TALLEST:
+                middle = (bar.begin + bar.end) / 2
+                axes.text(middle, rank, str(bar.micro_batch), ha="center", va="center", color="w", fontsize=6)
         for i, (stream, colour) in enumerate(_TRAFFIC.items()):
-            moving = [(s.start_s, s.seconds) for s in spans if s.instruction.stream is stream and s.seconds > 0]
+            moving = [(bar.begin, bar.end - bar.begin) for bar in streams[stream]]
             axes.broken_barh(moving, (rank + 0.32 + 0.05 * i, 0.05), color=colour, linewidth=0)
     marked = range(0, ranks, -(-ranks // TALLEST))
     axes.set_yticks(marked, [f"rank {rank}" for rank in marked], fontsize="x-small")
@@ -69,18 +73,3 @@ def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:
     busy = priced.busy()
     title = f"{priced.strategy.name}: {seconds_text(priced.seconds)}, {priced.tokens_per_s:,.0f} tokens/s"
     axes.set_title(f"{title}, ranks compute {sum(busy) / len(busy):.0%} of the time", fontsize=9, loc="left")
-
-
-def _bars(spans: Sequence[SimulatedSpan]) -> Iterator[tuple[Op, int | None, float, float]]:
-    """Yield a rank's computation as (op, micro-batch, begin, end), with a stage's blocks of one micro-batch merged."""
-    computed = [span for span in spans if span.instruction.op in _COMPUTE and span.seconds > 0]
-    for (op, micro_batch), group in groupby(computed, lambda s: (s.instruction.op, s.instruction.micro_batch)):
-        begin = end = None
-        for span in group:
-            if end is not None and begin is not None and span.start_s > end + 1e-3 * (end - begin):  # a wait
-                yield op, micro_batch, begin, end
-                begin = None
-            begin = span.start_s if begin is None else begin
-            end = span.end_s
-        if begin is not None and end is not None:
-            yield op, micro_batch, begin, end

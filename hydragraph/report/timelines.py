@@ -52,7 +52,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
     for actors in shown:
         first = timeline.actors[actors[0]]
         ranks = tuple(sorted(rank for a in actors for rank in timeline.actors[a].ranks))
-        bars = _by_stream(_simulated(first, timeline.times[actors[0]]))
+        bars = simulated_bars(first, timeline.times[actors[0]])
         lanes.append(Lane(ranks, _roles([timeline.actors[a] for a in actors]), bars))
     merged, note = _fewer(lanes, timeline.seconds)
     if len(timeline.actor_of) <= EVERY:
@@ -92,11 +92,16 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _simulated(actor: Actor, times: Times) -> Iterator[tuple[str, TimeBar]]:
-    for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
-        if end > begin:
-            micro_batch = _micro_batch(instruction)
-            yield instruction.stream.value, TimeBar(begin, end, _kind(instruction.op), _name(instruction), micro_batch)
+def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...]:
+    """Return an actor's bars by stream (`STREAMS`), one for each instruction that takes time."""
+    return _by_stream(
+        (
+            instruction.stream.value,
+            TimeBar(begin, end, _kind(instruction.op), _name(instruction), _micro_batch(instruction)),
+        )
+        for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True)
+        if end > begin
+    )
 
 
 def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
@@ -163,7 +168,7 @@ def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
     """Return lanes with few enough bars, and a note on the reduction."""
     if _count(lanes) <= MOST_BARS:
         return list(lanes), ""
-    merged = _merged(lanes, _micro_batches)
+    merged = _merged(lanes, merged_blocks)
     if _count(merged) <= MOST_BARS:
         return merged, "Blocks that a rank computes one after another for one micro-batch are one bar."
     tick = seconds * FINEST
@@ -181,7 +186,7 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
     return [Lane(lane.ranks, lane.what, tuple(tuple(merge(bars)) for bars in lane.bars)) for lane in lanes]
 
 
-def _micro_batches(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
+def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
     """Merge consecutive bars without gaps: blocks of one micro-batch, or buckets pulled in a row."""
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
         run: list[TimeBar] = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.deepspeed import Stack, deepspeed_s, exchanged_end
+from benchmarks.published.deepspeed import Stack, deepspeed_s, exchanged_end
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
