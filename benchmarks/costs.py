@@ -7,8 +7,8 @@
 
 `clusters` prices runs that the authors of Sailor measured (GH200 nodes; nodes of RTX 3090, RTX 2080 and Titan RTX),
 from their measured blocks and links, through `hg.Profile`, `hg.Cluster` and `hg.Costs` alone. Those runs were
-DeepSpeed's, so they are priced with that runtime's way of moving data (`published/deepspeed.py`: from its source, not from
-these runs) and with what the authors' version of it adds (`STAGING`), and also with hydragraph's own.
+DeepSpeed's, so they are priced with that runtime's way of moving data (`published/deepspeed.py`: from its source, not
+from these runs) and with what the authors' version of it adds (`STAGING`), and also with hydragraph's own.
 Constants that are not in the data: sequences have 2,048 tokens and numbers 4 bytes, as the sizes in `model_memory.json`
 say; a node has as many network cards as its whole bandwidth is a multiple of one sender's in `network.json`. `sizes`
 simulates large strategies, lowering and pricing included.

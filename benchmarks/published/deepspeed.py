@@ -14,9 +14,9 @@ from itertools import pairwise
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.pricing import MESSAGE_BYTES
 from hydragraph.cost.schedule_replay import Rows
 from hydragraph.cost.stage_costs import Hop
-from hydragraph.cost.stage_pricing import MESSAGE_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect

@@ -9,8 +9,7 @@ from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.block_pieces import AUX
 from hydragraph.cost.exchanges import elements_sent, transfers
 from hydragraph.cost.instruction_work import NOTHING
-from hydragraph.cost.stage_pricing import ring_pairs
-from hydragraph.cost.state_pricing import StatePricing, micro_batches_of
+from hydragraph.cost.pricing import Pricing, micro_batches_of, ring_pairs
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.instruction import Op
@@ -25,7 +24,7 @@ from hydragraph.spec.strategy import Strategy
 class CostedWork:
     """Cost of every instruction of one iteration; see `cost.instruction_work.Priced`."""
 
-    def __init__(self, costs: StatePricing, strategy: Strategy, assignment: Assignment) -> None:
+    def __init__(self, costs: Pricing, strategy: Strategy, assignment: Assignment) -> None:
         self._costs = costs
         self._lengths = assignment.tokens
         if len(self._lengths) != len(strategy.pipelines):

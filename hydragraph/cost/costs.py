@@ -11,7 +11,7 @@ pulling weights, pushing gradients, agreeing and updating (`fixed`). The simulat
 Formulas of the papers -> functions:
 
     AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
-    Malleus, y = rho_k max x_g: a stage is as slow as its slowest rank   `StagePricing.stages`; x_g is its `rate`
+    Malleus, y = rho_k max x_g: a stage is as slow as its slowest rank   `Pricing.stages`; x_g is its `rate`
     Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking memory
     Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
 """
@@ -29,10 +29,10 @@ from hydragraph.cost.instruction_work import Priced, Without
 from hydragraph.cost.longest_micro_batch import LongestMicroBatch
 from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.memory_curves import MemoryCurves
+from hydragraph.cost.pricing import Pricing, micro_batches_of
 from hydragraph.cost.rank_memory import STATE_BYTES, Memory, PricedBlocks
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.cost.stage_costs import StageCost, stages_end
-from hydragraph.cost.state_pricing import StatePricing, micro_batches_of
 from hydragraph.cost.timeline import Curves, Timeline, run
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.errors import Unsupported
@@ -48,7 +48,7 @@ SHORTEST = 256  # minimum tokens of a useful micro-batch
 IN_FLIGHT = 2  # of the largest buckets, whose messages are under way at the same time
 
 
-class Costs(StatePricing):
+class Costs(Pricing):
     """Costs of strategies on a cluster.
 
     Args:

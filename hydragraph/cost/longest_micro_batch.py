@@ -16,8 +16,8 @@ from functools import cached_property
 
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.peak_memory import Peak
+from hydragraph.cost.pricing import Pricing
 from hydragraph.cost.rank_memory import telling
-from hydragraph.cost.state_pricing import StatePricing
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -36,7 +36,7 @@ class LongestMicroBatch:
             on health, home or nodes.
     """
 
-    def __init__(self, costs: StatePricing, other: LongestMicroBatch | None = None) -> None:
+    def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
         self._costs = costs
         self._peaks: dict[object, Peak] = {} if other is None else other._peaks
 

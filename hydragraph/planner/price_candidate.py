@@ -20,9 +20,9 @@ from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.compiled_replay import replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes, telling
 from hydragraph.cost.stage_costs import StageCost
-from hydragraph.cost.state_pricing import micro_batches_of
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.generators.device_groups import Group
 from hydragraph.planner.generators.group_prices import state_bytes

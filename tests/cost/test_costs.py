@@ -17,8 +17,8 @@ from hydragraph.cost.curves import Table
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import Walk, batch_bytes
-from hydragraph.cost.state_pricing import micro_batches_of
 from hydragraph.cost.timeline import simulate
 from hydragraph.cost.what_if import what_if
 from hydragraph.errors import Unsupported

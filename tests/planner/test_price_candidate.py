@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import batch_bytes
-from hydragraph.cost.state_pricing import micro_batches_of
 from hydragraph.planner.price_candidate import Ends, needs, owners_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
