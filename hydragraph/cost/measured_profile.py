@@ -179,9 +179,8 @@ class Profile:
             return self
         measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
         more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
-        raise Unsupported(
+        raise self._unsupported(
             f"device type {type_!r} was not measured" if type_ else "the cluster has devices of no type",
-            where=f"profile {self.name}",
             remedy=f"use {measured} in the cluster{more}",
         )
 
@@ -206,9 +205,8 @@ class Profile:
             Unsupported: the memory of its device is not known.
         """
         if self.device is None:
-            raise Unsupported(
+            raise self._unsupported(
                 "the memory of its device is not known",
-                where=f"profile {self.name}",
                 remedy="measure the model with hydragraph profile, or give a cluster",
             )
         device = SpecDevice(1.0, max(1, int(self.device.memory)), 1.0, type=self.type)
@@ -282,9 +280,8 @@ class Profile:
             return self.schemes[scheme]
         why = self.failed.get(scheme, "it was not measured")
         measured = ", ".join(f"<tp{tp},pp{pp}>" for tp, pp in sorted(self.schemes))
-        raise Unsupported(
+        raise self._unsupported(
             f"scheme <tp{scheme[0]},pp{scheme[1]}>: {why}",
-            where=f"profile {self.name}",
             remedy=f"use a measured scheme ({measured}), or measure it: hydragraph profile --schemes "
             f"tp{scheme[0]}pp{scheme[1]}",
         )
@@ -311,15 +308,13 @@ class Profile:
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
-            raise Unsupported(
+            raise self._unsupported(
                 f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
-                where=f"profile {self.name}",
                 remedy="of a profile with blocks ask hg.Costs(profile, cluster), or add it to the profile's limits",
             )
         if scheme[0] not in self.memory.activation:
-            raise Unsupported(
+            raise self._unsupported(
                 f"tensor-parallel degree {scheme[0]} has no activation constant",
-                where=f"profile {self.name}",
                 remedy=f"use one of {sorted(self.memory.activation)}",
             )
         return self.memory.max_len(scheme, devices)
@@ -328,9 +323,8 @@ class Profile:
         """Return UtilLen: the tokens from where on a micro-batch uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
-            raise Unsupported(
+            raise self._unsupported(
                 f"tensor-parallel degree {scheme[0]} has no utilisation length",
-                where=f"profile {self.name}",
                 remedy=f"use one of {sorted(self.util)}",
             )
         return self.util[scheme[0]]
@@ -361,9 +355,8 @@ class Profile:
             )
         scheme = _scheme_of(pipeline)
         if scheme is None:
-            raise Unsupported(
+            raise self._unsupported(
                 "it has constants of whole schemes only, not of blocks",
-                where=f"profile {self.name}",
                 remedy="use regular pipelines (<tp2,pp4>), or measure the model with hydragraph profile",
             )
         return self.pipeline(scheme, devices)
@@ -385,6 +378,9 @@ class Profile:
     def only(self, schemes: Sequence[Scheme]) -> Profile:
         """Return the profile with these schemes only."""
         return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
+
+    def _unsupported(self, what: str, remedy: str) -> Unsupported:
+        return Unsupported(what, where=f"profile {self.name}", remedy=remedy)
 
 
 def _alike(k: Constants) -> StageCost:
