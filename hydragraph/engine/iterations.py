@@ -13,7 +13,7 @@ from hydragraph.cluster.agreement import raise_together
 from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.rendezvous.member import CALLED, here
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.candidate_strategies import strategy_for
 from hydragraph.engine.collective_call import CollectiveCalls
 from hydragraph.engine.compiled_model import CompiledModel
@@ -60,7 +60,7 @@ class IterationRunner(CollectiveCalls):
         self._holding = holding
         self._max_grad_norm = max_grad_norm
         self.strategies: tuple[Strategy, ...] = ()
-        self.spans: list[Event] | None = None
+        self.spans: list[TraceEvent] | None = None
         self.watched = False
         self.stopping = 0
         self.listens: Callable[[], int] | None = None

@@ -23,7 +23,7 @@ from hydragraph.checkpoint.background_save import Saver
 from hydragraph.cluster.agreement import raise_together
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.launch import World
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.mini_batch import AssignedBatch
@@ -149,7 +149,7 @@ class Session:
         count: int,
         update: Callable[[float], None],
         step: int,
-        spans: list[Event] | None,
+        spans: list[TraceEvent] | None,
         says: Callable[[], tuple[int, ...]],
     ) -> IterationOutcome:
         """Run one prepared iteration.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hydragraph.cost.critical_path import PathStep
 from hydragraph.report.measured_beside_predicted import RunComparison
 from hydragraph.train.step_metrics import Metrics
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 # Kinds of bars, in the order of the legend; each has a colour in report.css. Waits occur only in traced runs.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
@@ -191,7 +191,7 @@ class Happened:
     """
 
     begin_s: float
-    events: tuple[Event, ...]
+    events: tuple[RunEvent, ...]
     counts: tuple[tuple[int, int], ...] = ()
     parts: tuple[tuple[str, float], ...] = ()
 

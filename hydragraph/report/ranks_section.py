@@ -9,7 +9,7 @@ from hydragraph.report import number_format
 from hydragraph.report.charts import Mark, Series, line_chart
 from hydragraph.report.facts import Happened
 from hydragraph.report.markup import Markup, section, table, tag
-from hydragraph.train.stragglers.run_events import Event
+from hydragraph.train.stragglers.run_events import RunEvent
 
 # Colour classes by the subject of an event: ranks that are lost, back or slow, and decisions.
 _STYLES = {
@@ -36,7 +36,7 @@ MOST_ROWS = 40  # visible without opening the details
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
     """Return marks for charts over steps: one for all events after a step, in the colour of the first of them."""
-    by_step: dict[int, list[Event]] = {}
+    by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:
             by_step.setdefault(event.step, []).append(event)
@@ -95,7 +95,7 @@ def _table(happened: Happened) -> Markup:
     return tag("div", shown, tag("details", more, table(heads, rows[MOST_ROWS:], left, style="wide")))
 
 
-def _row(event: Event, after_s: float) -> Markup:
+def _row(event: RunEvent, after_s: float) -> Markup:
     return tag(
         "tr",
         tag("td", f"{event.step:,}"),
@@ -110,6 +110,6 @@ def _row(event: Event, after_s: float) -> Markup:
     )
 
 
-def _words(event: Event) -> str:
+def _words(event: RunEvent) -> str:
     ranks = f"rank{'s' * (len(event.ranks) > 1)} {number_format.ranks_text(event.ranks, 4)}"
     return f"{event.title}: {ranks}"

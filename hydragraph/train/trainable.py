@@ -13,7 +13,7 @@ from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.data.mini_batches import Drawn
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.engine.state_transfer import Restore
@@ -52,7 +52,7 @@ class Trainable(Protocol):
     """A compiled model, as the training loop needs it."""
 
     optimizer: torch.optim.Optimizer
-    spans: list[Event] | None
+    spans: list[TraceEvent] | None
     decision: str
     stopping: int
     listens: Callable[[], int] | None

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hydragraph.cost.trace_file import Event, write_events
+from hydragraph.cost.trace_file import TraceEvent, write_events
 from hydragraph.ir.instruction import Stream
 from hydragraph.runtime.instruction_trace import Exposed, Timing
 
 
 def test_waits_add_up_by_stream_and_are_spans_of_computation_and_of_the_message() -> None:
-    spans: list[Event] = []
+    spans: list[TraceEvent] = []
     timing = Timing(3, spans)
     timing.started("W.layer.0")
     with timing.running("pull layer.0"):
@@ -67,7 +67,7 @@ class Counting:
 
 
 def test_readings_are_those_of_the_devices_clock() -> None:
-    spans: list[Event] = []
+    spans: list[TraceEvent] = []
     timing = Timing(1, spans, Counting())
     with timing.waiting(Stream.PULL, "W.head"):
         pass
@@ -79,7 +79,10 @@ def test_readings_are_those_of_the_devices_clock() -> None:
 
 def test_a_trace_has_a_process_per_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_events([[Event(1, "compute", "forward", 10.5, 10.75)], [Event(1, "pull", "W.head", 10.0, 10.5)], []], path)
+    forward = TraceEvent(1, "compute", "forward", 10.5, 10.75)
+    write_events([[forward], [TraceEvent(1, "pull", "W.head", 10.0, 10.5)], []], path)
+        [[TraceEvent(1, "compute", "forward", 10.5, 10.75)], [TraceEvent(1, "pull", "W.head", 10.0, 10.5)], []], path
+    )
     events = json.loads(path.read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1", "rank 2"]

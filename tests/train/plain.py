@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.checkpoint.manifest import Damaged
-from hydragraph.cost.trace_file import Event
+from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.engine.candidate_strategies import Planning
 from hydragraph.errors import Stopped
 from hydragraph.runtime.instruction_trace import Exposed
@@ -46,7 +46,7 @@ class PlainExecutor:
 
     def __init__(self, model: Any, optimizer: Callable[..., Any], fail_at: int | None = None) -> None:
         self.model = model
-        self.spans: list[Event] | None = None
+        self.spans: list[TraceEvent] | None = None
         self.decision = ""
         self.planning = Planning()
         self.announced: list[list[Tensor]] = []
