@@ -47,7 +47,6 @@ from hydragraph.cost.measured_profile import PipelineCost, Profile
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.stage_costs import Hop, StageCost
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines, bounded_pipelines, enveloped
-from hydragraph.planner.exact.exact_assignment import exact_assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node, Pair
 from hydragraph.spec.stage_kind import StageKind
 
@@ -378,6 +377,8 @@ def drawn(seed: int) -> tuple[list[PipelineCost], list[int]]:
 
 def print_assign() -> None:
     """Print how far above the best of all assignments those of drawn mini-batches end."""
+    from tests.planner.every_assignment import exact_assignment
+
     envelope: list[float] = []
     excess: list[float] = []
     spent = 0.0

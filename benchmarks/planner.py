@@ -211,7 +211,7 @@ def is_exact(share: Lengths) -> bool:
 def reference(pipeline: Any, share: Lengths) -> float:
     """Return the best packing that much more time finds."""
     if is_exact(share):
-        from hydragraph.planner.exact.exact_assignment import exact_packing
+        from hydragraph.planner.exact.integer_programs import exact_packing
 
         return exact_packing(pipeline, share)[1]
     return min(pack_pipeline(pipeline, share, kicks=kicks).seconds for kicks in (LONG_SEARCH, LONG_SEARCH // 4))

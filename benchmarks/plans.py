@@ -52,7 +52,7 @@ from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
-from hydragraph.planner.exact.autohet_grouping import Grouping, Kind, most_power, most_power_by_scip
+from hydragraph.planner.exact.autohet_grouping import EntityKind, most_power_by_scip
 from hydragraph.planner.generators.device_groups import nodes_of
 from hydragraph.planner.generators.group_prices import Option, Prices, site_of
 from hydragraph.planner.generators.pipeline_layers import spread
@@ -414,17 +414,18 @@ def symmetric(costs: hg.Costs, workload: Workload) -> Simple | None:
 
 def power_table(say: Say, quick: bool) -> Table:
     """Return times and gaps of its grouping (equation 3)."""
+    from benchmarks.published.most_power import most_power
+
     table = Table(title="Grouping by effective computing power (AutoHet, equation 3): exact optimum and SCIP")
-    for column in ("entities", "micro-batches", "memory", "value", "below the bound", "CPU s", "SCIP", "SCIP wall s"):
+    for column in ("entities", "micro-batches", "memory", "value", "CPU s", "SCIP", "SCIP wall s"):
         table.add_column(column, justify="right")
     for entities in (8,) if quick else (16, 24, 32, 64, 128):
         for micro_batches in (64, 512):
             for least in (120e9, 300e9):
-                kinds = [Kind(1, 80e9, entities // 2), Kind(2, 80e9, entities // 2)]
+                kinds = [EntityKind(1, 80e9, entities // 2), EntityKind(2, 80e9, entities // 2)]
                 ours = timed(partial(most_power, kinds, micro_batches, least))
-                grouping: Grouping = ours.value
-                row = [str(entities), str(micro_batches), f"{least / 1e9:.0f} GB", f"{grouping.value:.4f}"]
-                row += [f"{grouping.gap:.2%}", f"{ours.cpu:.3f}"]
+                row = [str(entities), str(micro_batches), f"{least / 1e9:.0f} GB"]
+                row += [f"{ours.value.value:.4f}", f"{ours.cpu:.3f}"]
                 if entities <= 24 and micro_batches == 64:
                     published = timed(partial(most_power_by_scip, kinds, micro_batches, least))
                     row += [f"{published.value.value:.4f}", f"{published.wall:.2f}"]
@@ -624,13 +625,15 @@ def breakdown(say: Say, model: str, sequences: int) -> Table:
 
 def grouped_by_power(costs: hg.Costs, workload: Workload) -> list[tuple[tuple[int, ...], ...]]:
     """Return pipelines of single devices by equation 3, each in node order."""
+    from benchmarks.published.most_power import most_power
+
     prices = Prices(costs, [workload.longest])
     kinds = []
     members = []
     for each in nodes_of(costs):
         option = prices.options(each.site, 1)[0]
         memory = min(costs.memory_of(rank) for rank in each.devices)
-        kinds.append(Kind(1 / option.layer_s, memory, len(each.devices)))
+        kinds.append(EntityKind(1 / option.layer_s, memory, len(each.devices)))
         members.append(list(each.devices))
     # Weights, gradients and state by Megatron-LM's memory, and one micro-batch's activations.
     option = prices.options(nodes_of(costs)[0].site, 1)[0]

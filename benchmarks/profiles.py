@@ -27,8 +27,8 @@ from rich.table import Table
 import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join
+from hydragraph.errors import Unsupported
 from hydragraph.frontend.meta_initialiser import initial_buffers
-from hydragraph.planner.exact.powers_of_two import Powers, powers_to
 from hydragraph.runtime.profile_fitting import Lengths, fit_work, micro_batches, token_counts
 from hydragraph.runtime.profile_measurement import CHAIN, MeasuredModel, stage_timer
 from hydragraph.spec.stage_kind import StageKind
@@ -38,6 +38,37 @@ LONGEST = 512  # tokens of the longest micro-batch that is measured
 POINTS = 4  # numbers of tokens
 UNSEEN: tuple[Lengths, ...] = ((96,), (300,), (200, 100, 40))
 LIMIT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Powers:
+    """Seconds of stages of 1, 2, 4, ... layers, for one micro-batch.
+
+    T(n layers) = sum over the binary digits of n of T(2^i layers)    (AutoHet, equation 5)
+
+    Example: 1, 2 and 4 layers take 1.1, 2.0 and 3.9 s. Five layers are 4 + 1: 5.0 s; seven are 4 + 2 + 1: 7.0 s.
+    """
+
+    measured: tuple[float, ...]
+
+    def seconds(self, layers: int) -> float:
+        """Return the seconds of a stage of `layers` layers.
+
+        Raises:
+            Unsupported: a required power of two was not measured.
+        """
+        if layers.bit_length() > len(self.measured):
+            raise Unsupported(
+                f"a stage of {layers} layers",
+                where="profile by powers of two",
+                remedy=f"measure stages of up to {1 << (layers.bit_length() - 1)} layers: {powers_to(layers)}",
+            )
+        return sum(seconds for i, seconds in enumerate(self.measured) if layers >> i & 1)
+
+
+def powers_to(layers: int) -> tuple[int, ...]:
+    """Return the numbers of layers to measure for stages of up to `layers` layers."""
+    return tuple(1 << i for i in range(layers.bit_length()))
 
 
 @dataclass(frozen=True)

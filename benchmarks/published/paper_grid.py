@@ -13,7 +13,7 @@ Beside them stand Megatron-LM, DeepSpeed and HotSPa with the strategies that the
 figure 10; single cells are published as a picture only): the least and the most, as rivals' traffic is not known
 better. "computing" leaves out what moving states adds, on both sides. "b/d" is what heterogeneous pipelines and
 choosing every iteration are worth by themselves. "at most" is what the best rival's least time would gain over the
-lower bound of any pipelines on these devices (`planner.assigning.bound_devices`), were moving states free.
+lower bound of any pipelines on these devices (`published/device_bound.py`), were moving states free.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from itertools import product
 import numpy as np
 from rich.table import Table
 
+from benchmarks.published.device_bound import bound_devices
 from benchmarks.published.llamas import MODELS, completed, known, simulated, strategy
 from benchmarks.published.plans import Candidate, Priced
 from benchmarks.published.rivals import (
@@ -42,7 +43,6 @@ from benchmarks.published.rivals import (
 )
 from benchmarks.published.workload import Lengths, draw, mini_batch
 from hydragraph.cost.measured_profile import Profile
-from hydragraph.planner.assignment.assign_mini_batch import bound_devices
 
 TUNING = 6  # mini-batches on which static strategies are chosen; others than those measured
 SAMPLE = 20_000  # sequences that strategies are proposed from

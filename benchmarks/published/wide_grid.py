@@ -36,10 +36,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.published.device_bound import bound_devices
 from benchmarks.published.workload import Lengths, draw, fixed_length, in_turn, mini_batch
 from hydragraph import planner
 from hydragraph.cost.measured_profile import Profile, Scheme
-from hydragraph.planner.assignment.assign_mini_batch import bound_devices
 
 TOKENS = 100_000
 TUNING = 10  # iterations on which static strategies are chosen; others than those measured

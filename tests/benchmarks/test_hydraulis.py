@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks import hydraulis
@@ -46,8 +42,8 @@ from benchmarks.published.rivals import (
     resharded,
 )
 from benchmarks.published.workload import fixed_length, mini_batch
-from hydragraph.cost.measured_profile import PipelineCost, Profile
-from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines, bound_devices
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from tests.thorough import thorough
 
 ENTRY: dict[str, Any] = {
@@ -73,42 +69,6 @@ PUBLISHED = Profile.from_constants(ENTRY)
 PROFILE = completed(PUBLISHED)
 QUANTILES = [16.0, 64.0, 128.0, 512.0, 16_384.0]
 CELL = Cell("7b", 8, "web_text", 16_384, 30_000)
-
-
-def kinds() -> st.SearchStrategy[PipelineCost]:
-    positive = st.floats(1e-6, 1e-3)
-    return st.builds(
-        PipelineCost,
-        a=st.floats(0, 1e-6),
-        b=positive,
-        c=st.sampled_from([0.0, 1e-3, 0.5]),
-        stages=st.integers(1, 4),
-        max_len=st.integers(2000, 4000),
-        util_len=st.just(1),
-        devices=st.just(1),
-    )
-
-
-@given(kinds(), kinds(), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 3))
-@settings(max_examples=25)
-def test_no_strategy_ends_before_the_bound(
-    one: PipelineCost, other: PipelineCost, sizes: list[int], devices: int
-) -> None:
-    both = (one, replace(other, devices=2))
-    bound = bound_devices(both, sizes, devices)
-    for count in range(1, devices + 1):
-        for pipelines in itertools.combinations_with_replacement(both, count):
-            if sum(k.devices for k in pipelines) <= devices:
-                assert bound <= assign_pipelines(pipelines, sizes).seconds * (1 + 1e-9)
-
-
-def test_the_bounds_example() -> None:
-    kind = PipelineCost(a=0.0, b=1.0, c=1.0, stages=2, max_len=10**12, util_len=1, devices=2)
-    assert bound_devices([kind], [4, 4], 2) == pytest.approx(13.0, rel=1e-5)
-    assert assign_pipelines([kind], [4, 4]).seconds == pytest.approx(15.0)
-    assert bound_devices([kind], [0], 2) == 0.0
-    with pytest.raises(ValueError, match="more than MaxLen"):
-        bound_devices([replace(kind, max_len=3)], [4], 2)
 
 
 def test_what_was_not_published_is_added() -> None:

@@ -19,7 +19,7 @@ Equations of Hydraulis -> functions:
     section 6, dispatch, then pack                                      `enveloped`
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimised by `formed`
     a lower bound on it for any V (ours; the paper has none)             `formed_room`
-    the schedule itself, and a lower bound on it (ours)                  `improved`, `bound_pipelines`, `bound_devices`
+    the schedule itself, and a lower bound on it (ours)                  `improved`, `bound_pipelines`
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.stage_arrays import StageTerms, stage_terms, table_at
-from hydragraph.planner.assignment.bounds import Relaxation, alone, least_of, schedule_bound
+from hydragraph.planner.assignment.bounds import Relaxation, schedule_bound
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
 from hydragraph.planner.assignment.problem import Problem, problem_of
@@ -45,8 +45,6 @@ from hydragraph.spec.assignment import Assignment
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
-# Number of prefixes of the sequences that `bound_devices` examines.
-PREFIXES = 12
 # Effort of the search by the schedule itself.
 EFFORT = Effort(kicks=50, enough=1e-3)
 
@@ -143,11 +141,11 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
     return Bounded(
-        problem, given, first, relaxed, schedule_bound(problem, _lines(problem, given.terms), relaxed.prices)
+        problem, given, first, relaxed, schedule_bound(problem, line_terms(problem, given.terms), relaxed.prices)
     )
 
 
-def _lines(problem: Problem, terms: StageTerms) -> StageTerms:
+def line_terms(problem: Problem, terms: StageTerms) -> StageTerms:
     """Return terms that are nowhere above a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
@@ -291,43 +289,6 @@ def _micro_batches(cut: Cut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], .
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
     """Return a lower bound of the seconds of any assignment to these pipelines."""
     return bounded_pipelines(pipelines, lengths).seconds
-
-
-def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices: int) -> float:
-    """Return a lower bound of any assignment to any pipelines of these kinds with `devices` devices in total.
-
-    By z, a pipeline of kind k can do z - fill_k of the work of sequences above some length (`bounds.Least`). So
-    each sequence takes at least the fraction cost[i, k] / (z - fill_k) of a pipeline and its devices. If these
-    exceed the devices, with the best kind for each sequence, z is excluded.
-    """
-    problem = problem_of(kinds, lengths, formed=True)
-    if not len(problem.lengths):
-        return 0.0
-    terms = _lines(problem, stage_terms(problem.kinds, len(problem.lengths)))
-    least = least_of(problem, terms)
-    cost = least.divided(problem)
-    devices_of = np.array([k.devices for k in problem.kinds])
-    looked_at = np.unique(np.linspace(0, len(least.prefixes) - 1, PREFIXES).astype(np.int64))
-
-    # Feasibility is monotonic in z, so bisection finds the least z that is not excluded.
-    def enough(z: float) -> bool:
-        for prefix, fill in zip(least.prefixes[looked_at], least.fill[looked_at], strict=True):
-            with np.errstate(divide="ignore"):
-                each = np.where(fill < z, devices_of / (z - fill), np.inf)
-            if (cost[: prefix + 1] * each).min(1).sum() > devices:
-                return False
-        return True
-
-    low = alone(problem, terms)
-    if enough(low):
-        return low
-    high = 2 * low
-    while not enough(high):
-        high *= 2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return low
 
 
 def _late(until: float | None) -> bool:

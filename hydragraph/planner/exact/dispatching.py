@@ -3,7 +3,7 @@
 Equations of Hydraulis -> functions:
 
     Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, of `problem.problem_of`
-    Eq. 3, the largest over pipelines            `Dispatch.seconds`; `exact_assignment.exact_dispatch`, as published
+    Eq. 3, the largest over pipelines            `Dispatch.seconds`; `integer_programs.exact_dispatch`, as published
     Alg. 1                                       `greedy`
     a lower bound on Eq. 3 (the paper has none)  `spread_search.bounded`, with the room of `eq3_room`
 """
@@ -75,7 +75,7 @@ def dispatch(
     relaxed = bounded(problem, problem.cost, eq3_room(problem), placed)
     # cvxpy is an optional dependency, and slow to import: only this method needs it.
     if method == "exact":
-        from hydragraph.planner.exact.exact_assignment import exact_dispatch
+        from hydragraph.planner.exact.integer_programs import exact_dispatch
 
         placed = exact_dispatch(problem)
     elif method == "greedy":

@@ -77,7 +77,7 @@ def pack(
     """
     pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
     if method == "exact":
-        from hydragraph.planner.exact.exact_assignment import exact_packing
+        from hydragraph.planner.exact.integer_programs import exact_packing
 
         batches, seconds = exact_packing(pipeline, lengths)
         return Packing(batches, seconds, seconds_of(pipeline, lengths, batches), seconds)

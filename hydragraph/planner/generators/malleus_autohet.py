@@ -11,7 +11,7 @@ from heapq import nsmallest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
-from hydragraph.planner.exact.autohet_grouping import Kind, NothingHolds, most_power_by_scip
+from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
 from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
@@ -217,7 +217,7 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
 def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
     """Yield the partition with the most effective computing power by AutoHet's equation 3, if one fits."""
     forms = sorted(counts)
-    kinds = [Kind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
+    kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
         return
     try:

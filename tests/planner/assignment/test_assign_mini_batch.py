@@ -18,7 +18,6 @@ from hydragraph.cost.stage_arrays import stage_terms
 from hydragraph.planner.assignment.assign_mini_batch import (
     PlannedAssignment,
     assign_pipelines,
-    bound_devices,
     bound_pipelines,
     bounded_pipelines,
     enveloped,
@@ -26,7 +25,7 @@ from hydragraph.planner.assignment.assign_mini_batch import (
 )
 from hydragraph.planner.assignment.problem import problem_of
 from hydragraph.planner.assignment.spread_search import Effort
-from hydragraph.planner.exact.exact_assignment import exact_assignment
+from tests.planner.every_assignment import exact_assignment
 from tests.planner.exact.test_packing import partitions
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines, uneven
 from tests.thorough import thorough
@@ -149,33 +148,12 @@ def test_more_effort_is_never_worse(kinds: tuple[PipelineCost, ...], sizes: list
         assert max(found) <= enveloped(start, seed=seed).seconds
 
 
-@given(pipelines(most=1), pipelines(most=1), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 3))
-@settings(max_examples=60)
-def test_no_strategy_beats_the_bound_of_its_devices(
-    one: tuple[PipelineCost, ...], other: tuple[PipelineCost, ...], sizes: list[int], devices: int
-) -> None:
-    kinds = (*one, replace(*other, devices=2))
-    bound = bound_devices(kinds, sizes, devices)
-    for count in range(1, devices + 1):
-        for strategy in itertools.combinations_with_replacement(kinds, count):
-            if sum(k.devices for k in strategy) <= devices:
-                assert bound <= assign_pipelines(strategy, sizes).seconds * (1 + 1e-9)
-
-
 def test_a_kind_that_has_no_time_to_do_anything_does_not_loosen_the_bound() -> None:
     useful = PipelineCost(a=1e-9, b=1e-3, c=0.0, stages=1, max_len=2000, util_len=1, devices=1)
     hopeless = replace(useful, b=1e-6, c=100.0, stages=4)
     found = assign_pipelines((useful, hopeless), [10] * 100)
     assert found.seconds == pytest.approx(1.0, rel=1e-3)
     assert found.gap <= 1e-6
-
-
-def test_the_bound_of_devices_is_reached_where_work_can_be_divided() -> None:
-    kind = PipelineCost(a=1e-9, b=1e-3, c=0.0, stages=1, max_len=2000, util_len=1, devices=2)
-    dear = replace(kind, b=1.0, devices=1)
-    assert bound_devices([kind, dear], [10] * 800, 8) == pytest.approx(800 * 10 * 1e-3 / 4, rel=1e-3)
-    assert bound_devices([kind, dear], [1000, 10], 8) == pytest.approx(1.001, rel=1e-3)  # one sequence cannot be cut
-    assert bound_devices([kind], [0], 8) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -16,7 +16,7 @@ from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.problem import Bubble, Problem, problem_of
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, longest_first, search, value
 from hydragraph.planner.exact.dispatching import Method, eq3_room, greedy
-from hydragraph.planner.exact.exact_assignment import exact_dispatch
+from hydragraph.planner.exact.integer_programs import exact_dispatch
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 
 BUBBLES = st.sampled_from(["longest", "constant"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.planner.exact.exact_assignment import exact_packing
+from hydragraph.planner.exact.integer_programs import exact_packing
 from hydragraph.planner.exact.packing import costs_of, pack_pipeline, seconds_of
 from tests.planner.examples import BATCHES, PROFILE, lengths, pipelines
 from tests.thorough import only

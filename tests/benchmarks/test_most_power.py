@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.most_power import most_power, power_bound
 from hydragraph.errors import Unsupported
 from hydragraph.planner.exact.autohet_grouping import (
+    EntityKind,
     Grouping,
-    Kind,
     effective_power,
-    most_power,
     most_power_by_scip,
-    power_bound,
     value_of,
 )
 from tests.thorough import thorough
@@ -36,7 +35,7 @@ def partitions(entities: list[int], groups: list[list[int]]) -> Iterator[list[li
     yield from partitions(rest, [*groups, [first]])
 
 
-def by_brute_force(kinds: list[Kind], micro_batches: int, least_memory: float) -> float:
+def by_brute_force(kinds: list[EntityKind], micro_batches: int, least_memory: float) -> float:
     best = 0.0
     entities = [k for k, kind in enumerate(kinds) for _ in range(kind.count)]
     for groups in partitions(entities, []):
@@ -47,18 +46,20 @@ def by_brute_force(kinds: list[Kind], micro_batches: int, least_memory: float) -
     return best
 
 
-def sound(kinds: list[Kind], found: Grouping, least_memory: float) -> None:
+def sound(kinds: list[EntityKind], found: Grouping, least_memory: float) -> None:
     used = [sum(column) for column in zip(*found.groups, strict=True)]
     assert used == [kind.count for kind in kinds]
     for group in found.groups:
         assert sum(group) > 0
         assert sum(k.memory * n for k, n in zip(kinds, group, strict=True)) >= least_memory * (1 - 1e-9)
-    assert found.value <= found.bound * (1 + 1e-9)
 
 
 kinds_of = st.lists(
     st.builds(
-        Kind, st.sampled_from([1.0, 1.7, 2.0, 3.3]), st.sampled_from([24 * GB, 80 * GB, 96 * GB]), st.integers(1, 3)
+        EntityKind,
+        st.sampled_from([1.0, 1.7, 2.0, 3.3]),
+        st.sampled_from([24 * GB, 80 * GB, 96 * GB]),
+        st.integers(1, 3),
     ),
     min_size=1,
     max_size=3,
@@ -66,14 +67,14 @@ kinds_of = st.lists(
 
 
 def test_the_bubble_takes_its_part_of_the_power() -> None:
-    kinds = [Kind(1, 80 * GB, 4), Kind(2, 80 * GB, 2)]
+    kinds = [EntityKind(1, 80 * GB, 4), EntityKind(2, 80 * GB, 2)]
     assert effective_power(kinds, (1, 1), 2) == pytest.approx(3 * 2 / 3)
     assert effective_power(kinds, (4, 2), 8) == pytest.approx(8 * 8 / 13)
     assert power_bound(kinds, 6, 8) == 8
 
 
 def test_the_example_of_the_module() -> None:
-    kinds = [Kind(1, 80 * GB, 4), Kind(2, 80 * GB, 2)]
+    kinds = [EntityKind(1, 80 * GB, 4), EntityKind(2, 80 * GB, 2)]
     found = most_power(kinds, 8, 1 * GB)
     assert found.value == pytest.approx(by_brute_force(kinds, 8, 1 * GB)) == pytest.approx(6)
     # Where one device does not hold the model, three pairs waste more than two triples: one pair has no quick device.
@@ -84,7 +85,7 @@ def test_the_example_of_the_module() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(kinds_of.filter(lambda kinds: sum(k.count for k in kinds) <= 6), st.integers(1, 12), st.integers(0, 200))
-def test_nothing_is_better(kinds: list[Kind], micro_batches: int, least_gb: int) -> None:
+def test_nothing_is_better(kinds: list[EntityKind], micro_batches: int, least_gb: int) -> None:
     least = least_gb * GB
     if sum(k.memory * k.count for k in kinds) < least:
         with pytest.raises(Unsupported, match="all devices together"):
@@ -93,35 +94,26 @@ def test_nothing_is_better(kinds: list[Kind], micro_batches: int, least_gb: int)
     found = most_power(kinds, micro_batches, least)
     sound(kinds, found, least)
     assert found.value == pytest.approx(by_brute_force(kinds, micro_batches, least))
-    assert found.bound == pytest.approx(found.value)
-
-
-@settings(deadline=None, max_examples=20)
-@given(kinds_of, st.integers(1, 64), st.integers(0, 24))
-def test_a_tolerance_keeps_its_word(kinds: list[Kind], micro_batches: int, least_gb: int) -> None:
-    exact = most_power(kinds, micro_batches, least_gb * GB)
-    near = most_power(kinds, micro_batches, least_gb * GB, tolerance=0.05)
-    sound(kinds, near, least_gb * GB)
-    assert exact.value * 0.95 * (1 - 1e-9) <= near.value <= exact.value * (1 + 1e-9)
-    assert near.bound >= exact.value * (1 - 1e-9)
 
 
 def test_64_entities_of_two_kinds_are_within_the_bound() -> None:
-    kinds = [Kind(1, 80 * GB, 40), Kind(2, 80 * GB, 24)]
+    kinds = [EntityKind(1, 80 * GB, 40), EntityKind(2, 80 * GB, 24)]
     found = most_power(kinds, 512, 120 * GB)
     sound(kinds, found, 120 * GB)
-    assert found.gap <= 0.01
+    assert found.value >= 0.99 * power_bound(kinds, len(found.groups), 512)
 
 
 @pytest.mark.parametrize(
     ("kinds", "micro_batches", "least"),
     [
-        ([Kind(1, 80 * GB, 3), Kind(2, 80 * GB, 2)], 16, 0.0),
-        pytest.param([Kind(1, 80 * GB, 4), Kind(2.1, 80 * GB, 2)], 64, 120 * GB, marks=thorough),
-        pytest.param([Kind(1, 80 * GB, 2), Kind(0.47, 96 * GB, 4)], 32, 90 * GB, marks=thorough),
+        ([EntityKind(1, 80 * GB, 3), EntityKind(2, 80 * GB, 2)], 16, 0.0),
+        pytest.param([EntityKind(1, 80 * GB, 4), EntityKind(2.1, 80 * GB, 2)], 64, 120 * GB, marks=thorough),
+        pytest.param([EntityKind(1, 80 * GB, 2), EntityKind(0.47, 96 * GB, 4)], 32, 90 * GB, marks=thorough),
     ],
 )
-def test_the_published_formulation_has_the_same_optimum(kinds: list[Kind], micro_batches: int, least: float) -> None:
+def test_the_published_formulation_has_the_same_optimum(
+    kinds: list[EntityKind], micro_batches: int, least: float
+) -> None:
     pytest.importorskip("cvxpy")
     pytest.importorskip("pyscipopt")
     found = most_power(kinds, micro_batches, least)
@@ -135,7 +127,7 @@ def test_the_published_formulation_has_the_same_optimum(kinds: list[Kind], micro
 def test_the_published_formulation_of_more_entities(entities: int) -> None:
     pytest.importorskip("cvxpy")
     pytest.importorskip("pyscipopt")
-    kinds = [Kind(1, 80 * GB, entities // 2), Kind(2, 80 * GB, entities // 2)]
+    kinds = [EntityKind(1, 80 * GB, entities // 2), EntityKind(2, 80 * GB, entities // 2)]
     assert most_power(kinds, 64, 120 * GB).value == pytest.approx(
         most_power_by_scip(kinds, 64, 120 * GB).value, rel=1e-5
     )
@@ -145,10 +137,10 @@ def test_what_is_wrong_is_told() -> None:
     with pytest.raises(ValueError, match="at least one"):
         most_power([], 8, GB)
     with pytest.raises(ValueError, match="positive power"):
-        most_power([Kind(0, GB, 1)], 8, GB)
+        most_power([EntityKind(0, GB, 1)], 8, GB)
     with pytest.raises(ValueError, match="micro_batches"):
-        most_power([Kind(1, GB, 1)], 0, GB)
+        most_power([EntityKind(1, GB, 1)], 0, GB)
     with pytest.raises(Unsupported, match="add devices"):
-        most_power([Kind(1, GB, 2)], 8, 3 * GB)
+        most_power([EntityKind(1, GB, 2)], 8, 3 * GB)
     with pytest.raises(Unsupported, match="tensor-parallel degree"):
-        most_power([Kind(i + 1, GB, 300) for i in range(3)], 8, GB)
+        most_power([EntityKind(i + 1, GB, 300) for i in range(3)], 8, GB)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hydragraph as hg
-from hydragraph.planner.exact.powers_of_two import Powers, powers_to
+from benchmarks.profiles import Powers, powers_to
 
 
-def test_the_example_of_the_module() -> None:
+def test_the_example_of_powers() -> None:
     powers = Powers((1.1, 2.0, 3.9))
     assert powers.seconds(5) == pytest.approx(5.0)
     assert powers.seconds(7) == pytest.approx(7.0)

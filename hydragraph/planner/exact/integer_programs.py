@@ -1,0 +1,102 @@
+"""The integer programs of Hydraulis for small cases, through cvxpy: `pip install hydragraph[exact]`.
+
+Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
+Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hydragraph.cost.measured_profile import PipelineCost
+from hydragraph.errors import Unsupported
+from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
+from hydragraph.planner.assignment.problem import Problem, problem_of
+
+
+def _cvxpy() -> Any:
+    try:
+        import cvxpy
+    except ImportError as error:
+        raise Unsupported(
+            "cvxpy is not installed",
+            where='method="exact"',
+            remedy="pip install 'hydragraph[exact]', or method='search'",
+        ) from error
+    return cvxpy
+
+
+def exact_dispatch(problem: Problem) -> Ints:
+    """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
+
+    A pipeline without sequences takes no time: its constants count only if it is used.
+    """
+    cp = _cvxpy()
+    n = len(problem.lengths)
+    count = len(problem.pipelines)
+    cost = problem.cost[:, problem.kind_of]  # [n, P]
+    terms = problem.terms[problem.kind_of]  # [P, 8]
+    fits = np.isfinite(cost)
+    m = cp.Variable((n, count), boolean=True)
+    end = cp.Variable()
+    # Every sequence once, and only where it fits.
+    constraints = [cp.sum(m, axis=1) == 1, m <= fits.astype(float)]
+    for j, row in enumerate(terms):
+        kind = problem.pipelines[j]
+        load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
+        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the maximum over all assigned.
+        alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
+        # A maximum of linear terms is expressed as a variable that is at least each of them.
+        extra = cp.Variable()  # at least the constants of every assigned sequence
+        constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
+    cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
+    return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
+
+
+def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Solve Eq. 1: for each V, o[i, j] in {0, 1} that minimise the largest micro-batch, of at most MaxLen tokens each.
+
+    Returns:
+        The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
+    """
+    problem = problem_of([pipeline], lengths, formed=True)
+    if not len(problem.lengths):
+        return (), 0.0
+    tokens = problem.lengths.sum()
+    n = len(problem.lengths)
+    low = max(1, math.ceil(tokens / pipeline.max_len))
+    high = min(max(low, int(tokens // pipeline.util_len)), n)
+    # Eq. 1 multiplies by V: one program per V stays linear. V beyond the range of Appendix C is used only if capacity
+    # requires it.
+    best = np.inf
+    best_placed = np.zeros(n, dtype=np.int64)
+    for count in range(low, n + 1):
+        if count > high and best < np.inf:
+            break
+        placed = _least_largest(problem.cost[:, 0], problem.lengths, count, pipeline.max_len)
+        if placed is None:
+            continue
+        largest = max(problem.cost[placed == j, 0].sum() for j in range(count))
+        value = (largest + pipeline.c) * (pipeline.stages - 1 + count)
+        if value < best:
+            best = value
+            best_placed = placed
+    batches = tuple(tuple(problem.order[best_placed == j].tolist()) for j in range(int(best_placed.max()) + 1))
+    return tuple(b for b in batches if b), float(best)
+
+
+def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
+    """Return the assignment to `count` micro-batches that minimises the largest; None if they cannot hold all."""
+    cp = _cvxpy()
+    o = cp.Variable((len(work), count), boolean=True)
+    largest = cp.Variable()
+    constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
+    # Micro-batches are interchangeable, so sequence i only needs the first i + 1, which excludes symmetric solutions.
+    constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
+    program = cp.Problem(cp.Minimize(largest), constraints)
+    program.solve(solver=cp.HIGHS)
+    return np.asarray(np.argmax(o.value, axis=1), dtype=np.int64) if program.status == "optimal" else None
