@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.cost.rank_memory import VariantOf
     from hydragraph.planner.plan import Plan
-    from hydragraph.planner.rental_budget import Offer
+    from hydragraph.planner.rental_budget import RentalOffer
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
     from hydragraph.spec.stage_kind import StageKind
@@ -52,13 +52,13 @@ def plan_devices(asked: PlanOptions) -> None:
     from hydragraph.planner.first_compilation import FirstCompilation
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.planner.rental_budget import offers
-    from hydragraph.planner.rental_price import Prices
+    from hydragraph.planner.rental_price import RentalPrices
     from hydragraph.report.device_picture import write_device_picture
 
     method: Any = asked.method or "auto"
     solver: Any = asked.solver
     check_question(method, asked.deadline, solver)
-    prices = Prices.parse(asked.prices, cluster) if asked.prices else None
+    prices = RentalPrices.parse(asked.prices, cluster) if asked.prices else None
 
     def left(part: float = 1.0) -> float | None:
         """Return the seconds until a part of the deadline has passed."""
@@ -89,7 +89,7 @@ def plan_devices(asked: PlanOptions) -> None:
         def planned(some: Costs) -> Plan:
             return plan(some, workload, method, running, left(), solver, schedules, streaming)
 
-        rented: list[Offer] = []
+        rented: list[RentalOffer] = []
         if asked.budget is None or prices is None:
             found = planned(costs)
         else:

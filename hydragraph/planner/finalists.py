@@ -29,7 +29,7 @@ from hydragraph.planner.generators.metis_stages import Staged
 from hydragraph.planner.generators.symmetric import Simple
 from hydragraph.planner.micro_batch_sizes import cut, promised
 from hydragraph.planner.price_candidate import (
-    Candidate,
+    SearchCandidate,
     Settled,
     Shortage,
     form_of,
@@ -113,7 +113,7 @@ class Finalists:
 def proposals(
     costs: Costs,
     lengths: Sequence[int],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[SearchCandidate],
     stages: Sequence[Staged],
     simple: Sequence[Simple],
 ) -> list[Proposal]:

@@ -28,7 +28,7 @@ from hydragraph.planner.generators.malleus_autohet import STRAGGLER, TOGETHER, s
 from hydragraph.planner.generators.symmetric import simple
 from hydragraph.planner.improve_devices import Yard
 from hydragraph.planner.micro_batch_sizes import pipeline_costs
-from hydragraph.planner.price_candidate import Candidate
+from hydragraph.planner.price_candidate import SearchCandidate
 from hydragraph.planner.price_mini_batches import QUICK, traffic_in_line
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -135,7 +135,7 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
     typical = workload.typical
     count, length = typical.sequences, typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER
-    unlike: dict[object, Candidate] = {}
+    unlike: dict[object, SearchCandidate] = {}
     for candidate in search(costs, count, length, way, reach=workload.longest, until=until):
         unlike.setdefault(candidate.shape, candidate)
     sizes, _ = sizes_of(costs, count, length)

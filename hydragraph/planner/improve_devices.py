@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations_with_replacement
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.generators.device_groups import Form, Group, NodeDevices, nodes_of, regular, splits
+from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, splits
 from hydragraph.planner.generators.group_prices import Prices, reserves
 from hydragraph.planner.generators.pipelines_of_groups import Bench
 from hydragraph.planner.price_candidate import form_of
@@ -66,12 +66,12 @@ class Yard:
         prices = Prices(costs, [typical.length], reach)
         self._degrees = {node: prices.degrees(node.site, len(node.devices)) for node in self._nodes}
         reserve = reserves(costs, typical.sequences * typical.length)
-        free: dict[Form, float] = {}
+        free: dict[GroupForm, float] = {}
         for node in self._nodes:
             least = min(safety * costs.memory_of(rank) - reserve[rank] for rank in node.devices)
             for tp in self._degrees[node]:
                 for rate in dict.fromkeys(node.rates):
-                    form = Form(node.site, tp, rate)
+                    form = GroupForm(node.site, tp, rate)
                     free[form] = min(free.get(form, math.inf), least)
         self._forms = {form: i for i, form in enumerate(free)}
         self._bench = Bench(prices, list(free), list(free.values()), typical.sequences, alone=costs.ranks == 1)
@@ -99,7 +99,7 @@ class Yard:
                 seconds = option.aux_s + stage.layers * option.layer_s + ends[0] * option.first_s
                 slowest = max(slowest, rate * (seconds + ends[1] * option.last_s))
                 size = stage.layers * option.state_bytes + ends[0] * option.first_bytes + ends[1] * option.last_bytes
-                traffic = max(traffic, self._bench.passing(self._forms[Form(site, stage.tp, rate)], size))
+                traffic = max(traffic, self._bench.passing(self._forms[GroupForm(site, stage.tp, rate)], size))
             self._paces[key] = 1 / slowest, traffic
         return self._paces[key]
 

@@ -24,7 +24,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.instruction_work import SHARES
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.planner.generators.device_groups import nodes_of
-from hydragraph.planner.generators.group_prices import Site
+from hydragraph.planner.generators.group_prices import DeviceSite
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Stage
 
@@ -45,7 +45,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
 
     healthy = costs.changed(health=Health())
     nodes = nodes_of(costs)
-    capacity: Counter[Site] = Counter()
+    capacity: Counter[DeviceSite] = Counter()
     for node in nodes:
         capacity[node.site] += sum(1 / rate for rate in node.rates)  # type: ignore[assignment]
     sites = list(capacity)

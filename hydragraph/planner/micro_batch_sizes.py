@@ -101,7 +101,7 @@ def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assign
     return _assignment([_sizes(n, kind.micro_batches(n)) if n else () for kind, n in counts], lengths)
 
 
-def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_Kind]:
+def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_PipelineKind]:
     longest = max(pipeline.max_len for pipeline in pipelines)
     if lengths[0] > longest:
         raise Unsupported(
@@ -109,11 +109,11 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_K
             where="planner",
             remedy="truncate them, or give more devices to a pipeline",
         )
-    known = {pipeline: _Kind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
+    known = {pipeline: _PipelineKind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
     return [known[pipeline] for pipeline in pipelines]
 
 
-def _counts(kinds: Sequence[_Kind], sequences: int) -> list[int]:
+def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     """Return how many sequences each pipeline runs, so that all end at about the same time."""
     every = Counter(kinds)
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # enough for any rounding
@@ -148,7 +148,7 @@ def _stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[lis
 class _Ends:
     """Exact ends of a pipeline with the best sizes of micro-batches found, computed on demand."""
 
-    def __init__(self, pipeline: PipelineCost, kind: _Kind, length: int) -> None:
+    def __init__(self, pipeline: PipelineCost, kind: _PipelineKind, length: int) -> None:
         self._pipeline = pipeline
         self._kind = kind
         self._length = length
@@ -204,7 +204,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _PipelineKind:
     """A pipeline: its stages, seconds of a sequence and of a micro-batch on the slowest of them, and its memory.
 
     Attributes:
@@ -217,7 +217,7 @@ class _Kind:
     most: int
 
     @classmethod
-    def of(cls, pipeline: PipelineCost, length: int) -> _Kind:
+    def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
         """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
         each = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, each, max(0.0, pipeline.c), pipeline.max_len // length)

@@ -33,7 +33,7 @@ from hydragraph.planner.improve_devices import Yard, climbed
 from hydragraph.planner.infeasibility import check_labels, nothing_fits
 from hydragraph.planner.iteration_bound import bound as bound_of
 from hydragraph.planner.metis.metis_search import Order
-from hydragraph.planner.price_candidate import Candidate, Settled, Shortage, simulated, strategies_of
+from hydragraph.planner.price_candidate import SearchCandidate, Settled, Shortage, simulated, strategies_of
 from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import refined
 from hydragraph.planner.state_shares import home_by_block
@@ -409,9 +409,9 @@ def _looked_at(
     now = time.monotonic()
     ended = None if until is None else now + FINDING * (until - now)
     ask = partial(search, costs, typical.sequences, typical.length, until=ended, market=market)
-    every: list[tuple[list[Candidate], list[Staged]]] = []
+    every: list[tuple[list[SearchCandidate], list[Staged]]] = []
     for way in ways:
-        candidates: list[Candidate] = []
+        candidates: list[SearchCandidate] = []
         for reach in reaches:
             candidates += _unlike(ask(way, reach=reach, safety=safety))
         if not workload.lengths and not way.published:
@@ -490,9 +490,11 @@ def _late(until: float | None, needed_s: float = 0.0) -> bool:
     return until is not None and time.monotonic() + needed_s > until
 
 
-def _pooled(costs: Costs, workload: Workload, candidates: Sequence[Candidate], until: float | None) -> list[Candidate]:
+def _pooled(
+    costs: Costs, workload: Workload, candidates: Sequence[SearchCandidate], until: float | None
+) -> list[SearchCandidate]:
     """Return variants of the candidates whose layers use all memory, where the search's own do not."""
-    found: list[Candidate] = []
+    found: list[SearchCandidate] = []
     for candidate in candidates:
         if until is not None and time.monotonic() > until:
             break
@@ -519,7 +521,7 @@ def _reaches(workload: Workload) -> list[int]:
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
-def _unlike(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
     """Return the most promising candidates, with few of each shape."""
     shapes: Counter[object] = Counter()
     found = []
@@ -547,7 +549,7 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
 def _varying(
     costs: Costs,
     workload: Workload,
-    every: Sequence[tuple[list[Candidate], list[Staged]]],
+    every: Sequence[tuple[list[SearchCandidate], list[Staged]]],
     plain: Sequence[Simple],
     improving: bool,
     until: float | None,
@@ -597,7 +599,9 @@ def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apa
     return simple(costs, typical.sequences, typical.length, sizes, _reaches(workload)[0], safety, market, apart)
 
 
-def _origins(candidates: Sequence[Candidate], stages: Sequence[Staged], plain: Sequence[Simple]) -> dict[Strategy, str]:
+def _origins(
+    candidates: Sequence[SearchCandidate], stages: Sequence[Staged], plain: Sequence[Simple]
+) -> dict[Strategy, str]:
     """Return strategies, the most promising first, and the search that each came from."""
     found: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):

@@ -42,7 +42,7 @@ NEAR_LIMIT = 0.99
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SearchCandidate:
     """A result of the search: pipelines of forms.
 
     Attributes:
@@ -94,7 +94,7 @@ class Settled:
         assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch; infinite if it cannot take the longest sequence.
         memory: peak bytes of every rank.
-        origin: see `Candidate`.
+        origin: see `SearchCandidate`.
         simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
             traffic.
     """
@@ -125,7 +125,7 @@ class Shortage:
         return f"rank {self.rank} lacks {self.bytes / 1e9:.3g} GB"
 
 
-def strategies_of(candidate: Candidate) -> list[Strategy]:
+def strategies_of(candidate: SearchCandidate) -> list[Strategy]:
     """Return the pipelines placed on ranks: each within as few nodes as possible, and each across nodes."""
     laid = candidate.laid()
     found = [_placed(candidate, laid, by_stage=False)]
@@ -133,7 +133,7 @@ def strategies_of(candidate: Candidate) -> list[Strategy]:
     return found if across == found[0] else [found[0], across]
 
 
-def _placed(candidate: Candidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
+def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
     """Assign ranks to stages, pipeline by pipeline or stage by stage."""
     waiting: dict[int, list[Group]] = {}
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
@@ -315,7 +315,7 @@ def _owners_of_streams(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state for a strategy in which a stage streams; see `owners`."""
-    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment), messages=True)
+    shown = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
     every = costs.home.copies * state_bytes(costs)
@@ -344,7 +344,7 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
     per = costs.state_bytes + GRADIENT_BYTES
     room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
     home = home_by_block(costs, strategy, costs.home, room)
-    shown = _Shown.of(strategy, micro_batches_of(strategy, assignment), messages=True)
+    shown = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
     memory = tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
     fits = all(total <= limit or not total for total, limit in zip(memory, limits, strict=True))
     return (home, memory) if fits else None
@@ -367,7 +367,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
     every = max(map(_tokens, everything), default=0)
-    shown = _Shown([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
+    shown = _DecisiveBatches([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
     if strategy.streams:
         return tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
     return _held(costs, _lines(costs, strategy, _needed(costs, strategy, shown)), home)
@@ -421,7 +421,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _DecisiveBatches:
     """The micro-batches that determine a strategy's memory: once a pipeline is full, further ones add only tokens.
 
     Attributes:
@@ -435,7 +435,9 @@ class _Shown:
     every: int
 
     @classmethod
-    def of(cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]], messages: bool = False) -> _Shown:
+    def of(
+        cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]], messages: bool = False
+    ) -> _DecisiveBatches:
         """Return those of a mini-batch.
 
         Args:
@@ -448,10 +450,10 @@ class _Shown:
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
     """Return the bytes that each rank needs for its stage, excluding its share of the state and messages."""
-    return _needed(costs, strategy, _Shown.of(strategy, micro_batches_of(strategy, assignment)))
+    return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 
-def _needed(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
+def _needed(costs: Costs, strategy: Strategy, shown: _DecisiveBatches) -> list[float]:
     """Return the bytes of `needs`."""
     # Lost ranks hold no data; all others receive the lengths of all sequences.
     everyone = float(batch_bytes(0, shown.every))
@@ -478,7 +480,7 @@ def _needed(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
     return found
 
 
-def _with_messages(costs: Costs, strategy: Strategy, shown: _Shown) -> list[float]:
+def _with_messages(costs: Costs, strategy: Strategy, shown: _DecisiveBatches) -> list[float]:
     """Return the bytes that each rank holds, with its share of the state and messages.
 
     Ranks in equal places that own equally many elements of every bucket are walked once, unless there are second

@@ -20,7 +20,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.cluster_parts import kind_of
 from hydragraph.planner.iteration_bound import bound
 from hydragraph.planner.plan import Plan
-from hydragraph.planner.rental_price import Prices
+from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
@@ -28,7 +28,7 @@ ROUNDING = 1e-9  # of sums of prices
 
 
 @dataclass(frozen=True)
-class Offer:
+class RentalOffer:
     """Nodes that a budget pays for, and the plan on them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Offer:
     """
 
     costs: Costs
-    prices: Prices
+    prices: RentalPrices
     plan: Plan
 
     @property
@@ -62,8 +62,8 @@ class Offer:
 
 
 def offers(
-    costs: Costs, workload: Workload, prices: Prices, budget: float, plan: Callable[[Costs], Plan]
-) -> list[Offer]:
+    costs: Costs, workload: Workload, prices: RentalPrices, budget: float, plan: Callable[[Costs], Plan]
+) -> list[RentalOffer]:
     """Return plans within a budget, the fastest first; slower ones may be missing.
 
     Args:
@@ -75,7 +75,7 @@ def offers(
         ValueError: the budget is not a number, or pays for no node.
         Unsupported: no plan fits on any of the combinations.
     """
-    found: list[Offer] = []
+    found: list[RentalOffer] = []
     refused: Unsupported | None = None
     every = [costs.of_ranks(ranks, Home(copies=costs.home.copies)) for ranks in affordable(costs, prices, budget)]
     least = [bound(some, workload.batches) for some in every]
@@ -83,7 +83,7 @@ def offers(
         if found and least[i] >= min(offer.plan.seconds for offer in found):
             break
         try:
-            found.append(Offer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
+            found.append(RentalOffer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
         except Unsupported as error:
             refused = refused or error
     if not found:
@@ -92,7 +92,7 @@ def offers(
     return sorted(found, key=lambda each: each.plan.seconds)
 
 
-def affordable(costs: Costs, prices: Prices, budget: float) -> list[tuple[int, ...]]:
+def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
     """Return the ranks of every combination of nodes to which no further node can be added.
 
     Raises:

@@ -13,7 +13,7 @@ from hydragraph.spec.training_workload import Workload
 
 
 @dataclass(frozen=True)
-class Prices:
+class RentalPrices:
     """Prices of renting devices.
 
     Attributes:
@@ -25,7 +25,7 @@ class Prices:
     per_hour: Mapping[str, float]
 
     @classmethod
-    def parse(cls, texts: Sequence[str], cluster: Cluster) -> Prices:
+    def parse(cls, texts: Sequence[str], cluster: Cluster) -> RentalPrices:
         """Read texts such as "h100-sxm=2.5", or "2.5" for all types that have no text of their own.
 
         Raises:

@@ -10,7 +10,7 @@ import numpy as np
 from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.assignment.local_search import Floats, Instance, quick_end
-from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
@@ -31,7 +31,7 @@ class _Tables:
 
     column: dict[Scheme, int]
     reach: tuple[int, ...]
-    problems: tuple[Problem | None, ...]
+    problems: tuple[AssignmentProblem | None, ...]
 
 
 class TuningSet:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.rental_budget import affordable, offers
-from hydragraph.planner.rental_price import Prices
+from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
 from tests.cost import priced
@@ -29,8 +29,8 @@ def costs_of(fast: int, slow: int, memory: int = 10**9, health: hg.Health | None
     return priced.costs(4, Cluster.of(types, tuple(nodes)), health)
 
 
-def prices_of(costs: Costs, per_hour: Mapping[str, float]) -> Prices:
-    return Prices(costs.cluster, {name: per_hour[name] for name in costs.cluster.types})
+def prices_of(costs: Costs, per_hour: Mapping[str, float]) -> RentalPrices:
+    return RentalPrices(costs.cluster, {name: per_hour[name] for name in costs.cluster.types})
 
 
 def counted(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import pytest
 
 import hydragraph as hg
 from hydragraph.planner.explanation import Rival
-from hydragraph.planner.rental_price import Prices
+from hydragraph.planner.rental_price import RentalPrices
 from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 
@@ -16,7 +16,7 @@ WORK = hg.Workload(lengths=[[600, 400], [3000]])  # 2,000 tokens on average
 
 
 def test_devices_that_are_used_cost_their_types_prices() -> None:
-    prices = Prices.parse(["fast=3.6", "0.9"], priced.mixed())
+    prices = RentalPrices.parse(["fast=3.6", "0.9"], priced.mixed())
     both = Strategy.parse("<[0,1]x2,[2]x2>", 4)
     assert prices.hour(both) == pytest.approx(3.6 * 2 + 0.9)
     assert prices.million_tokens(both, 4.0, WORK) == pytest.approx(8.1 * 4 / 3600 * 500)
@@ -36,7 +36,7 @@ def test_devices_that_are_used_cost_their_types_prices() -> None:
 )
 def test_wrong_prices_are_refused(texts: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Prices.parse(texts, priced.mixed())
+        RentalPrices.parse(texts, priced.mixed())
 
 
 def test_the_cheapest_rival_is_named_only_if_it_costs_less() -> None:
@@ -45,7 +45,7 @@ def test_the_cheapest_rival_is_named_only_if_it_costs_less() -> None:
     cheap = Rival(Strategy.parse("<[2]x4>", 4), 2 * plan.seconds, "", "takes 100.0% longer")
     dear = Rival(Strategy.parse("2*<tp2,pp1>", 4), 2 * plan.seconds, "", "takes 100.0% longer")
     free = Rival(Strategy.parse("<[3]x4>", 4), float("inf"), "", "does not fit")
-    prices = Prices.parse(["fast=9", "slow=1"], costs.cluster)
+    prices = RentalPrices.parse(["fast=9", "slow=1"], costs.cluster)
     found = prices.sentences(replace(plan, rivals=(dear, cheap, free)), WORK)
     assert found[0].startswith("price: $20 an hour for 4 devices, $")
     assert found[1] == "price: <[2]x4> costs 90.0% less per token, and takes 100.0% longer"

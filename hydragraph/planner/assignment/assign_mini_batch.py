@@ -35,7 +35,7 @@ from hydragraph.cost.stage_arrays import StageTerms, stage_terms, table_at
 from hydragraph.planner.assignment.bounds import Relaxation, schedule_bound
 from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
-from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
 from hydragraph.spec.assignment import Assignment
@@ -125,7 +125,7 @@ class Bounded:
         seconds: lower bound of any assignment, exactly.
     """
 
-    problem: Problem
+    problem: AssignmentProblem
     given: Sequences
     first: Ints
     relaxed: Relaxation
@@ -145,7 +145,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     )
 
 
-def line_terms(problem: Problem, terms: StageTerms) -> StageTerms:
+def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
     """Return terms that are nowhere above a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
@@ -177,7 +177,7 @@ def assign_bounded(
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class MicroBatchCut:
     """Sequences cut into micro-batches, as arrays; see `schedule_search`.
 
     Attributes:
@@ -198,7 +198,7 @@ class Cut:
         return float(self.ends.max())
 
 
-def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
+def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> MicroBatchCut:
     """Search by the envelope for a few rounds; return the result that is best by the schedule."""
     problem = start.problem
     relaxed = start.relaxed
@@ -218,7 +218,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Cut:
     return best
 
 
-def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
+def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     """Cut each pipeline's share into micro-batches; also return the published estimate of each [P]."""
     problem = start.problem
     n = len(problem.lengths)
@@ -255,7 +255,7 @@ def formed(start: Bounded, placed: Ints) -> tuple[Cut, Floats]:
     return _cut(start, placed.copy(), batch, order, count), estimates
 
 
-def improved(start: Bounded, cut: Cut, effort: Effort, seed: int) -> Cut:
+def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
     """Return an assignment improved by its schedule; it is never worse."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
@@ -264,9 +264,9 @@ def improved(start: Bounded, cut: Cut, effort: Effort, seed: int) -> Cut:
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
-def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> Cut:
+def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
     """Return micro-batches with their exact ends."""
-    cut = Cut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
+    cut = MicroBatchCut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
     if not faithful.all():
         sizes = _micro_batches(cut, start.problem.lengths.astype(np.int64))
@@ -275,7 +275,7 @@ def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) ->
     return cut
 
 
-def _micro_batches(cut: Cut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return `what` of each sequence [n], by pipeline and micro-batch."""
     members: dict[int, list[int]] = {}
     for m, value in zip(cut.batch.tolist(), what.tolist(), strict=True):
@@ -295,7 +295,7 @@ def _late(until: float | None) -> bool:
     return until is not None and time.monotonic() >= until
 
 
-def _least_cost(problem: Problem) -> Floats:
+def _least_cost(problem: AssignmentProblem) -> Floats:
     """Return [n, K] the minimum cost of a sequence: its work, and without a bubble its share of full micro-batches."""
     # Without a bubble, V is as small as MaxLen allows, so c is paid at least once per MaxLen tokens. With a bubble, a
     # larger V may pay, and `formed_room` weighs c against it.
@@ -303,7 +303,7 @@ def _least_cost(problem: Problem) -> Floats:
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
-def formed_room(problem: Problem) -> Callable[[float], Floats]:
+def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     """Return a function that gives the work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
 
     By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives

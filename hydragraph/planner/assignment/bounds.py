@@ -49,7 +49,7 @@ from scipy.sparse import csr_matrix
 from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, FORWARD, replay, scratch_of
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
-from hydragraph.planner.assignment.problem import Problem
+from hydragraph.planner.assignment.problem import AssignmentProblem
 
 Floats = NDArray[np.float64]
 
@@ -187,13 +187,13 @@ class Least:
     prefixes: NDArray[np.int64]
     fill: Floats
 
-    def divided(self, problem: Problem) -> Floats:
+    def divided(self, problem: AssignmentProblem) -> Floats:
         """Return [n, K]: the work of each sequence, plus its share of the overhead of MaxLen-token micro-batches."""
         per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
         return np.asarray(self.work + problem.lengths[:, None] * per_token)
 
 
-def least_of(problem: Problem, terms: StageTerms) -> Least:
+def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum seconds of sequences.
 
     Args:
@@ -226,7 +226,7 @@ def least_of(problem: Problem, terms: StageTerms) -> Least:
     return Least(np.where(np.isfinite(problem.cost), work, np.inf), overhead, prefixes, fill)
 
 
-def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float:
+def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
     """Return a lower bound of any assignment's end, by the schedule itself; see the module docstring.
 
     Args:
@@ -242,7 +242,7 @@ def schedule_bound(problem: Problem, terms: StageTerms, prices: Floats) -> float
     return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for a different order of summation
 
 
-def _divided(problem: Problem, least: Least, prices: Floats) -> float:
+def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     """Return the bound for sequences that can be divided at will."""
     cost = least.divided(problem)
     finite = np.isfinite(cost)
@@ -260,7 +260,7 @@ def _divided(problem: Problem, least: Least, prices: Floats) -> float:
     return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
 
 
-def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
+def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
     """Return the bound for whole sequences, at least `low`."""
     lengths = problem.lengths[least.prefixes]
     wanted = least.prefixes + 1
@@ -286,7 +286,7 @@ def _pigeonhole(problem: Problem, least: Least, low: float) -> float:
     return low
 
 
-def alone(problem: Problem, terms: StageTerms) -> float:
+def alone(problem: AssignmentProblem, terms: StageTerms) -> float:
     """Return the largest end of any sequence alone on the best pipeline for it."""
     return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 

@@ -21,7 +21,7 @@ Bubble = Literal["longest", "constant"]
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class AssignmentProblem:
     """Sequences in descending length, and pipelines grouped into kinds of equal ones.
 
     Attributes:
@@ -70,7 +70,7 @@ class Problem:
 
 def problem_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
-) -> Problem:
+) -> AssignmentProblem:
     """Return the arrays of a mini-batch; sequences of length 0 are left out.
 
     Args:
@@ -105,7 +105,7 @@ def problem_of(
     terms = np.array([_terms(k, formed, bubble) for k in kinds])
     terms = np.concatenate([terms, _near_terms(kinds)], axis=1)
     counts = np.bincount(kind_of, minlength=len(kinds)).astype(np.float64)
-    return Problem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
+    return AssignmentProblem(tuple(pipelines), kinds, kind_of, counts, order, sizes, cost, terms)
 
 
 def _checked(lengths: Sequence[int]) -> Ints:

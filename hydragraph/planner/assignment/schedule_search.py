@@ -64,7 +64,7 @@ class Sequences(NamedTuple):
     terms: StageTerms
 
 
-class Plan(NamedTuple):
+class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
@@ -97,12 +97,12 @@ class Plan(NamedTuple):
 
 
 @compiled
-def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Plan:
+def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Draft:
     """Return the plan of an assignment; later functions change it in place."""
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
-    plan = Plan(
+    plan = Draft(
         placed,
         batch,
         order,
@@ -131,7 +131,7 @@ def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 
 @compiled
-def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
+def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
     """Recompute the pipelines that changed from `placed`, `batch`, `order` and `count`."""
     for p in range(len(changed)):
         if changed[p]:
@@ -165,7 +165,7 @@ def recount(plan: Plan, given: Sequences, changed: Bools) -> None:
 
 
 @compiled
-def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> float:
+def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> float:
     """Return the end of pipeline p with these micro-batches in this order."""
     t = given.kind_of[p]
     stages = given.terms.stages[t]
@@ -174,7 +174,7 @@ def end_with(p: int, order: Ints, count: int, plan: Plan, given: Sequences) -> f
 
 
 @compiled
-def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, given: Sequences) -> bool:
+def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, given: Sequences) -> bool:
     """Fill the row of trial `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
 
     Args:
@@ -207,7 +207,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Plan, giv
 
 
 @compiled
-def without(i: int, p: int, which: int, plan: Plan, given: Sequences) -> int:
+def without(i: int, p: int, which: int, plan: Draft, given: Sequences) -> int:
     """Write pipeline p without sequence i to an order of a trial, and return its number of micro-batches."""
     order = plan.trial[which]
     m = plan.batch[i]
@@ -250,7 +250,7 @@ def closed(order: Ints, count: int, x: int) -> None:
 
 
 @compiled
-def free_number(plan: Plan) -> int:
+def free_number(plan: Draft) -> int:
     """Return an unused micro-batch number."""
     for m in range(len(plan.members)):
         if plan.members[m] == 0:
@@ -259,7 +259,7 @@ def free_number(plan: Plan) -> int:
 
 
 @compiled
-def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
+def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
     """Put sequence i into micro-batch m of pipeline q or, if m is -1, into a new one at position x of it.
 
     `x` counts the micro-batches without i: if i was alone, its own is removed.
@@ -283,7 +283,7 @@ def relocate(i: int, q: int, m: int, x: int, plan: Plan) -> None:
 
 
 @compiled
-def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
+def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
     """Swap two micro-batches of pipeline p if it then ends before `best`."""
     order = plan.order[p]
     for x in range(plan.counts[p] - 1):
@@ -298,7 +298,7 @@ def try_orders(p: int, best: float, plan: Plan, given: Sequences) -> bool:
 
 
 @compiled
-def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
+def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
     """Put sequence i of pipeline p into another of its micro-batches, or into a new one, if p then ends sooner."""
     left = len(plan.placed)
     own = plan.batch[i]
@@ -329,7 +329,7 @@ def try_moves(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
 
 
 @compiled
-def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool:
+def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
     """Swap sequence i with a shorter one of another micro-batch of pipeline p if p then ends sooner."""
     n = len(plan.placed)
     own = plan.batch[i]
@@ -352,7 +352,7 @@ def try_swaps(i: int, p: int, best: float, plan: Plan, given: Sequences) -> bool
 
 
 @compiled
-def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
+def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
     """Return the least work of the busiest stage of pipeline q with sequence i, and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
@@ -379,7 +379,7 @@ def least_with(i: int, k: int, q: int, plan: Plan, given: Sequences) -> float:
 
 
 @compiled
-def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
+def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
     """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both then end before `best`."""
     n = len(plan.placed)
     count = without(i, p, 0, plan, given)
@@ -418,7 +418,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Plan, given: 
 
 
 @compiled
-def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: Sequences) -> bool:
+def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
     """Exchange sequence i of pipeline p for a shorter one of a pipeline that ends by `horizon`, if that helps."""
     n = len(plan.placed)
     own = plan.batch[i]
@@ -450,7 +450,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Plan, given: S
 
 
 @compiled
-def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, changed: Bools) -> bool:
+def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int, changed: Bools) -> bool:
     """Take the first step found that makes the last pipeline end earlier; mark the pipelines it changed."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
@@ -482,7 +482,7 @@ def improve_once(p: int, gain: float, plan: Plan, given: Sequences, tasks: int, 
 
 
 @compiled
-def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
+def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
     """Improve in place while steps help, tasks are left and the last end is above `enough`; return that end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
@@ -495,7 +495,7 @@ def descend(plan: Plan, given: Sequences, tasks: int, enough: float) -> float:
 
 
 @compiled
-def throw(plan: Plan, given: Sequences, changed: Bools) -> None:
+def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     """Put a random sequence into a random micro-batch, or swap two micro-batches; mark the changed pipelines."""
     i = np.random.randint(len(plan.placed))
     # Half stay in their pipeline; otherwise poor micro-batches within a pipeline would seldom be improved.
@@ -587,7 +587,7 @@ def improve(
 
 
 @compiled
-def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
+def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
     """Copy the arrays that define a plan."""
     kept[0][:] = plan.placed
     kept[1][:] = plan.batch
@@ -596,7 +596,7 @@ def keep(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
 
 
 @compiled
-def restore(plan: Plan, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
+def restore(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
     """Copy the arrays back; `recount` computes the rest."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]

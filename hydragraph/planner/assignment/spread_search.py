@@ -16,7 +16,7 @@ import numpy as np
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.bounds import Relaxation, relax
 from hydragraph.planner.assignment.local_search import Floats, Instance, Ints
-from hydragraph.planner.assignment.problem import Problem
+from hydragraph.planner.assignment.problem import AssignmentProblem
 
 # Number of sequences beyond which kicks decrease: each then takes longer, and longest first leaves less to gain.
 MANY = 1024
@@ -47,7 +47,7 @@ CAPS = 24
 DESCENTS = 4
 
 
-def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
+def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Floats], start: Ints) -> Relaxation:
     """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
@@ -68,22 +68,22 @@ def bounded(problem: Problem, cost: Floats, room: Callable[[float], Floats], sta
     return Relaxation(max(relaxed.seconds, *alone), relaxed.shares, relaxed.prices)
 
 
-def value(problem: Problem, placed: Ints) -> float:
-    """Return when the last pipeline finishes: Eq. 3, or the expected result of packing (`Problem.terms`)."""
+def value(problem: AssignmentProblem, placed: Ints) -> float:
+    """Return when the last pipeline finishes: Eq. 3, or the expected result of packing (`AssignmentProblem.terms`)."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
-def ends(problem: Problem, placed: Ints) -> Floats:
+def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
     """Return when each pipeline finishes [P], 0 for one without work."""
     return np.asarray(local_search.ends_of(placed, problem.instance))
 
 
-def longest_first(problem: Problem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
+def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
     """Put each sequence, longest first, where it finishes first.
 
     Args:
         problem: the mini-batch.
-        instance: arrays to use instead of its own, such as those of `Problem.only`.
+        instance: arrays to use instead of its own, such as those of `AssignmentProblem.only`.
         start: pipeline p takes only sequences from start[p] on [P].
     """
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
@@ -91,7 +91,7 @@ def longest_first(problem: Problem, instance: Instance | None = None, start: Int
 
 
 def search(
-    problem: Problem,
+    problem: AssignmentProblem,
     relaxed: Relaxation,
     effort: Effort,
     seed: int,
@@ -124,7 +124,9 @@ def search(
     return kicked(problem, best_placed, nothing, relaxed, effort, seed)
 
 
-def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int) -> Ints:
+def kicked(
+    problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
+) -> Ints:
     """Return an assignment improved by iterated local search.
 
     Args:
@@ -142,7 +144,7 @@ def kicked(problem: Problem, placed: Ints, extra: Floats, relaxed: Relaxation, e
     return improved
 
 
-def _starts(problem: Problem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
+def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
     """Return the starts: the relaxation, longest first and, if `widely`, Alg. 1 and random caps."""
     # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [

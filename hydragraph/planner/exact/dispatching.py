@@ -19,7 +19,7 @@ import numpy as np
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.local_search import Floats, Ints
-from hydragraph.planner.assignment.problem import Bubble, Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, Bubble, problem_of
 from hydragraph.planner.assignment.spread_search import Effort, bounded, longest_first, search, value
 
 Method = Literal["search", "greedy", "longest first", "exact"]
@@ -85,14 +85,14 @@ def dispatch(
     return Dispatch(problem.shares(placed), value(problem, placed), relaxed.seconds)
 
 
-def greedy(problem: Problem, trials: int, seed: int) -> Ints:
+def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
     """Return the result of Alg. 1 [n] for `trials` shuffled orders."""
     # All trials draw from one generator: the same seed gives the same trials, and more trials begin with the same ones.
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
     return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
 
 
-def eq3_room(problem: Problem) -> Callable[[float], Floats]:
+def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     """Return a function for the work that a pipeline of each kind can do by z after its least bubble."""
     # A pipeline in use has at least the shortest sequence, and with it the least bubble.
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0

@@ -15,7 +15,7 @@ import numpy as np
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, Ints
-from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
 def _cvxpy() -> Any:
@@ -30,7 +30,7 @@ def _cvxpy() -> Any:
     return cvxpy
 
 
-def exact_dispatch(problem: Problem) -> Ints:
+def exact_dispatch(problem: AssignmentProblem) -> Ints:
     """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
 
     A pipeline without sequences takes no time: its constants count only if it is used.

@@ -21,7 +21,7 @@ from functools import cache
 from itertools import product
 
 from hydragraph.cost.costs import Costs
-from hydragraph.planner.generators.group_prices import Prices, Site, site_of
+from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
 
 # Number of alternative splits of a node with stragglers, and the maximum number of combinations of degrees.
 SPLITS = 3
@@ -39,7 +39,7 @@ class Group:
     """
 
     devices: tuple[int, ...]
-    site: Site
+    site: DeviceSite
     rate: float
 
     @property
@@ -48,16 +48,16 @@ class Group:
         return len(self.devices)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> GroupForm:
         """Key of its times and memory: groups of one form are interchangeable."""
-        return Form(self.site, self.tp, self.rate)
+        return GroupForm(self.site, self.tp, self.rate)
 
 
 @dataclass(frozen=True)
-class Form:
+class GroupForm:
     """A site, a degree and a rate."""
 
-    site: Site
+    site: DeviceSite
     tp: int
     rate: float
 
@@ -68,7 +68,7 @@ class NodeDevices:
 
     devices: tuple[int, ...]
     rates: tuple[float, ...]
-    site: Site
+    site: DeviceSite
 
     @property
     def uneven(self) -> bool:
@@ -78,7 +78,7 @@ class NodeDevices:
 
 def nodes_of(costs: Costs, ranks: Sequence[int] | None = None) -> tuple[NodeDevices, ...]:
     """Return the devices among `ranks` (None: all) that are not lost, by node and site."""
-    by_node: dict[tuple[int, Site], list[int]] = {}
+    by_node: dict[tuple[int, DeviceSite], list[int]] = {}
     for rank in range(costs.ranks) if ranks is None else ranks:
         if math.isfinite(costs.health.rate(rank)):
             by_node.setdefault((costs.cluster.node_of(rank), site_of(costs, rank)), []).append(rank)
@@ -195,6 +195,6 @@ def _groups(node: NodeDevices, shape: Sequence[int]) -> list[Group]:
     return groups
 
 
-def forms_of(groups: Sequence[Group]) -> Counter[Form]:
+def forms_of(groups: Sequence[Group]) -> Counter[GroupForm]:
     """Return the number of groups of each form."""
     return Counter(group.form for group in groups)

@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Stage
 SAFETY = 0.99
 
 
-class Site(NamedTuple):
+class DeviceSite(NamedTuple):
     """Location of a group: devices of a type, in nodes of some kind.
 
     Attributes:
@@ -84,9 +84,9 @@ class Prices:
         self.lengths = tuple(lengths)
         self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
         self.layers = costs.outline.layers
-        self._known: dict[tuple[Site, int], tuple[Option, ...]] = {}
-        self._numbers: dict[tuple[Site, int], NDArray[np.float64]] = {}
-        self._within: dict[Site, float] = {}
+        self._known: dict[tuple[DeviceSite, int], tuple[Option, ...]] = {}
+        self._numbers: dict[tuple[DeviceSite, int], NDArray[np.float64]] = {}
+        self._within: dict[DeviceSite, float] = {}
 
     @cached_property
     def home_bytes(self) -> float:
@@ -121,7 +121,7 @@ class Prices:
             rows.append([self.held(ahead, behind) for ahead in (0.0, 1 / flying)])
         return np.array([rows[0], *rows])
 
-    def options(self, site: Site, tp: int) -> tuple[Option, ...]:
+    def options(self, site: DeviceSite, tp: int) -> tuple[Option, ...]:
         """Return the options of a group of `tp` ranks; none if that degree was not measured there."""
         key = (site, tp)
         if key not in self._known:
@@ -131,7 +131,7 @@ class Prices:
             self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
         return self._known[key]
 
-    def numbers(self, site: Site, tp: int) -> NDArray[np.float64]:
+    def numbers(self, site: DeviceSite, tp: int) -> NDArray[np.float64]:
         """Return the options as rows of `stage_layout.NUMBERS` [options, 9]."""
         key = (site, tp)
         if key not in self._numbers:
@@ -139,18 +139,18 @@ class Prices:
             self._numbers[key] = np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
         return self._numbers[key]
 
-    def degrees(self, site: Site, most: int) -> tuple[int, ...]:
+    def degrees(self, site: DeviceSite, most: int) -> tuple[int, ...]:
         """Return the measured degrees of at most `most` ranks on a type of device, ascending."""
         measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
-    def within(self, site: Site) -> float:
+    def within(self, site: DeviceSite) -> float:
         """Return the fraction of all ranks in one node of a site."""
         if site not in self._within:
             self._within[site] = len(self._ranks[site]) / self.costs.ranks
         return self._within[site]
 
-    def _option(self, site: Site, kind: StageKind) -> Option:
+    def _option(self, site: DeviceSite, kind: StageKind) -> Option:
         costs = self.costs
         devices = self._ranks[site][: kind.tp]  # ranks of one node, to look up links
         stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
@@ -191,7 +191,7 @@ class Prices:
         )
 
     @cached_property
-    def _ranks(self) -> dict[Site, tuple[int, ...]]:
+    def _ranks(self) -> dict[DeviceSite, tuple[int, ...]]:
         """Ranks of the largest node of each site."""
         cluster = self.costs.cluster
         nodes: dict[int, list[int]] = {}
@@ -220,11 +220,11 @@ def healthy(costs: Costs) -> Costs:
     return costs.changed(health=Health()) if any(True for _ in costs.health) else costs
 
 
-def site_of(costs: Costs, rank: int) -> Site:
+def site_of(costs: Costs, rank: int) -> DeviceSite:
     """Return the site of a rank."""
     cluster = costs.cluster
     node = cluster.node(cluster.node_of(rank))
-    return Site(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)
+    return DeviceSite(cluster.type_of(rank), node.inner, node.outer, node.cards / node.devices)
 
 
 def state_bytes(costs: Costs) -> float:

@@ -81,7 +81,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class FractionalStrategy:
     """The best fractional strategy for sequences up to a length.
 
     Attributes:
@@ -195,7 +195,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         below[upto] = source
 
 
-def proposals(data: Histogram, devices: int) -> list[Proposal]:
+def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
     """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
     plans = [least(data, devices)]
     t = plans[0].seconds
@@ -210,13 +210,13 @@ def proposals(data: Histogram, devices: int) -> list[Proposal]:
         plans.append(_proposal(data, upto, units, by, below))
 
 
-def least(data: Histogram, devices: int) -> Proposal:
+def least(data: Histogram, devices: int) -> FractionalStrategy:
     """Return t[N][L] and its plan, by bisection; plans are priced exactly, which ends the search."""
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
     high = float(data.work[data.levels >= last, last].max()) * PIPELINE_STEPS  # enough for a tenth of one pipeline
-    best: Proposal | None = None
+    best: FractionalStrategy | None = None
     while best is None or high - low > 1e-12 * high:
         t = high if best is None else (low + high) / 2
         units, by, below = _needs(t, data)
@@ -240,7 +240,7 @@ def _needs(t: float, data: Histogram) -> tuple[Ints, Ints, Ints]:
     return units, by, below
 
 
-def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> Proposal:
+def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> FractionalStrategy:
     """Follow the choices back from a level, and price them."""
     shares = []
     seconds = 0.0
@@ -251,10 +251,10 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
         seconds = max(seconds, float(data.work[k, upto] - data.work[k, above]) / d)
         shares.append(Share(data.schemes[k], float(d), above * STEP, upto * STEP))
         upto = above
-    return Proposal(seconds, tuple(reversed(shares)))
+    return FractionalStrategy(seconds, tuple(reversed(shares)))
 
 
-def roundings(proposal: Proposal, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
+def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
     """Return the neighbouring integer strategies that fit the devices and take the longest length.
 
     Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.

@@ -13,9 +13,9 @@ from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
-from hydragraph.planner.price_candidate import Candidate
+from hydragraph.planner.price_candidate import SearchCandidate
 
 # Number of priced partitions that are improved by exchanges.
 IMPROVED = 6
@@ -66,7 +66,7 @@ def search(
     until: float | None = None,
     safety: float = SAFETY,
     market: Market | None = None,
-) -> list[Candidate]:
+) -> list[SearchCandidate]:
     """Return candidates for an iteration of equal sequences, the most promising first.
 
     Args:
@@ -86,7 +86,7 @@ def search(
     free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserve.items()}
     best = math.inf
     # The best of similar partitions is kept, so that later steps get different ones.
-    found: dict[object, Candidate] = {}
+    found: dict[object, SearchCandidate] = {}
     taken: dict[object, float] = {}  # its seconds
     last = math.inf  # seconds of the worst candidate that would be kept now
 
@@ -116,7 +116,7 @@ def search(
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
                     continue
                 best = min(best, partition.seconds)
-                candidate = Candidate(bench, partition, groups, together, way.name)
+                candidate = SearchCandidate(bench, partition, groups, together, way.name)
                 shape = candidate.shape
                 if shape not in found or partition.seconds < found[shape].seconds:
                     found[shape] = candidate
@@ -192,7 +192,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
     """Yield the groups without the weakest site, without the two weakest, ..., as long as little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
-    of_a_device: dict[Site, float] = {}
+    of_a_device: dict[DeviceSite, float] = {}
     for i in able:
         form = bench.forms[i]
         of_a_device[form.site] = max(of_a_device.get(form.site, 0.0), bench.speed[i] / form.tp)
@@ -234,10 +234,10 @@ def _late(until: float | None) -> bool:
     return until is not None and time.monotonic() > until
 
 
-def _improved(candidate: Candidate, until: float | None) -> Candidate:
+def _improved(candidate: SearchCandidate, until: float | None) -> SearchCandidate:
     start = Counter(dict(candidate.partition.pipelines))
     partition = candidate.bench.improved(start, candidate.partition.idle, until)
-    return Candidate(candidate.bench, partition, candidate.groups, candidate.together, candidate.origin)
+    return SearchCandidate(candidate.bench, partition, candidate.groups, candidate.together, candidate.origin)
 
 
 def _bench(

@@ -33,7 +33,7 @@ from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
-from hydragraph.planner.price_candidate import NEAR_LIMIT, Candidate
+from hydragraph.planner.price_candidate import NEAR_LIMIT, SearchCandidate
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
@@ -94,7 +94,7 @@ class _Pool:
     idle: float
 
 
-def pooled(costs: Costs, candidate: Candidate, tokens: int) -> Iterator[Candidate]:
+def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
     """Yield the candidate with other layers that make it faster, or make it fit: the least cautious first.
 
     Args:
@@ -118,7 +118,7 @@ def pooled(costs: Costs, candidate: Candidate, tokens: int) -> Iterator[Candidat
         yield replace(candidate, partition=partition, layout=tuple(laid))
 
 
-def _kinds(candidate: Candidate) -> list[tuple[Laid, int]]:
+def _kinds(candidate: SearchCandidate) -> list[tuple[Laid, int]]:
     every = candidate.laid()
     found = []
     at = 0
@@ -128,7 +128,7 @@ def _kinds(candidate: Candidate) -> list[tuple[Laid, int]]:
     return found
 
 
-def _limits(costs: Costs, candidate: Candidate, tokens: int) -> list[float]:
+def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
     """Return the memory limit of a rank of each form, in bytes."""
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
@@ -137,7 +137,7 @@ def _limits(costs: Costs, candidate: Candidate, tokens: int) -> list[float]:
     return [least[form] for form in candidate.bench.forms]
 
 
-def _pool(costs: Costs, candidate: Candidate, limits: Sequence[float]) -> _Pool:
+def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> _Pool:
     bench = candidate.bench
     option = bench.options[0][0]
     pipelines = candidate.partition.count

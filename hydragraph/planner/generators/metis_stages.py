@@ -31,11 +31,11 @@ from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import in_flight
-from hydragraph.planner.metis.cluster import Cluster, DeviceType
-from hydragraph.planner.metis.metis_search import Found, Order, exact, walked
+from hydragraph.planner.metis.cluster import MetisCluster, MetisDeviceType
+from hydragraph.planner.metis.metis_search import FoundPlan, Order, exact, walked
 from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
-from hydragraph.planner.metis.problem import Plan, Problem
-from hydragraph.planner.metis.profile import Measurement, Profile
+from hydragraph.planner.metis.problem import MetisProblem, StagePlan
+from hydragraph.planner.metis.profile import Measurement, MetisProfile
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import StageKind, StagePart, recompute_flag
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -65,7 +65,7 @@ class Staged:
         memory: peak bytes of each rank; empty if the pipelines are not a valid Strategy, or not `settled`.
     """
 
-    found: Found
+    found: FoundPlan
     pipelines: tuple[Pipeline, ...]
     assignment: Assignment
     seconds: float | None
@@ -120,7 +120,7 @@ def staged(
     Raises:
         Unsupported: no plan was found that fits, or devices are of too many types or rates.
     """
-    devices = Devices(costs)
+    devices = TypedDevices(costs)
     plans: dict[tuple[Pipeline, ...], Staged] = {}
     laid: dict[object, Staged] = {}  # searches with different numbers in flight often find the same plan
     late = lambda: until is not None and time.monotonic() > until  # noqa: E731
@@ -135,7 +135,7 @@ def staged(
                 break
             profile = _profile(costs, layers, length, flying)
             largest = max(tp for _, tp, _ in layers)
-            found = _found(Problem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
+            found = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if found is None:
                 continue  # no fit with this many micro-batches in flight; fewer may fit
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
@@ -154,7 +154,7 @@ def staged(
     return sorted(plans.values(), key=lambda plan: plan.found.cost / 1e3 if plan.seconds is None else plan.seconds)
 
 
-class Devices:
+class TypedDevices:
     """The devices that are not lost, as Metis sees them: different rates count as different types."""
 
     def __init__(self, costs: Costs) -> None:
@@ -172,7 +172,7 @@ class Devices:
         # Groups of 1, 2, 4, ... ranks are taken in this order: after a node of odd size they would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
-        types: dict[str, DeviceType] = {}
+        types: dict[str, MetisDeviceType] = {}
         for (number, kind), ranks in nodes.items():
             node = cluster.node(number)
             link = node.outer if several else node.inner
@@ -181,14 +181,14 @@ class Devices:
             if kind in types:
                 bandwidth = min(bandwidth, types[kind].bandwidth)
                 memory = min(memory, types[kind].memory_gb)
-            types[kind] = DeviceType(bandwidth, max(memory, 1e-9))
+            types[kind] = MetisDeviceType(bandwidth, max(memory, 1e-9))
         if len(types) > _MOST_TYPES:
             raise Unsupported(
                 f"devices are of {len(types)} types and rates, whose orders are too many",
                 where="plan, stages as Metis forms them",
                 remedy='use method="auto" or "straggler"',
             )
-        self.cluster = Cluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
+        self.cluster = MetisCluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
 
     def ranks(self, types: tuple[str, ...]) -> list[int]:
         """Return the ranks in the given order of types."""
@@ -214,7 +214,7 @@ def _flying(layers: int) -> Iterator[int]:
         flying *= 2
 
 
-def _found(problem: Problem, order: Order, until: float | None) -> Found | None:
+def _found(problem: MetisProblem, order: Order, until: float | None) -> FoundPlan | None:
     try:
         if order == "exact":
             return exact(problem, mixed_tp=False, groups="all", until=until)
@@ -232,7 +232,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(
-    costs: Costs, devices: Devices, sequences: int, length: int, recompute: bool
+    costs: Costs, devices: TypedDevices, sequences: int, length: int, recompute: bool
 ) -> dict[tuple[str, int, int], list[_Layer]]:
     """Return the measured layers by (type, degree, sequences of a micro-batch)."""
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
@@ -290,7 +290,7 @@ def _kept(held: Footprint) -> int:
 
 def _profile(
     costs: Costs, layers: Mapping[tuple[str, int, int], Sequence[_Layer]], length: int, flying: int
-) -> Profile:
+) -> MetisProfile:
     """Return the profile for Metis's search with `flying` micro-batches in flight."""
     measurements = {}
     for key, rows in layers.items():
@@ -301,7 +301,7 @@ def _profile(
     first, middle, end = (float(_gradients(costs, layer)) for layer in (0, min(1, last), last))
     hidden = costs.sizes.hidden_bytes
     # Traffic of the state and the update overlap in part; `Costs.fixed` adds the rest for whole strategies.
-    return Profile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
+    return MetisProfile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
 
 
 def _gradients(costs: Costs, layer: int) -> int:
@@ -311,7 +311,7 @@ def _gradients(costs: Costs, layer: int) -> int:
     return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)
 
 
-def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
+def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
     """Return a plan's stages as pipelines, as many as the largest dp; replicas of a smaller one are shared.
 
     Args:
@@ -333,8 +333,8 @@ def pipelines_of(plan: Plan, ranks: list[int], recompute: bool = False) -> tuple
 
 def laid_out(
     costs: Costs,
-    devices: Devices,
-    found: Found,
+    devices: TypedDevices,
+    found: FoundPlan,
     length: int,
     recompute: bool,
     until: float | None = None,

@@ -22,7 +22,7 @@ from itertools import accumulate, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.planner.generators.device_groups import Form
+from hydragraph.planner.generators.device_groups import GroupForm
 from hydragraph.planner.generators.group_prices import Option, Prices
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
@@ -93,7 +93,7 @@ class Bench:
     def __init__(
         self,
         prices: Prices,
-        forms: Sequence[Form],
+        forms: Sequence[GroupForm],
         memory: Sequence[float],
         micro_batches: int,
         alone: bool = False,
@@ -173,7 +173,7 @@ class Bench:
         """Return the seconds of pull and push of `size` bytes of weights and gradients on a rank of a form."""
         return size * float(self._rows[form, 2])
 
-    def _passing(self, form: Form) -> float:
+    def _passing(self, form: GroupForm) -> float:
         if self._alone:
             return 0.0
         # Owners in the node are reached over its inner links, the others over its cards.

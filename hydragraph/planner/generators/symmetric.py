@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hydragraph.cost.costs import Costs
 from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
-from hydragraph.planner.generators.group_prices import SAFETY, Market, Prices, Site, reserves
+from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.spec.stage_kind import StageKind
@@ -68,7 +68,7 @@ class _Groups:
     """Tensor-parallel groups of one degree, in node order: ranks, sites, rates, and memory left after the state."""
 
     ranks: tuple[tuple[int, ...], ...]
-    sites: tuple[Site, ...]
+    sites: tuple[DeviceSite, ...]
     rates: Floats
     free: Floats
 
@@ -133,7 +133,7 @@ def simple(
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
     """Return the currently fastest node of each kind, by types of devices and links."""
-    found: dict[Site, NodeDevices] = {}
+    found: dict[DeviceSite, NodeDevices] = {}
     for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
         found.setdefault(node.site, node)
     return list(found.values())

@@ -18,7 +18,7 @@ _MEMORY = 2**30
 
 
 @dataclass(frozen=True)
-class DeviceType:
+class MetisDeviceType:
     """A type of device.
 
     Attributes:
@@ -36,7 +36,7 @@ class DeviceType:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class MetisCluster:
     """Nodes of devices; their sizes may differ.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cluster:
             which Metis's own search visits them.
     """
 
-    types: Mapping[str, DeviceType]
+    types: Mapping[str, MetisDeviceType]
     nodes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Cluster:
         return sum(self.counts.values())
 
     @staticmethod
-    def load(hosts: str | Path, types: str | Path) -> Cluster:
+    def load(hosts: str | Path, types: str | Path) -> MetisCluster:
         """Read Metis's own files: lines like `0.0.0.1 slots=4`, and JSON that describes nodes by address."""
         record = json.loads(Path(types).read_text(encoding="utf-8"))
         nodes = []
@@ -85,19 +85,24 @@ class Cluster:
             if match[1] not in record:
                 raise ValueError(f"{hosts} names {match[1]}, which {types} does not describe")
             nodes.append((record[match[1]]["instance_type"], int(match[2])))
-        kinds = {e["instance_type"]: DeviceType(e["intra_bandwidth"], e["memory"]) for e in record.values()}
-        return Cluster(kinds, tuple(nodes))
+        kinds = {e["instance_type"]: MetisDeviceType(e["intra_bandwidth"], e["memory"]) for e in record.values()}
+        return MetisCluster(kinds, tuple(nodes))
 
     @staticmethod
-    def of(cluster: spec.Cluster | Cluster) -> Cluster:
+    def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
         """Return a hydragraph cluster in Metis's terms: the slowest link inside a node of each type, and its memory."""
-        if isinstance(cluster, Cluster):
+        if isinstance(cluster, MetisCluster):
             return cluster
-        types: dict[str, DeviceType] = {}
+        types: dict[str, MetisDeviceType] = {}
         for rank, device in enumerate(cluster.devices):
             kind = cluster.type_of(rank)
             inner = cluster.node(device.node).inner.bytes_per_s / _BANDWIDTH
             least = min(inner, types[kind].bandwidth) if kind in types else inner
-            types[kind] = DeviceType(least, device.memory_bytes / _MEMORY)
+            types[kind] = MetisDeviceType(least, device.memory_bytes / _MEMORY)
         nodes = Counter((device.node, cluster.type_of(rank)) for rank, device in enumerate(cluster.devices))
-        return Cluster(types, tuple((kind, devices) for (_, kind), devices in nodes.items()))
+        return MetisCluster(types, tuple((kind, devices) for (_, kind), devices in nodes.items()))
+
+
+# Public names of the package.
+Cluster = MetisCluster
+DeviceType = MetisDeviceType

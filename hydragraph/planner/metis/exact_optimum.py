@@ -44,7 +44,7 @@ from hydragraph.planner.metis.metis_cost import (
     sync_ms,
 )
 from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
-from hydragraph.planner.metis.problem import Floats, Ints, Problem, Tables
+from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
 _MIB = 1024.0 * 1024.0
 # Number of caps on the slowest stage, between its least time and the most that the best plan allows.
@@ -573,7 +573,7 @@ class Optimum(NamedTuple):
 
 
 def optimum(
-    problem: Problem,
+    problem: MetisProblem,
     mixed_tp: bool,
     *,
     smallest: int = 1,
@@ -624,7 +624,7 @@ def _late(until: float | None) -> bool:
     return until is not None and time.monotonic() > until
 
 
-def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
+def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
     """Return the better of the best plan and the results of one case, and the number of labels."""
     tables = problem.tables
     batches = case.batches
@@ -649,7 +649,7 @@ def _solved(problem: Problem, case: _Case, best: Optimum | None, fewest: int) ->
     return best, made
 
 
-def _better(problem: Problem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
+def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
     """Return the better of the best plan so far and another, which is priced in full."""
     groups, dp, tp = rows[:3, :-1].copy()
     found = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
@@ -657,7 +657,7 @@ def _better(problem: Problem, best: Optimum | None, types: tuple[str, ...], batc
     return Optimum(types, batches, rows, cost, 0) if best is None or cost < best.cost else best
 
 
-def _bound(problem: Problem, batches: int, sums: Floats, least: Floats) -> float:
+def _bound(problem: MetisProblem, batches: int, sums: Floats, least: Floats) -> float:
     start = least[0, 0]
     pipeline = (batches - 1) * start[0] + start[1] + start[2] + sums[0, 0, 0]
     return float(pipeline + batches * problem.tables.generator)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
-from hydragraph.planner.metis.problem import Floats, Ints, Plan, Tables
+from hydragraph.planner.metis.problem import Floats, Ints, StagePlan, Tables
 
 # Bytes per millisecond of a bandwidth of 1.
 _MIB = 1024.0 * 1024.0
@@ -33,10 +33,10 @@ _MIB = 1024.0 * 1024.0
 PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generator")
 
 
-def parts(plan: Plan) -> dict[str, float]:
+def parts(plan: StagePlan) -> dict[str, float]:
     """Return the milliseconds of each part of a plan's iteration; they add up to its cost.
 
-    A plan that loses layers, or has an empty stage, is priced as Metis prices it: see `Plan.faults`.
+    A plan that loses layers, or has an empty stage, is priced as Metis prices it: see `StagePlan.faults`.
 
     Raises:
         ValueError: the profile has no measurement for a stage.
@@ -63,7 +63,7 @@ def parts(plan: Plan) -> dict[str, float]:
     return dict(zip(PARTS, map(float, found), strict=True))
 
 
-def cost(plan: Plan) -> float:
+def cost(plan: StagePlan) -> float:
     """Return the milliseconds of a plan's iteration by Metis's cost model, with all of its stages counted.
 
     Raises:

@@ -17,19 +17,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hydragraph.planner.metis.cluster import Cluster
+from hydragraph.planner.metis.cluster import MetisCluster
 from hydragraph.planner.metis.divisions import divisions
 from hydragraph.planner.metis.exact_optimum import Optimum, optimum
 from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE, Best, walk
-from hydragraph.planner.metis.problem import Ints, Plan, Problem
-from hydragraph.planner.metis.profile import Profile
+from hydragraph.planner.metis.problem import Ints, MetisProblem, StagePlan
+from hydragraph.planner.metis.profile import MetisProfile
 from hydragraph.spec import cluster as spec
 
 Order = Literal["naive", "memory", "exact"]
 
 
 @dataclass(frozen=True)
-class Found(Plan):
+class FoundPlan(StagePlan):
     """The best plan of a search.
 
     Attributes:
@@ -43,12 +43,12 @@ class Found(Plan):
     cost: float
     steps: int
     claimed: float | None = None
-    claimed_plan: Plan | None = None
+    claimed_plan: StagePlan | None = None
 
 
 def search(
-    profile: Profile,
-    cluster: Cluster | spec.Cluster,
+    profile: MetisProfile,
+    cluster: MetisCluster | spec.Cluster,
     layers: int,
     batch: int,
     order: Order = "naive",
@@ -56,11 +56,11 @@ def search(
     max_tp: int | None = None,
     mixed_tp: bool | None = None,
     groups: Literal["all", "metis"] | None = None,
-) -> Found:
+) -> FoundPlan:
     """Return the best plan of a search: its cost, its steps, and the claim of Metis's own program.
 
     Args:
-        profile: profile of the model; one with another number of layers is stretched (`Profile.stretched`).
+        profile: profile of the model; one with another number of layers is stretched (`MetisProfile.stretched`).
         cluster: Metis's or hydragraph's; all of its devices are used.
         layers: layers of the model.
         batch: sequences of an iteration.
@@ -80,7 +80,7 @@ def search(
     largest = max(tp for _, tp, _ in profile.measurements)
     if max_tp is None:
         max_tp = min(4, largest) if order == "exact" else largest
-    problem = Problem(profile.stretched(layers), Cluster.of(cluster), batch, max_tp)
+    problem = MetisProblem(profile.stretched(layers), MetisCluster.of(cluster), batch, max_tp)
     if order == "exact":
         return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
@@ -88,7 +88,7 @@ def search(
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 
-def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = None) -> Found:
+def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | None = None) -> FoundPlan:
     """Return the plan of least cost; see `search`.
 
     Args:
@@ -105,10 +105,10 @@ def exact(problem: Problem, mixed_tp: bool, groups: str, until: float | None = N
     if best is None:
         raise ValueError(_nothing(problem, groups == "metis"))
     plan = _plan(problem, best.types, best.rows, best.batches)
-    return Found(**_fields(plan), cost=best.cost, steps=best.labels)
+    return FoundPlan(**_fields(plan), cost=best.cost, steps=best.labels)
 
 
-def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
+def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
     """Return the best plan of Metis's search or the memory-aware one; see `search`."""
     steps = 0
     best: Best | None = None
@@ -132,12 +132,12 @@ def walked(problem: Problem, order: int, mixed_tp: bool) -> Found:
         raise ValueError(_nothing(problem, True))
     plan = _plan(problem, best_types, best.plan, best.batches)
     printed = _plan(problem, claimed_types, claimed.claimed_plan, claimed.claimed_batches)
-    return Found(
+    return FoundPlan(
         **_fields(plan), cost=float(best.cost), steps=steps, claimed=float(claimed.claimed), claimed_plan=printed
     )
 
 
-def _visits(problem: Problem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
+def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
     """Yield orders of types with divisions of the ranks, and whether Metis visits these twice.
 
     On the first visit it prices only the first stage. This happens at the start of every order of types except the
@@ -154,17 +154,17 @@ def _visits(problem: Problem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
             twice = twice and empty
 
 
-def _plan(problem: Problem, types: tuple[str, ...], rows: Ints, batches: int) -> Plan:
+def _plan(problem: MetisProblem, types: tuple[str, ...], rows: Ints, batches: int) -> StagePlan:
     groups, dp, tp = rows[:3, :-1].tolist()
     degrees = tuple(zip(dp, tp, strict=True))
-    return Plan(types, tuple(groups), degrees, batches, tuple(np.diff(rows[3]).tolist()), problem)
+    return StagePlan(types, tuple(groups), degrees, batches, tuple(np.diff(rows[3]).tolist()), problem)
 
 
-def _fields(plan: Plan) -> dict[str, Any]:
-    return {field.name: getattr(plan, field.name) for field in fields(Plan)}
+def _fields(plan: StagePlan) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in fields(StagePlan)}
 
 
-def _nothing(problem: Problem, metis_groups: bool) -> str:
+def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     ranks = problem.cluster.devices
     most = min(ranks, problem.layers)
     if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
@@ -177,3 +177,7 @@ def _nothing(problem: Problem, metis_groups: bool) -> str:
         f"no plan for {problem.batch} sequences on {problem.cluster.devices} devices of {memory:g} GB together fits: "
         "use more devices or fewer layers, or profile larger degrees or further micro-batch sizes"
     )
+
+
+# Public names of the package.
+Found = FoundPlan

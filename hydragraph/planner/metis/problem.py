@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hydragraph.planner.metis.cluster import Cluster
-from hydragraph.planner.metis.profile import Profile
+from hydragraph.planner.metis.cluster import MetisCluster
+from hydragraph.planner.metis.profile import MetisProfile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,7 +54,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class MetisProblem:
     """Inputs of planning.
 
     Attributes:
@@ -69,8 +69,8 @@ class Problem:
         ValueError: the profile has no measurements for a type of the cluster, or a number is out of range.
     """
 
-    profile: Profile
-    cluster: Cluster
+    profile: MetisProfile
+    cluster: MetisCluster
     batch: int
     max_tp: int
     per_rank: bool = False
@@ -163,7 +163,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """Stages of consecutive ranks, all devices of one type before those of the next.
 
     Attributes:
@@ -180,7 +180,7 @@ class Plan:
     degrees: tuple[tuple[int, int], ...]
     batches: int
     layers: tuple[int, ...]
-    problem: Problem = field(repr=False, compare=False)
+    problem: MetisProblem = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.groups) == len(self.degrees) == len(self.layers) or not self.groups:
@@ -224,3 +224,8 @@ class Plan:
 def _powers(most: int) -> list[int]:
     """Return the powers of two up to `most`."""
     return [1 << i for i in range(most.bit_length())]
+
+
+# Public names of the package.
+Plan = StagePlan
+Problem = MetisProblem

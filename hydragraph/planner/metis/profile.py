@@ -60,7 +60,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Profile:
+class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
@@ -97,7 +97,7 @@ class Profile:
         """The types of devices, in the order of the measurements."""
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
-    def stretched(self, layers: int) -> Profile:
+    def stretched(self, layers: int) -> MetisProfile:
         """Return the profile for another number of layers, with the improved paper's method (4.1).
 
         The layers between the first and the last must be equal; the optimizer's time grows with the layers.
@@ -124,15 +124,15 @@ class Profile:
         hidden: int | None = None,
         sequence: int | None = None,
         vocabulary: int | None = None,
-    ) -> Profile:
+    ) -> MetisProfile:
         """Read files of measurements; from a folder, all files that follow Metis's naming.
 
         Args:
             paths: a folder, a file, or several files; the first file's type comes first.
             layers: the number of layers to read if a file contains several; by default the least.
-            hidden: see `Profile`; required if no file contains it, as in Metis's own. The next two also are.
-            sequence: see `Profile`.
-            vocabulary: see `Profile`.
+            hidden: see `MetisProfile`; required if no file contains it, as in Metis's own. The next two also are.
+            sequence: see `MetisProfile`.
+            vocabulary: see `MetisProfile`.
 
         Raises:
             ValueError: a file is not a profile, or something is missing; the message says which and what.
@@ -154,7 +154,7 @@ class Profile:
         # the first type with a degree and a micro-batch of at least 4, and those files agree.
         measured = [e for e in found if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or found[:1], key=lambda e: (e.tp, e.size))
-        return Profile(
+        return MetisProfile(
             {(e.type, e.tp, e.size): e.measurement for e in found},
             model.parameters_bytes,
             model.optimizer_ms,
@@ -268,3 +268,7 @@ def _degree_and_size(key: str) -> tuple[int, int]:
 
 def _ends(parameters: Sequence[float]) -> tuple[float, float, float]:
     return float(parameters[0]), float(parameters[1]), float(parameters[-1])
+
+
+# Public names of the package.
+Profile = MetisProfile

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
 from hydragraph.planner.assignment.local_search import Instance
-from hydragraph.planner.assignment.problem import Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from tests.planner.examples import pipelines
 
 
@@ -36,7 +36,7 @@ def test_shares_are_rounded_along_the_sequences() -> None:
     assert local_search.rounded(shares).argmax(1).tolist() == [1, 0, 1, 1, 0, 1]
 
 
-def after_any_step(problem: Problem, placed: np.ndarray, last: int) -> list[float]:
+def after_any_step(problem: AssignmentProblem, placed: np.ndarray, last: int) -> list[float]:
     """Return the later end of both pipelines, of every move and swap that takes a sequence from the last pipeline."""
     ends = []
     for i in np.flatnonzero(placed == last):

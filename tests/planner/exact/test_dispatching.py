@@ -13,7 +13,7 @@ import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.planner.assignment import local_search
-from hydragraph.planner.assignment.problem import Bubble, Problem, problem_of
+from hydragraph.planner.assignment.problem import AssignmentProblem, Bubble, problem_of
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, longest_first, search, value
 from hydragraph.planner.exact.dispatching import Method, eq3_room, greedy
 from hydragraph.planner.exact.integer_programs import exact_dispatch
@@ -22,7 +22,7 @@ from tests.planner.examples import MIXED, PROFILE, lengths, pipelines
 BUBBLES = st.sampled_from(["longest", "constant"])
 
 
-def eq3(given: Problem, bubble: Bubble, p: int, items: list[int]) -> float:
+def eq3(given: AssignmentProblem, bubble: Bubble, p: int, items: list[int]) -> float:
     """Return a pipeline's time, written down from the formula."""
     if not items:
         return 0.0
@@ -33,7 +33,7 @@ def eq3(given: Problem, bubble: Bubble, p: int, items: list[int]) -> float:
     return sum(kind.a * n**2 + kind.b * n for n in sizes) + kind.c + (kind.stages - 1) * alone
 
 
-def best_of_all(given: Problem, bubble: Bubble) -> float:
+def best_of_all(given: AssignmentProblem, bubble: Bubble) -> float:
     best = np.inf
     for chosen in itertools.product(range(len(given.pipelines)), repeat=len(given.lengths)):
         if all(np.isfinite(given.cost[i, given.kind_of[p]]) for i, p in enumerate(chosen)):
@@ -96,7 +96,7 @@ def test_every_method_gives_every_sequence_to_one_pipeline(method: Method) -> No
         assert max((sizes[i] for i in share), default=0) <= PROFILE.max_len(scheme, devices)
 
 
-def alg_1(given: Problem, orders: np.ndarray, least_loaded: bool) -> float:
+def alg_1(given: AssignmentProblem, orders: np.ndarray, least_loaded: bool) -> float:
     """Return Alg. 1's best trial, as it is written down."""
     best = np.inf
     for order in orders:

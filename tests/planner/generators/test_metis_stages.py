@@ -9,7 +9,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
 from hydragraph.planner import metis
-from hydragraph.planner.generators.metis_stages import Devices, laid_out, pipelines_of, staged, text_of
+from hydragraph.planner.generators.metis_stages import TypedDevices, laid_out, pipelines_of, staged, text_of
 from hydragraph.planner.metis import Cluster, DeviceType, Found, Order, Plan, Problem
 from hydragraph.spec import cluster as spec
 from hydragraph.spec.health import Health
@@ -115,7 +115,7 @@ def test_the_example_of_the_module() -> None:
 
 def test_stages_of_different_degrees_are_laid_out_over_all_sequences() -> None:
     costs = priced.costs(6, priced.mixed())
-    devices = Devices(costs)
+    devices = TypedDevices(costs)
     profile = next(p.profile for p in map(draw, range(40)) if p.layers == 6)
     cluster = Cluster({"fast": DeviceType(1, 1), "slow": DeviceType(1, 1)}, devices.cluster.nodes)
     measured = {key: each for kind in ("fast", "slow") for key, each in _of(profile, kind).items()}

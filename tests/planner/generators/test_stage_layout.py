@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.planner.generators.device_groups import Form, forms_of, groupings, nodes_of
+from hydragraph.planner.generators.device_groups import GroupForm, forms_of, groupings, nodes_of
 from hydragraph.planner.generators.group_prices import Option, Prices
 from hydragraph.planner.generators.pipelines_of_groups import Bench
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, exposed, most_layers, spread_over, timed
@@ -19,7 +19,7 @@ def row(option: Option) -> np.ndarray:
     return np.array([getattr(option, name) for name in NUMBERS])
 
 
-def prices_of() -> tuple[Prices, list[Form]]:
+def prices_of() -> tuple[Prices, list[GroupForm]]:
     costs = priced.costs(6, priced.mixed(), Health({0: 2.57}))
     prices = Prices(costs, [700])
     return prices, list(forms_of(groupings(costs, prices, nodes_of(costs))[0]))
