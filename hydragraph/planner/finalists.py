@@ -131,11 +131,8 @@ def proposals(
             assignment, last = share_out(costs, each.strategy, lengths, each.together)
             found[each.strategy] = Proposal(each.strategy, assignment, last, last, "simple")
     for one in stages:
-        if one.seconds is not None and one.strategy not in found:
-            # With shared stages the seconds come from a simulation, and only owners can reduce them.
-            shares = one.strategy.shares
-            last = one.seconds if shares else costs.pipelines_end(one.strategy, one.assignment)
-            found[one.strategy] = Proposal(one.strategy, one.assignment, last, one.seconds, "search")
+        if one.strategy not in found:
+            found[one.strategy] = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
     every: dict[Strategy, Proposal] = {}
     cards = Cards(costs)
     carried = (_carried(cards, _busy(each)) for each in found.values())

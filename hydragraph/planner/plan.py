@@ -67,7 +67,7 @@ SETTLED = 6
 ALIKE = 1
 # Maximum number of ranks for which "auto" includes Metis's search.
 FEW = 64
-# Number of plans from Metis's search that are settled.
+# Number of plans from Metis's search that "auto" settles.
 STAGED = 2
 # Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins. Moving the
 # state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a faster plan soon pays for the move.
@@ -535,15 +535,13 @@ def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
     """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
-        # "auto" settles the best itself, like everything else that it finds.
-        settled = until is None and method != "auto"
-        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until, settled)
+        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
         # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
         if method != "auto":
             raise
         return []
-    return [each for each in found if each.seconds is not None][:STAGED]
+    return found[:STAGED] if method == "auto" else found
 
 
 def _varying(

@@ -212,7 +212,7 @@ def test_metis_walks_its_space_in_the_memory_aware_order() -> None:
     costs = priced.costs(6, priced.mixed())
     walked = staged(costs, 8, LENGTH, "memory")
     found = hg.plan(costs, hg.Workload(sequences=8, length=LENGTH), "metis")
-    assert found.strategy in [each.strategy for each in walked if each.seconds is not None]
+    assert found.strategy in [each.strategy for each in walked]
 
 
 @thorough

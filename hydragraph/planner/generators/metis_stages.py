@@ -1,10 +1,10 @@
 """Metis's search on hydragraph's own costs: stages over all devices, whose data parallelism may differ by stage.
 
-The profile for Metis's search is read from `Costs`: seconds and bytes of each layer by type of device, degree
-and micro-batch. Metis's cost model only ranks plans; the results are converted to pipelines, which `Costs` prices and
-whose memory it walks. Here a replica's ranks are in one node, and memory is per rank: weights,
-gradients, messages, and what micro-batches in flight keep. The number in flight depends on the number of stages:
-the search runs for 1, 2, 4, ... in flight, with and without recomputation, and keeps the best plan that fits.
+The profile for Metis's search is read from `Costs`: seconds and bytes of each layer by type of device, degree and
+micro-batch. Metis's cost model only ranks plans; the results are converted to pipelines, which `Costs` prices. Here a
+replica's ranks are in one node, and memory is per rank: weights, gradients, messages, and what micro-batches in flight
+keep. The number in flight depends on the number of stages: the search runs for 1, 2, 4, ... in flight, with and without
+recomputation.
 
 A stage of dp replicas stands in as many pipelines as the largest dp, dp_max: each replica serves dp_max / dp of them.
 
@@ -21,7 +21,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
 from hydragraph.planner.metis.problem import MetisProblem, StagePlan
 from hydragraph.planner.metis.profile import Measurement, MetisProfile
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.stage_kind import StageKind, StagePart, recompute_flag
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
@@ -57,56 +56,22 @@ class Staged:
     """A plan as pipelines.
 
     Attributes:
-        found: result of the search; its cost is an estimate in milliseconds.
-        pipelines: as many as the largest dp; those that share a stage name the same one.
+        strategy: as many pipelines as the largest dp; those that share a stage name the same one.
         assignment: assignment of the workload's sequences.
-        seconds: seconds of an iteration, by `Costs.seconds`, or simulated if stages are shared; without fixed costs if
-            not `settled`. None if the pipelines are not a valid Strategy, or a simulation would take too long.
-        memory: peak bytes of each rank; empty if the pipelines are not a valid Strategy, or not `settled`.
+        seconds: end of the last pipeline, without traffic of the state; simulated, with it, if stages are shared.
     """
 
-    found: FoundPlan
-    pipelines: tuple[Pipeline, ...]
+    strategy: Strategy
     assignment: Assignment
-    seconds: float | None
-    memory: tuple[int, ...]
-
-    @cached_property
-    def strategy(self) -> Strategy:
-        """The pipelines as a strategy.
-
-        Raises:
-            ValueError: the pipelines share stages in a way that a strategy cannot.
-        """
-        return Strategy(self.pipelines)
-
-    @property
-    def text(self) -> str:
-        """The pipelines in strategy notation."""
-        return text_of(self.pipelines)
-
-
-def text_of(pipelines: Sequence[Pipeline]) -> str:
-    """Return pipelines in strategy notation, stage by stage."""
-    every = (
-        ",".join(
-            f"[{','.join(map(str, stage.devices))}]x{stage.layers}{recompute_flag(stage.recompute)}"
-            for stage in each.stages
-        )
-        for each in pipelines
-    )
-    return " + ".join(f"<{stages}>" for stages in every)
+    seconds: float
 
 
 def staged(
-    costs: Costs,
-    sequences: int,
-    length: int,
-    order: Order = "memory",
-    until: float | None = None,
-    settled: bool = True,
+    costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
 ) -> list[Staged]:
-    """Return plans for an iteration of equal sequences on all devices that are not lost, the fastest first.
+    """Return plans for an iteration of equal sequences on all devices that are not lost.
+
+    Those that fit by the search's estimate come first, then the fastest; their exact memory is not known.
 
     Args:
         costs: the costs that price the plans.
@@ -114,15 +79,14 @@ def staged(
         length: tokens of each.
         order: search order; see `metis.search`.
         until: after this time (of `time.monotonic`) the results so far are returned, possibly none.
-        settled: whether to walk the memory of every plan, and to price traffic; otherwise the caller does for the few
-            that it takes.
 
     Raises:
-        Unsupported: no plan was found that fits, or devices are of too many types or rates.
+        Unsupported: no plan was found, or devices are of too many types or rates.
     """
     devices = TypedDevices(costs)
-    plans: dict[tuple[Pipeline, ...], Staged] = {}
-    laid: dict[object, Staged] = {}  # searches with different numbers in flight often find the same plan
+    plans: dict[Strategy, Staged] = {}
+    likely: set[Strategy] = set()  # whose micro-batches in flight the search counted on
+    laid: dict[object, Staged | None] = {}  # searches with different numbers in flight often find the same plan
     late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     for recompute in (False, True):
         if late():
@@ -140,18 +104,20 @@ def staged(
                 continue  # no fit with this many micro-batches in flight; fewer may fit
             key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
             if key not in laid:
-                laid[key] = laid_out(costs, devices, found, length, recompute, until, settled)
+                laid[key] = laid_out(costs, devices, found, length, recompute, until)
             plan = laid[key]
-            if _fits(costs, plan, flying):
-                plans.setdefault(plan.pipelines, plan)
-    if not plans and not late():
+            if plan is not None:
+                plans.setdefault(plan.strategy, plan)
+                if _is_enough(found, flying):
+                    likely.add(plan.strategy)
+    if not laid and not late():
         raise Unsupported(
             f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
             f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
             where="plan, stages as Metis forms them",
             remedy='use method="auto", more devices or shorter sequences; or profile larger degrees or --recompute',
         )
-    return sorted(plans.values(), key=lambda plan: plan.found.cost / 1e3 if plan.seconds is None else plan.seconds)
+    return sorted(plans.values(), key=lambda plan: (plan.strategy not in likely, plan.seconds))
 
 
 class TypedDevices:
@@ -332,60 +298,32 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 
 
 def laid_out(
-    costs: Costs,
-    devices: TypedDevices,
-    found: FoundPlan,
-    length: int,
-    recompute: bool,
-    until: float | None = None,
-    settled: bool = True,
-) -> Staged:
-    """Return a search result as pipelines with sequences, priced and walked if they are a valid strategy.
+    costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
+) -> Staged | None:
+    """Return a search result as pipelines with sequences, and price it.
 
     Args:
-        until: deadline (of `time.monotonic`): a plan whose stages are shared, and that takes too long to simulate, gets
-            no price.
-        settled: see `staged`.
+        until: deadline, as a value of `time.monotonic()`.
+
+    Returns:
+        None if no strategy can share stages like this, or its simulation would end after the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
-    together = max(1, found.problem.batch // (found.batches * len(pipelines)))
-    load = [length] * together
-    seconds = [max(sum(stage.apart(load)) for stage in costs.stages(each)) for each in pipelines]
-    alone = len({d for p in pipelines for d in p.devices}) == sum(len(p.devices) for p in pipelines)
-    # Pipelines that share a stage wait for one another, so none of them is faster.
-    assignment = _assigned(found.problem.batch, together, seconds if alone else [1.0] * len(pipelines), length)
     try:
         strategy = Strategy(pipelines)
     except ValueError:
-        return Staged(found, pipelines, assignment, None, ())
-    memory = _memory(costs, strategy, assignment) if settled else ()
+        return None
+    together = max(1, found.problem.batch // (found.batches * len(pipelines)))
+    load = [length] * together
+    # Pipelines that share a stage wait for one another, so none of them is faster.
+    seconds = [1.0 if strategy.shares else max(sum(s.apart(load)) for s in costs.stages(each)) for each in pipelines]
+    assignment = _assigned(found.problem.batch, together, seconds, length)
     if not strategy.shares:
-        price = costs.seconds if settled else costs.pipelines_end
-        return Staged(found, pipelines, assignment, price(strategy, assignment), memory)
-    # Fixed costs are overestimated if pipelines that share stages overlap them.
+        return Staged(strategy, assignment, costs.pipelines_end(strategy, assignment))
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
     if until is not None and time.monotonic() + _STEP_S * steps > until:
-        return Staged(found, pipelines, assignment, None, memory)
-    return Staged(found, pipelines, assignment, costs.simulate(strategy, assignment).seconds, memory)
-
-
-def _memory(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[int, ...]:
-    """Return the peak bytes of each rank; ranks in the same place of a plan are walked once."""
-    batches = micro_batches_of(strategy, assignment)
-    places: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(costs.ranks)}
-    for pipeline, mine in zip(strategy.pipelines, batches, strict=True):
-        for position, stage in enumerate(pipeline.stages):
-            # Once a pipeline is full, further micro-batches do not matter.
-            for rank in stage.devices:
-                places[rank].append((position, min(len(mine), len(pipeline.stages) + 1)))
-    known: dict[object, int] = {}
-    found = []
-    for rank in range(costs.ranks):
-        key = (tuple(places[rank]), costs.cluster.type_of(rank), costs.owned(rank))
-        if key not in known:
-            known[key] = costs.walk(strategy, batches, rank).peak().total
-        found.append(known[key])
-    return tuple(found)
+        return None
+    return Staged(strategy, assignment, costs.simulate(strategy, assignment).seconds)
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
@@ -410,14 +348,11 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
     return Assignment(tuple(micro_batches), (length,) * batch)
 
 
-def _fits(costs: Costs, plan: Staged, flying: int) -> bool:
-    """Return whether every rank's memory suffices or, without a walk, whether `flying` micro-batches are enough.
+def _is_enough(plan: StagePlan, flying: int) -> bool:
+    """Return whether a plan has at most `flying` micro-batches in flight.
 
     A stage has as many in flight as the default schedule says, for each pipeline that it serves.
     """
-    if plan.memory:
-        return all(held <= costs.memory_of(rank) for rank, held in enumerate(plan.memory))
-    degrees = plan.found.degrees
-    most = max(dp for dp, _ in degrees)
-    depth = in_flight(DEFAULT_SCHEDULE, len(degrees), plan.found.batches)
-    return all(flying >= most // dp * deep for (dp, _), deep in zip(degrees, depth, strict=True))
+    most = max(dp for dp, _ in plan.degrees)
+    depth = in_flight(DEFAULT_SCHEDULE, len(plan.degrees), plan.batches)
+    return all(flying >= most // dp * deep for (dp, _), deep in zip(plan.degrees, depth, strict=True))
