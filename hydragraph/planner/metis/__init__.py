@@ -1,9 +1,8 @@
 """Metis's planner for devices of several types, its memory-aware variant, and the exact optimum of their search space.
 
-A plan divides all devices, one type after the other, into stages of consecutive ranks; each stage has its own degrees
-of data and tensor parallelism and its own layers. Papers: Metis (USENIX ATC 2024) and Improved Intra-Operator
-Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis` prints for comparison. The
-package has its own cost model; the same search on `Costs` is `planner/generators/metis_stages.py`.
+A plan divides all devices, one type after the other, into stages of consecutive ranks, with degrees and layers of their
+own. Papers: Metis (USENIX ATC 2024) and Improved Intra-Operator Parallelism for Distributed LLM Training, whose Table 1
+`benchmarks/plans.py --only metis` prints. The same search on `Costs` is `planner/generators/metis_stages.py`.
 """
 
 from hydragraph import attributes

@@ -41,8 +41,7 @@ class MetisCluster:
 
     Attributes:
         types: types by name.
-        nodes: type and number of devices of each node. The order in which types first appear here is the order in
-            which Metis's own search visits them.
+        nodes: type and number of devices of each node; Metis's own search visits types in the order of these.
     """
 
     types: Mapping[str, MetisDeviceType]

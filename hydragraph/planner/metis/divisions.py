@@ -34,7 +34,6 @@ def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]
         if not ranks and not stages:
             yield Counter()
         return
-    # The largest size is decided first; the rest must lie between the least and the largest remaining sizes.
     *smaller, largest = sizes
     for many in range(min(stages, ranks // largest), -1, -1):
         others = stages - many

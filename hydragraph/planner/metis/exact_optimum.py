@@ -16,9 +16,8 @@ same recurrence backwards), so a label's t, o and g are first raised to those: t
 
 A completion also adds a sum, which is larger if its stages must be fast. `sums[k]` is the least sum of
 stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs at least
-(B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. The
-plans behind `sums` are themselves good ones. Orders and numbers of micro-batches are processed by their own bound, the
-least first, and those that reach the best plan are skipped.
+(B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. Orders and numbers
+of micro-batches are processed by their own bound, the least first.
 
 Example: L = 2 layers of 4 ms each, two ranks, B = 4. One rank per stage and layer: 3 * 4 + 4 + 4 = 20 ms. Both ranks in
 one stage, 3.5 ms for both layers: 3 * 3.5 + 3.5 = 14 ms, less. After one rank and one layer the label is (sum 4, t 4),
@@ -27,13 +26,14 @@ and a completion adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so i
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.metis.metis_cost import (
     least_bandwidth,
     one_type,
@@ -90,105 +90,114 @@ class Options(NamedTuple):
 @compiled
 def options_of(
     tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
-) -> tuple[Ints, Ints, Ints, Ints, Ints, Floats, Floats, Ints, Floats, Floats, Ints, Floats, Floats]:
-    """Return every option of one order of types and B, as the fields of `Options`; `sizes` are ranks of a stage."""
+) -> Options:
+    """Return every option of one order of types and B; `sizes` are ranks of a stage."""
     ranks = kinds.size
-    layers = tables.share.size
-    degrees = tables.upto.shape[1]
+    columns = tables.share.size + 1
+    types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
-    begin = np.zeros(ranks + 1, dtype=np.int64)
-    size = np.zeros(most, dtype=np.int64)
-    dp = np.zeros(most, dtype=np.int64)
-    tp = np.zeros(most, dtype=np.int64)
-    first_row = np.zeros(most + 1, dtype=np.int64)
-    limit = np.zeros(most)
-    bandwidth = np.zeros(most)
-    samples = np.zeros(most, dtype=np.int64)
-    sync = np.zeros(most)
-    memory_row = np.zeros(most, dtype=np.int64)
-    upto = np.zeros((1024, layers + 1))
-    held = np.zeros((1024, layers + 1))
-    rows = 0
-    held_rows = 0
-    # Stages of one type, degree and size share a row of memory.
-    shared = np.full((tables.bandwidth.size, degrees, tables.size_at.size), -1, dtype=np.int64)
-    count = 0
+    o = Options(
+        np.zeros(ranks + 1, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most + 1, dtype=np.int64),
+        # Replicas of one type take one of two numbers of samples.
+        np.zeros((most if types == 1 else 2 * types * most, columns)),
+        np.zeros((most, columns)),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most),
+        np.zeros(most),
+        np.zeros(most, dtype=np.int64),
+        np.zeros(most),
+        np.full(ranks + 1, np.inf),
+    )
+    # Stages of one type, degree and size share a row of `held`.
+    shared = np.full((types, degrees, tables.size_at.size), -1, dtype=np.int64)
+    used = np.zeros(3, dtype=np.int64)  # options, and rows of `upto` and `held`
     for start in range(ranks):
-        begin[start] = count
+        o.begin[start] = used[0]
+        o.ahead[start] = tables.bandwidth[kinds[start]]
         for group in sizes:
             if start + group > ranks:
                 continue
-            alike = one_type(kinds, start, group)
             for d in range(degrees):
                 width = 1 << d
                 if width > group or width > max_tp:
                     break
-                replicas = group // width
-                mbs = tables.batch // replicas // batches
-                m = size_index(tables, mbs)
-                if mbs == 0 or m < 0:
-                    continue
-                if not mixed_tp and not replicas_of_one_type(places, start, group, width):
-                    continue
-                last = sync_ms(tables, kinds, start, group, d, mbs)
-                if not np.isfinite(last):
-                    continue
-                if upto.shape[0] < rows + replicas:
-                    upto = longer(upto, 2 * upto.shape[0] + replicas)
-                if held.shape[0] < held_rows + 1:
-                    held = longer(held, 2 * held.shape[0])
-                begun = rows
-                kind = kinds[start]
-                if alike:
-                    write_row(upto, rows, tables.upto[kind, d, m])
-                    rows += 1
-                    if shared[kind, d, mbs] < 0:
-                        write_held(tables, kinds, start, 1, d, m, held[held_rows])
-                        shared[kind, d, mbs] = held_rows
-                        held_rows += 1
-                    memory_row[count] = shared[kind, d, mbs]
-                else:
-                    rows = replica_rows(tables, kinds, start, group, replicas, d, batches, upto, rows)
-                    if rows < 0:
-                        rows = begun
-                        continue
-                    write_held(tables, kinds, start, group, d, m, held[held_rows])
-                    memory_row[count] = held_rows
-                    held_rows += 1
-                least = np.inf
-                for rank in range(start, start + group):
-                    limit[count] += tables.capacity[kinds[rank]]
-                    least = min(least, tables.capacity[kinds[rank]])
-                if tables.per_rank:
-                    limit[count] = least
-                size[count] = group
-                dp[count] = replicas
-                tp[count] = width
-                bandwidth[count] = least_bandwidth(tables, kinds, start, group)
-                samples[count] = mbs
-                sync[count] = last * batches
-                first_row[count] = begun
-                count += 1
-                first_row[count] = rows
-    begin[ranks] = count
-    ahead = np.full(ranks + 1, np.inf)
-    for rank in range(ranks):
-        ahead[rank] = tables.bandwidth[kinds[rank]]
-    return (
-        begin,
-        size[:count],
-        dp[:count],
-        tp[:count],
-        first_row[: count + 1],
-        upto[:rows],
-        held[:held_rows],
-        memory_row[:count],
-        limit[:count],
-        bandwidth[:count],
-        samples[:count],
-        sync[:count],
-        ahead,
+                if mixed_tp or replicas_of_one_type(places, start, group, width):
+                    add_option(tables, kinds, batches, start, group, d, o, shared, used)
+    o.begin[ranks] = used[0]
+    count, rows, held_rows = used
+    return Options(
+        o.begin,
+        o.size[:count],
+        o.dp[:count],
+        o.tp[:count],
+        o.first_row[: count + 1],
+        o.upto[:rows].copy(),
+        o.held[:held_rows].copy(),
+        o.memory_row[:count],
+        o.limit[:count],
+        o.bandwidth[:count],
+        o.samples[:count],
+        o.sync[:count],
+        o.ahead,
     )
+
+
+@compiled
+def add_option(
+    tables: Tables, kinds: Ints, batches: int, start: int, group: int, d: int, o: Options, shared: Ints, used: Ints
+) -> None:
+    """Add the option of a first rank, a number of ranks and a degree if it was measured.
+
+    Args:
+        shared: rows of `held` by type, degree and size of micro-batch; -1: none yet.
+        used: number of options, and of rows of `upto` and `held`.
+    """
+    count, begun, held_row = used
+    replicas = group >> d
+    mbs = tables.batch // replicas // batches
+    m = size_index(tables, mbs)
+    if mbs == 0 or m < 0:
+        return
+    last = sync_ms(tables, kinds, start, group, d, mbs)
+    if not np.isfinite(last):
+        return
+    kind = kinds[start]
+    alike = one_type(kinds, start, group)
+    if alike:
+        write_row(o.upto, begun, tables.upto[kind, d, m])
+        rows = begun + 1
+        if shared[kind, d, mbs] >= 0:
+            held_row = shared[kind, d, mbs]
+    else:
+        rows = replica_rows(tables, kinds, start, group, replicas, d, batches, o.upto, begun)
+        if rows < 0:
+            return
+    if held_row == used[2]:
+        write_held(tables, kinds, start, group, d, m, o.held[held_row])
+        used[2] += 1
+        if alike:
+            shared[kind, d, mbs] = held_row
+    least = np.inf
+    for rank in range(start, start + group):
+        o.limit[count] += tables.capacity[kinds[rank]]
+        least = min(least, tables.capacity[kinds[rank]])
+    if tables.per_rank:
+        o.limit[count] = least
+    o.size[count] = group
+    o.dp[count] = replicas
+    o.tp[count] = 1 << d
+    o.memory_row[count] = held_row
+    o.bandwidth[count] = least_bandwidth(tables, kinds, start, group)
+    o.samples[count] = mbs
+    o.sync[count] = last * batches
+    o.first_row[count] = begun
+    o.first_row[count + 1] = rows
+    used[0] += 1
+    used[1] = rows
 
 
 # numba takes seconds to compile the assignment of an array to a row, and np.concatenate, for their error messages.
@@ -290,8 +299,6 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
     """Return lower bounds of completions after ranks n and layers l, for every n and l.
 
     Args:
-        tables: see `Tables`.
-        o: the options.
         caps: caps on the milliseconds of a stage, ascending [K].
 
     Returns:
@@ -341,35 +348,13 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
 
 
 @compiled
-def way(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
-    """Return the plan of `sums[0, 0, k]` as rows of groups, dp, tp and first layers [4, S + 1]."""
-    ranks = o.begin.size - 1
-    found = np.zeros((4, ranks + 1), dtype=np.int64)
-    start = 0
-    layer = 0
-    s = 0
-    while start < ranks:
-        option = chosen[start, layer, k]
-        end = ends[start, layer, k]
-        found[0, s] = o.size[option]
-        found[1, s] = o.dp[option]
-        found[2, s] = o.tp[option]
-        found[3, s] = layer
-        start += o.size[option]
-        layer = end
-        s += 1
-    found[3, s] = layer
-    return found[:, : s + 1].copy()
-
-
-@compiled
 def best_labels(
     tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
-) -> tuple[Ints, int]:
+) -> tuple[Ints, int, int]:
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        Its rows as in `way`, without a stage if no plan is found; and the number of labels.
+        The origin of each label; the last label of the plan, -1 if none is found; and the number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
@@ -450,7 +435,7 @@ def best_labels(
                         origin[made - 1, 3] = heads[behind, end]
                         origin[made - 1, 4] = stages
                         heads[behind, end] = made - 1
-    return rows_of(o, origin, last), made
+    return origin, last, made
 
 
 @compiled
@@ -531,24 +516,37 @@ def drop_needless(
         label = following
 
 
-@compiled
-def rows_of(o: Options, origin: Ints, last: int) -> Ints:
-    """Return the plan that ends with a label as rows of groups, dp, tp and first layers [4, S + 1]; -1: no stage."""
-    count = 0
+def _plan_of_sums(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
+    """Return the plan of `sums[0, 0, k]`; see `_rows`."""
+    start = 0
+    options = []
+    bounds = [0]
+    while start < o.begin.size - 1:
+        options.append(chosen[start, bounds[-1], k])
+        bounds.append(ends[start, bounds[-1], k])
+        start += o.size[options[-1]]
+    return _rows(o, options, bounds)
+
+
+def _plan_of_label(o: Options, origin: Ints, last: int) -> Ints:
+    """Return the plan that ends with a label; see `_rows`."""
+    options = []
+    bounds = []
     label = last
     while label > 0:
-        count += 1
-        label = origin[label, 0]
-    found = np.zeros((4, count + 1), dtype=np.int64)
-    label = last
-    for s in range(count - 1, -1, -1):
-        option = origin[label, 1]
-        found[0, s] = o.size[option]
-        found[1, s] = o.dp[option]
-        found[2, s] = o.tp[option]
-        found[3, s + 1] = origin[label, 2]
-        label = origin[label, 0]
-    return found
+        label, option, end = origin[label, :3]
+        options.append(option)
+        bounds.append(end)
+    return _rows(o, options[::-1], [0, *bounds[::-1]])
+
+
+def _rows(o: Options, options: Sequence[int], bounds: Sequence[int]) -> Ints:
+    """Return a plan as rows of groups, dp, tp and first layers [4, S + 1]."""
+    rows = np.zeros((4, len(bounds)), dtype=np.int64)
+    for s, option in enumerate(options):
+        rows[:3, s] = o.size[option], o.dp[option], o.tp[option]
+    rows[3] = bounds
+    return rows
 
 
 class _Case(NamedTuple):
@@ -563,7 +561,7 @@ class _Case(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best plan: its order of types, micro-batches and rows as in `way`, its cost, and the number of labels."""
+    """The best plan: its order of types, micro-batches and `_rows`, its cost, and the number of labels."""
 
     types: tuple[str, ...]
     batches: int
@@ -584,10 +582,8 @@ def optimum(
     """Return the plan of least cost, or None if no plan fits.
 
     Args:
-        problem: the problem.
         mixed_tp: whether a replica may have devices of several types.
         smallest: the least ranks of a stage; all powers of two from there on are searched.
-        fewest: the least number of stages.
         known: a known plan, which is returned if there is no better one.
         until: after this time (of `time.monotonic`) the best plan so far is returned.
     """
@@ -600,28 +596,24 @@ def optimum(
         kinds = problem.kinds(types)
         places = problem.places(types)
         for batches in _divisors(problem.batch):
-            if best is not None and _late(until):
+            if best is not None and is_late(until):
                 break
-            options = Options(*options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp))
+            options = options_of(tables, kinds, places, batches, sizes, mixed_tp, problem.max_tp)
             caps = np.full(1, np.inf)
             sums, least, chosen, ends = bounds_of(tables, options, caps)
             if not np.isfinite(sums[0, 0, 0]):
                 continue
-            rows = way(options, chosen, ends, 0)
+            rows = _plan_of_sums(options, chosen, ends, 0)
             if rows.shape[1] > fewest:
                 best = _better(problem, best, types, batches, rows)
             cases.append(_Case(_bound(problem, batches, sums, least), types, batches, options, sums, least))
     labels = 0 if known is None else known.labels
     for case in sorted(cases, key=lambda case: case.bound):
-        if best is not None and (_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
+        if best is not None and (is_late(until) or case.bound >= best.cost * (1.0 - _ROUNDING)):
             break
         best, looked_at = _solved(problem, case, best, fewest)
         labels += looked_at
     return None if best is None else best._replace(labels=labels)
-
-
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() > until
 
 
 def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
@@ -639,12 +631,13 @@ def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: in
     sums, least, chosen, ends = bounds_of(tables, case.options, caps)
     for k in range(len(caps)):
         if np.isfinite(sums[0, 0, k]):
-            rows = way(case.options, chosen, ends, k)
+            rows = _plan_of_sums(case.options, chosen, ends, k)
             if rows.shape[1] > fewest:
                 best = _better(problem, best, case.types, batches, rows)
     cost = np.inf if best is None else best.cost
-    rows, made = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
-    if rows.shape[1] > 1:
+    origin, last, made = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
+    if last >= 0:
+        rows = _plan_of_label(case.options, origin, last)
         best = _better(problem, best, case.types, batches, rows)
     return best, made
 

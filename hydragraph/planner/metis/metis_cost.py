@@ -82,13 +82,11 @@ def price(
     """Return the parts [6] of a cost, infinite if something was not measured.
 
     Args:
-        tables: see `Tables`.
         kinds: the type of each rank [N].
         groups: ranks of each stage [S].
         dp: replicas of each stage [S].
         tp: ranks of a replica [S].
         bounds: first layer of each stage, and the end [S + 1].
-        batches: B.
         count: number of stages to price; S, or 1 for plans that Metis prices by the first stage only.
     """
     layers = tables.share.size
@@ -249,7 +247,6 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         found[i] = int(exact)
         over[i] = exact - found[i]
         rest -= found[i]
-    # Equal remainders go to the first replicas.
     for _ in range(rest):
         largest = 0
         for i in range(1, dp):

@@ -11,9 +11,9 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if best is None:
         raise ValueError(_nothing(problem, groups == "metis"))
     plan = _plan(problem, best.types, best.rows, best.batches)
-    return FoundPlan(**_fields(plan), cost=best.cost, steps=best.labels)
+    return FoundPlan(**vars(plan), cost=best.cost, steps=best.labels)
 
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
@@ -133,15 +133,15 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
     plan = _plan(problem, best_types, best.plan, best.batches)
     printed = _plan(problem, claimed_types, claimed.claimed_plan, claimed.claimed_batches)
     return FoundPlan(
-        **_fields(plan), cost=float(best.cost), steps=steps, claimed=float(claimed.claimed), claimed_plan=printed
+        **vars(plan), cost=float(best.cost), steps=steps, claimed=float(claimed.claimed), claimed_plan=printed
     )
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
     """Yield orders of types with divisions of the ranks, and whether Metis visits these twice.
 
-    On the first visit it prices only the first stage. This happens at the start of every order of types except the
-    first order: with the least number of stages above one. Such orders never have one stage.
+    On the first visit it prices only the first stage: in every order of types but the first, with the least number of
+    stages above one. Such orders never have one stage.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):
@@ -158,10 +158,6 @@ def _plan(problem: MetisProblem, types: tuple[str, ...], rows: Ints, batches: in
     groups, dp, tp = rows[:3, :-1].tolist()
     degrees = tuple(zip(dp, tp, strict=True))
     return StagePlan(types, tuple(groups), degrees, batches, tuple(np.diff(rows[3]).tolist()), problem)
-
-
-def _fields(plan: StagePlan) -> dict[str, Any]:
-    return {field.name: getattr(plan, field.name) for field in fields(StagePlan)}
 
 
 def _nothing(problem: MetisProblem, metis_groups: bool) -> str:

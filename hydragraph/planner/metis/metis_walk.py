@@ -12,8 +12,8 @@ A walk ends with the first plan that fits at its first attempt, or when no stage
 plan are not counted (nor does Table 1 count them).
 
 Metis's program prices some plans by their first stage only: from the second order of types on it begins with divisions
-into two stages but still counts one. `Best.claimed` is the plan it then reports as best; everything else prices plans
-in full, and skips those that lose layers or leave a stage without any.
+into two stages but still counts one. `Best.claimed` is the plan it then reports; everything else prices plans in full,
+and skips those that lose layers or leave a stage without any.
 
     capacity[s]  [S]  the speed of stage s, as a fraction of all stages' speeds
     split[q]     [7 L]  each layer in seven equal pieces, which are divided before whole layers are
@@ -52,7 +52,6 @@ class Best(NamedTuple):
 
     Attributes:
         steps: steps of all walks that led to a plan.
-        visited: number of plans that fitted.
         cost: the lowest full price of a plan that can train; infinite without any.
         batches: micro-batches of that plan.
         plan: that plan.
@@ -62,7 +61,6 @@ class Best(NamedTuple):
     """
 
     steps: int
-    visited: int
     cost: float
     batches: int
     plan: Ints
@@ -81,16 +79,13 @@ def walk(
     max_tp: int,
     mixed_tp: bool,
     stages: int,
-) -> tuple[int, int, float, int, Ints, float, int, Ints]:
+) -> tuple[int, float, int, Ints, float, int, Ints]:
     """Walk the degrees of some divisions of the ranks into equally many stages; see `Best`.
 
     Args:
-        tables: see `Tables`.
         kinds: the type of each rank [N].
         places: label that the ranks of a replica must share unless `mixed_tp` [N].
         divisions: ranks of each stage, a row per division [G, S].
-        order: NAIVE or MEMORY.
-        max_tp: the largest degree.
         mixed_tp: whether a replica may have devices of several types.
         stages: number of stages that Metis prices on its first visit to these plans.
     """
@@ -105,7 +100,6 @@ def walk(
     left = np.zeros(count)
     lacking = np.zeros(count)
     steps = 0
-    visited = 0
     best = np.inf
     best_batches = 0
     best_plan = np.zeros((4, count + 1), dtype=np.int64)
@@ -136,7 +130,6 @@ def walk(
                         has_left = attempt > 0
                         has_lacking = attempt != 1
                 if attempt > 0:
-                    visited += 1
                     steps += taken
                     taken = 0
                     found = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
@@ -161,7 +154,7 @@ def walk(
                     more = change(dp, tp, left)
                 else:
                     more = change(dp, tp, 1.0 / dp)
-    return steps, visited, best, best_batches, best_plan, claimed, claimed_batches, claimed_plan
+    return steps, best, best_batches, best_plan, claimed, claimed_batches, claimed_plan
 
 
 @compiled
@@ -256,7 +249,9 @@ def divide(
     left: Floats,
     lacking: Floats,
 ) -> tuple[int, int]:
-    """Divide the layers over stages by speed and memory; write bounds, memory left, and the first attempt's shortage.
+    """Divide the layers over stages by speed and memory.
+
+    It writes bounds, memory left, and the first attempt's shortage.
 
     Returns:
         The attempt that fitted (0: none; -1: something was not measured), and the number of attempts that did not.

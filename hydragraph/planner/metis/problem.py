@@ -62,8 +62,8 @@ class MetisProblem:
         cluster: a plan uses all of its devices.
         batch: sequences of an iteration.
         max_tp: the largest tensor-parallel degree of a plan.
-        per_rank: use hydragraph's rules instead of Metis's: memory is per rank of a replica, and must
-            fit into each device of the stage; and the ranks of a replica are in one node.
+        per_rank: hydragraph's rules instead of Metis's: memory is per rank, and must fit into each device of a stage;
+            and the ranks of a replica are in one node.
 
     Raises:
         ValueError: the profile has no measurements for a type of the cluster, or a number is out of range.
@@ -94,7 +94,7 @@ class MetisProblem:
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:
-        """Return each rank's type [N] for an order of types, with all devices of one type before the next."""
+        """Return each rank's type [N] for an order of types."""
         if sorted(types) != sorted(self.types):
             raise ValueError(f"types are {list(types)}: name each of {list(self.types)} once")
         at = [self.types.index(kind) for kind in types]

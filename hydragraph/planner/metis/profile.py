@@ -1,8 +1,7 @@
 """Metis's measurements of a model: milliseconds and memory of layers by type of device, degree and micro-batch size.
 
-They are read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files with all
-measurements of one type of device: lists of layers under `samples`, or first, middle and last layer by number of
-layers under `by_num_layers`.
+They are read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type
+of device: lists of layers under `samples`, or first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Maximum degree and micro-batch size for the optimizer's and the batch generator's milliseconds; the largest are used.
+# Maximum degree and micro-batch size for the optimizer's and the batch generator's milliseconds.
 _MEASURED = 4
 
 
@@ -131,8 +130,6 @@ class MetisProfile:
             paths: a folder, a file, or several files; the first file's type comes first.
             layers: the number of layers to read if a file contains several; by default the least.
             hidden: see `MetisProfile`; required if no file contains it, as in Metis's own. The next two also are.
-            sequence: see `MetisProfile`.
-            vocabulary: see `MetisProfile`.
 
         Raises:
             ValueError: a file is not a profile, or something is missing; the message says which and what.
@@ -150,8 +147,7 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from the first file that the operating system lists. In the published runs it was one of
-        # the first type with a degree and a micro-batch of at least 4, and those files agree.
+        # Metis takes these from the first file that the operating system lists, which in the published runs was such.
         measured = [e for e in found if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or found[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(

@@ -1,0 +1,10 @@
+"""Deadlines of searches: moments of `time.monotonic`, or None for a search that runs to completion."""
+
+from __future__ import annotations
+
+import time
+
+
+def is_late(until: float | None, needed_s: float = 0.0) -> bool:
+    """Return whether work of `needed_s` seconds would end after `until`."""
+    return until is not None and time.monotonic() + needed_s > until
