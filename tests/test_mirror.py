@@ -115,6 +115,8 @@ ELSEWHERE = {
     "passes/variant_spec.py": ("passes/test_graph_passes.py", "which passes apply"),
     "planner/assignment/problem.py": ("planner/exact/test_dispatching.py", "a mini-batch as arrays"),
     "planner/assignment/spread_search.py": ("planner/exact/test_dispatching.py", "the search against the bound"),
+    "planner/bisection.py": ("planner/assignment/test_bounds.py", "bounds that are found by it"),
+    "planner/deadline.py": ("planner/test_finalists.py", "searches that are late take one plan that fits"),
     "planner/exact/autohet_grouping.py": ("benchmarks/test_most_power.py", "equation 3 as published, and our optimum"),
     "planner/exact/integer_programs.py": ("planner/exact/test_dispatching.py", "it is the oracle there"),
     "planner/policy.py": ("engine/test_planning_service.py", "one strategy stays, or one is chosen every step"),

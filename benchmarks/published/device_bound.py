@@ -11,6 +11,7 @@ from hydragraph.cost.stage_arrays import stage_terms
 from hydragraph.planner.assignment.assign_mini_batch import line_terms
 from hydragraph.planner.assignment.bounds import alone, least_of
 from hydragraph.planner.assignment.problem import problem_of
+from hydragraph.planner.bisection import above, bisect
 
 # Number of prefixes of the sequences that are examined.
 PREFIXES = 12
@@ -42,12 +43,4 @@ def bound_devices(kinds: Sequence[PipelineCost], lengths: Sequence[int], devices
         return True
 
     low = alone(problem, terms)
-    if enough(low):
-        return low
-    high = 2 * low
-    while not enough(high):
-        high *= 2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return low
+    return low if enough(low) else bisect(enough, low, above(enough, low), 1e-6)[0]

@@ -1,8 +1,8 @@
 """Assignment of a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
 
-Dispatching and packing depend on each other: a pipeline's end is known only once its share is cut into micro-batches.
-So sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED);
-then each share is packed, and the excess is added to the pipeline's end in the next round of dispatching.
+A pipeline's end is known only once its share is cut into micro-batches. So sequences are dispatched by the time of the
+best number of equal micro-batches (`local_search.finish`, FORMED); then each share is packed, and the excess is added
+to the pipeline's end in the next round of dispatching.
 
 These rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
 drain. The result that is best by the actual schedule is then improved by that schedule (`schedule_search`).
@@ -38,10 +38,10 @@ from hydragraph.planner.assignment.micro_batches import SUM, form_in_order
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 from hydragraph.planner.assignment.schedule_search import TASKS, Sequences, ends_of, improve
 from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, kicked, longest_first, search
+from hydragraph.planner.deadline import is_late
 from hydragraph.spec.assignment import Assignment
 
-# Number of rounds by the envelope, each with the excess from packing the last one; effort of each; and kicks of
-# each packing. `dispatch` and `pack` alone search longer.
+# Number of rounds by the envelope, effort of each, and kicks of each packing.
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
@@ -121,7 +121,7 @@ class Bounded:
         problem: its arrays.
         given: input of the search by the schedule.
         first: an assignment to pipelines, longest first [n].
-        relaxed: the relaxation by the envelope, which guides the search by the envelope.
+        relaxed: the relaxation by the envelope.
         seconds: lower bound of any assignment, exactly.
     """
 
@@ -137,7 +137,6 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
-    # Longest first is a complete plan for any deadline; the envelope's bound is searched below it.
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
     return Bounded(
@@ -161,14 +160,14 @@ def assign_bounded(
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign a bounded mini-batch; see `assign`."""
-    # The deadline limits when work starts, not when it ends: no round is interrupted, so every plan is complete.
+    # No round is interrupted, so every plan is complete.
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
         nothing = (0.0,) * len(problem.pipelines)
         return PlannedAssignment(((),) * len(nothing), tuple(map(int, lengths)), by_pipeline=nothing)
     cut = enveloped(start, until, seed)
-    if not _late(until):
+    if not is_late(until):
         cut = improved(start, cut, effort or EFFORT, seed)
     batches = _micro_batches(cut, problem.order)
     return PlannedAssignment(
@@ -203,15 +202,14 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
     problem = start.problem
     relaxed = start.relaxed
     placed = start.first
-    if not _late(until):
+    if not is_late(until):
         placed = search(problem, relaxed, SPREADING, seed, first=placed, widely=False)
     last, estimates = formed(start, placed)
     best = last
     for round_ in range(1, ROUNDS):
         close = (max(estimates), relaxed.seconds), (best.seconds, start.seconds)
-        if _late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
+        if is_late(until) or any(reached <= bound * (1 + SPREADING.enough) for reached, bound in close):
             break
-        # Correct the ends that the search assumed by the excess from packing.
         placed = kicked(problem, placed, last.ends - ends(problem, placed), relaxed, SPREADING, seed + round_)
         last, estimates = formed(start, placed)
         best = min(best, last, key=lambda cut: cut.seconds)
@@ -228,19 +226,15 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
     count = np.zeros(pipelines, np.int64)
     estimates = np.zeros(pipelines)
     first = 0  # number of the next micro-batch
-    for p, (kind, t) in enumerate(zip(problem.pipelines, problem.kind_of.tolist(), strict=True)):
+    for p, t in enumerate(problem.kind_of.tolist()):
         mine = np.flatnonzero(placed == p)
         if not len(mine):
             continue
         work = np.ascontiguousarray(problem.cost[mine, t])
-        # A share is still sorted by length, so packing need not sort it again.
         estimates[p], _, count[p], position, _ = form_in_order(
             work,
             problem.lengths[mine],
             problem.terms[t],
-            kind.stages,
-            kind.c,
-            kind.util_len,
             SUM,
             PACKING_KICKS,
             table_at(start.given.terms, t),
@@ -249,7 +243,6 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
         batch[mine] = first + position
         orders.append(first + np.arange(count[p]))
         first += count[p]
-    # Room for about twice as many: a search may create more.
     order = np.zeros((pipelines, min(n, 2 * int(count.max()) + 8)), np.int64)
     order[np.arange(order.shape[1]) < count[:, None]] = np.concatenate(orders)
     return _cut(start, placed.copy(), batch, order, count), estimates
@@ -291,14 +284,9 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
     return bounded_pipelines(pipelines, lengths).seconds
 
 
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() >= until
-
-
 def _least_cost(problem: AssignmentProblem) -> Floats:
     """Return [n, K] the minimum cost of a sequence: its work, and without a bubble its share of full micro-batches."""
-    # Without a bubble, V is as small as MaxLen allows, so c is paid at least once per MaxLen tokens. With a bubble, a
-    # larger V may pay, and `formed_room` weighs c against it.
+    # Without a bubble, c is paid at least once per MaxLen tokens. With one, `formed_room` weighs c.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
@@ -309,7 +297,6 @@ def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
     sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
     """
-    # By z, sum + c V + (PP - 1) (sum / V + c): convex in V, so the room at the best V bounds every other.
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])
 

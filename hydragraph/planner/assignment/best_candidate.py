@@ -14,7 +14,6 @@ from hydragraph.cost.measured_profile import PipelineCost, Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import PlannedAssignment, assign_bounded, bounded_pipelines
-from hydragraph.planner.assignment.spread_search import Effort
 
 
 @dataclass(frozen=True)
@@ -97,18 +96,12 @@ def compare_pipelines(
     charges: Sequence[float] | None = None,
     *,
     all_of_them: bool = False,
-    effort: Effort | None = None,
     seed: int = 0,
 ) -> Choice:
     """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win.
 
     Args:
-        candidates: the pipelines of each strategy.
-        lengths: tokens per sequence.
         charges: seconds that each candidate pays besides computing; default: 0.
-        all_of_them: see `compare`.
-        effort: search effort for each assignment.
-        seed: seed of the search.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -116,7 +109,6 @@ def compare_pipelines(
     """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")
-    # Exclude candidates that cannot take the longest sequence before computing anything.
     paid = list(charges or [0.0] * len(candidates))
     longest = max(lengths, default=0)
     reach = [max(p.max_len for p in c) for c in candidates]
@@ -138,11 +130,10 @@ def compare_pipelines(
     winner = -1
     winning = PlannedAssignment(())
     for i in sorted(fitting, key=lambda i: (bounds[i], i)):
-        # Bounds ascend, so none can win from here on; the verdicts still have their bounds.
         if bounds[i] >= best and not all_of_them:
             verdicts[i] = Verdict(float("inf"), bounds[i], paid[i], f"cannot take less than {bounds[i]:.4g} s")
             continue
-        assignment = assign_bounded(starts[i], lengths, effort=effort, seed=seed)
+        assignment = assign_bounded(starts[i], lengths, seed=seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
         # Ties go to the first candidate, so that every process chooses alike.
@@ -150,7 +141,6 @@ def compare_pipelines(
             best = seconds
             winner = i
             winning = assignment
-    # The winner's verdict has no reason.
     won = verdicts[winner]
     verdicts[winner] = Verdict(won.seconds, won.bound, won.charge, "")
     return Choice(winner, winning, tuple(verdicts))

@@ -19,11 +19,10 @@ Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capaci
     1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
     0.4 of the first and the second take kind 0 until 3.6, and 0.6 of the first kind 1; undivided they end at 6 or later
 
-This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, for any stages, micro-batches and
-order. They hold for every kind of schedule whose backward is one action (`HOLDS_FOR`). Consider a stage that computes
-some sequences, and let the shortest take t forward through the stages before it and u back: the stage begins no earlier
-than t, and u remains when it is done. So the pipeline ends no earlier than t + u + their time on that stage. This holds
-for any set of sequences, so also for all those above some length:
+This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, for every kind whose backward is
+one action (`HOLDS_FOR`). Let the shortest of some sequences take t forward through the stages before a stage, and u
+back: the stage begins no earlier than t, and u remains when it is done. So the pipeline ends no earlier than t + u +
+their time on that stage. This holds for all sequences above some length:
 
     divided     the relaxation for those sequences, with room z - t - u on each pipeline
     pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p. With one kind of
@@ -50,6 +49,7 @@ from hydragraph.cost.compiled_replay import AHEAD, BACK, BACKWARD, FORWARD, repl
 from hydragraph.cost.stage_arrays import StageTerms, add_pairs, fill_row, pairs_of, table_at
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.planner.assignment.problem import AssignmentProblem
+from hydragraph.planner.bisection import above, bisect
 
 Floats = NDArray[np.float64]
 
@@ -120,13 +120,10 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
     """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
     n, kinds = cost.shape
-    # With one kind sharing is trivial, and any price gives the same bound.
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
     sizes = np.diff(np.append(starts, n))
     bounded = np.where(np.isfinite(cost), cost, 0.0)
-    # Variables are the share of each group on each kind that fits, and theta; a row for each kind's capacity, and one
-    # for each group, whose shares add up to 1.
     total = np.add.reduceat(bounded, starts, axis=0)
     total[~np.isfinite(cost[starts])] = np.inf
     group, kind = np.nonzero(np.isfinite(total) & (room > 0))
@@ -152,23 +149,13 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
 
 def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
     """Return the least z that the prices do not exclude, at most `start`, rounded down."""
-    # Price each sequence where it is cheapest: no assignment pays less for its work.
     priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
     needed = float(priced.min(1).sum())
     if needed <= 0:
         return 0.0
     if float(prices @ capacity(start)) < needed:
         return start
-    # Bisection keeps `low` excluded and `high` not, so returning `low` never claims too much.
-    low = 0.0
-    high = start
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if float(prices @ capacity(middle)) < needed:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect(lambda z: float(prices @ capacity(z)) >= needed, 0.0, start, 1e-9)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +184,6 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum seconds of sequences.
 
     Args:
-        problem: the mini-batch.
         terms: terms of its kinds, with lines nowhere above a stage's seconds (`stage_terms`, with `shortest`).
     """
     n = len(problem.lengths)
@@ -210,8 +196,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
-        # The slowest kind of rank of each stage, for each sequence alone: [S, n]. The time before a stage is that of
-        # the stages and messages before it.
+        # The slowest kind of rank of each stage, for each sequence alone: [S, n].
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
@@ -230,8 +215,6 @@ def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats
     """Return a lower bound of any assignment's end, by the schedule itself; see the module docstring.
 
     Args:
-        problem: the mini-batch.
-        terms: see `least_of`.
         prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation are good ones.
     """
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
@@ -256,7 +239,6 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     paid = np.cumsum(weights, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         z = (needed[:, None] + np.cumsum(weights * fills, axis=1)) / paid
-    # If the cheapest kinds are free, the bound is 0, however late the others start.
     return float(np.where(needed > 0, np.where(paid > 0, z, np.inf).min(1), 0.0).max())
 
 
@@ -274,16 +256,7 @@ def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
             most = np.floor(np.maximum(0.0, z - least.fill) / each * (1 + 1e-12))
         return bool((np.minimum(np.nan_to_num(most, posinf=1e18), 1e18) @ problem.counts >= wanted).all())
 
-    # The held number grows with z: `low` stays excluded, `high` does not.
-    if held(low):
-        return low
-    high = 2 * low + 1e-12
-    while not held(high):
-        high *= 2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if held(middle) else (middle, high)
-    return low
+    return low if held(low) else bisect(held, low, above(held, low), 1e-6)[0]
 
 
 def alone(problem: AssignmentProblem, terms: StageTerms) -> float:

@@ -57,8 +57,7 @@ EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
-# Pipelines that local search examines first: a step's best partner is usually one that finishes early, and the cost of
-# finding it grows with the number of partners.
+# Pipelines that local search examines first: a step's best partner is usually one that finishes early.
 NEAR = 16
 # Fraction of the last end that a step must save: rounding alone must not keep the search running forever.
 LEAST_GAIN = 1e-12
@@ -102,10 +101,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     seconds of attention with a window or chunks add to a longest^2 + b longest.
 
     Args:
-        terms: the row of its kind.
-        load: seconds of work of its sequences.
         tokens: total tokens of its sequences; 0 if it has none.
-        longest: tokens of its longest sequence.
     """
     if tokens <= 0.0:
         return 0.0
@@ -119,8 +115,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
-    # FORMED: the largest micro-batch has at least an equal part of the load, and at least the longest sequence.
-    # Appendix C: at least the number of micro-batches that MaxLen requires, at most the number that UtilLen allows.
+    # FORMED, by Appendix C: at least as many micro-batches as MaxLen requires, at most as many as UtilLen allows.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
     if bubble == 0.0:
@@ -130,7 +125,6 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         if c > 0.0:
             best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
-    # The best V is seldom whole. The time falls before it and grows after it, so one of its neighbours is best.
     below = min(max(math.floor(best), low), high)
     result = load + c * below + bubble * (max(load / below, alone) + c)
     if below < best:
@@ -174,7 +168,6 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
             continue
         state.loads[p] += instance.cost[i, instance.kind_of[p]]
         state.tokens[p] += instance.lengths[i]
-        # Sequences come longest first: the first one seen is the longest, the next one the second.
         if state.longest[p] == n:
             state.longest[p] = i
         elif state.second[p] == n:
@@ -229,8 +222,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Pipelines of one kind differ only in their state, so the one that ends first is the best of them for this
-            # sequence unless its own longest decides; `finish` is called once per kind, not per pipeline.
+            # Among pipelines of one kind, the one that ends first is the best unless its own longest decides.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -297,7 +289,6 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
                 end = finish(
                     instance.terms[t], loads[p] + cost[i, t], tokens[p] + lengths[i], max(longest[p], lengths[i])
                 )
-                # The objective is the maximum over all pipelines: most sequences do not change it, wherever they go.
                 grown = max(last, end)
                 tie_break = end if least_loaded else 0.0
                 if grown < least or (grown == least and tie_break < tie):
@@ -319,7 +310,6 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
     """Return the end that `pipelines` of the pipelines do not exceed."""
-    # Repeatedly find the next larger end: cheaper than sorting, because few are needed.
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -338,8 +328,8 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
     """Return a value that, plus any added work, is a lower bound of pipeline q's end with that work.
 
-    An end grows by at least the added work, except where a pipeline forms its micro-batches (FORMED): with more tokens
-    it may form more of them, and has a shorter bubble. Then only its total work is a lower bound.
+    An end grows by at least the added work. But with more tokens a pipeline may form more micro-batches (FORMED), and
+    has a shorter bubble: then only its total work is a lower bound.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -350,9 +340,8 @@ def best_step(
 ) -> tuple[float, int, int, int]:
     """Return the step that most reduces the later end of pipeline p and of its partner.
 
-    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q; only their ends change. Most steps
-    cannot beat the best step so far by their work alone, and are skipped before `finish` is called.
-    Among a pipeline's sequences of one length, only the first is tried.
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q. Most steps cannot beat the best so
+    far by their work alone. Among a pipeline's sequences of one length, only the first is tried.
 
     Args:
         p: the last pipeline to finish.
@@ -448,8 +437,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
-        # Partners that finish early have the most room. With many pipelines it is faster to try those first, and all
-        # of them only if these offer no improvement.
+        # Partners that finish early have the most room.
         horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
         _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
         if i >= 0:
@@ -469,12 +457,8 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
     """Iterated local search, in place: move a few sequences at random, descend again, keep the result unless worse.
 
-    Accepting equal results, not only better ones, lets the search explore equally good assignments.
-
     Args:
         extra: seconds to add to each pipeline [P].
-        kicks: number of kicks.
-        enough: stop at this many seconds.
         seed: the same seed gives the same result.
 
     Returns:

@@ -31,10 +31,13 @@ from hydragraph.cost.micro_batch_order import best_order
 from hydragraph.ir.schedules.schedule import ScheduleTable
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import (
+    BUBBLE,
     COLUMNS,
     MAX_LEN,
     MODE,
+    OVERHEAD,
     SINGLE,
+    UTIL_LEN,
     Floats,
     Instance,
     Ints,
@@ -53,28 +56,28 @@ SUM = 1
 
 
 @compiled
-def price(objective: int, largest: float, total: float, count: float, stages: int, c: float) -> float:
+def price(objective: int, largest: float, total: float, count: float, terms: Floats) -> float:
     """Return the seconds of `count` micro-batches with `total` work, the largest of them with `largest`."""
+    bubble = terms[BUBBLE]
+    c = terms[OVERHEAD]
     if objective == EQ1:
-        return (largest + c) * (stages - 1 + count)
-    return total + c * count + (stages - 1) * (largest + c)
+        return float((largest + c) * (bubble + count))
+    return float(total + c * count + bubble * (largest + c))
 
 
 @compiled
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the largest of `count` micro-batches: the mean, and pigeonhole bounds.
 
-    Among the 2 count + 1 sequences with most work, three share a micro-batch: it has at least the work of the last
-    three of them. The same holds for any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the
-    first 3 two share at least 4 + 3 = 7, all 5 make three share at least 3 + 3 + 3 = 9.
+    Among the 2 count + 1 sequences with most work, three share a micro-batch, which has at least the work of the last
+    three of them; and so for any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the first 3
+    two share at least 4 + 3 = 7, of all 5 three share at least 3 + 3 + 3 = 9.
 
     Args:
         work: descending, as lengths are [n].
-        count: number of micro-batches.
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
-    # Bounds for five or more sharers are hardly ever above the mean.
     for together in range(2, 5):
         last = (together - 1) * count
         if last >= n:
@@ -111,7 +114,6 @@ def kick_evenly(
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
     """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
-    # One kind: SINGLE reads only MaxLen, and the work is the end.
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -119,20 +121,18 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 
 
 @compiled
-def priced(placed: Ints, work: Floats, count: int, objective: int, stages: int, c: float) -> float:
+def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats) -> float:
     """Return the seconds of a packing, infinite if a sequence has no micro-batch."""
     if placed.min() < 0:
         return np.inf
     loads = np.zeros(count)
     for i in range(len(work)):
         loads[placed[i]] += work[i]
-    return price(objective, loads.max(), work.sum(), count, stages, c)
+    return price(objective, loads.max(), work.sum(), count, terms)
 
 
 @compiled
-def form(
-    work: Floats, lengths: Floats, terms: Floats, stages: int, c: float, util_len: float, objective: int, kicks: int
-) -> tuple[float, float, int, Ints]:
+def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
     """Return the best packing of one pipeline: seconds, their lower bound, V, and each sequence's micro-batch.
 
     V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only if
@@ -142,22 +142,17 @@ def form(
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
         terms: row of the pipeline's kind; see `local_search`.
-        stages: PP.
-        c: fixed seconds of a micro-batch.
-        util_len: desired minimum tokens of a micro-batch.
-        objective: EQ1 or SUM.
         kicks: kicks of the local search for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
     max_len = terms[MAX_LEN]
     low = max(1, math.ceil(lengths.sum() / max_len))
-    high = min(max(low, int(lengths.sum() // util_len)), n)
+    high = min(max(low, int(lengths.sum() // terms[UTIL_LEN])), n)
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
-        bounds[v - low] = price(objective, largest_at_least(work, v), total, v, stages, c)
-    # Best bound first: once a packing is as good as the next bound, no remaining V can beat it. Only packings for kicks
-    # are kept: short sequences may have thousands of V.
+        bounds[v - low] = price(objective, largest_at_least(work, v), total, v, terms)
+    # Best bound first: once a packing is as good as the next bound, no remaining V can beat it.
     tried = np.full((KICKED, n), -1, np.int64)
     kept = np.full(KICKED, -1)  # V - low of each, the best first
     values = np.full(len(bounds), np.inf)
@@ -169,7 +164,7 @@ def form(
             break
         open_bounds[at] = np.inf
         placed = spread_evenly(work, lengths, low + at, max_len)
-        values[at] = priced(placed, work, low + at, objective, stages, c)
+        values[at] = priced(placed, work, low + at, objective, terms)
         best = min(best, values[at])
         for k in range(KICKED):
             if kept[k] < 0 or (values[at], at) < (values[kept[k]], kept[k]):
@@ -179,14 +174,13 @@ def form(
                 tried[k] = placed
                 break
     # With one stage SUM does not depend on the largest micro-batch, so kicks, which level it, cannot help.
-    if objective == EQ1 or stages > 1:
+    if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
-            # Kicks cannot improve a V beyond its own bound.
             if at >= 0 and values[at] < np.inf and bounds[at] < best * (1 - ENOUGH):
                 enough = largest_at_least(work, low + at) * (1 + ENOUGH)
                 kick_evenly(tried[k], work, lengths, low + at, max_len, kicks, enough)
-                values[at] = priced(tried[k], work, low + at, objective, stages, c)
+                values[at] = priced(tried[k], work, low + at, objective, terms)
                 best = min(best, values[at])
     at = np.argmin(values)
     if best < np.inf:
@@ -197,7 +191,7 @@ def form(
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
-            seconds = priced(placed, work, count, objective, stages, c)
+            seconds = priced(placed, work, count, objective, terms)
             return seconds, min(bounds.min(), seconds), count, placed
     return np.inf, np.inf, 0, tried[0]
 
@@ -207,9 +201,6 @@ def form_in_order(
     work: Floats,
     lengths: Floats,
     terms: Floats,
-    stages: int,
-    c: float,
-    util_len: float,
     objective: int,
     kicks: int,
     table: ScheduleTable,
@@ -218,29 +209,25 @@ def form_in_order(
     """Return the result of `form` with micro-batches numbered in the order that ends first, and that end.
 
     Args:
-        work, lengths, terms, stages, c, util_len, objective, kicks: see `form`.
         table: of the pipeline's schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
-    best, bound, count, placed = form(work, lengths, terms, stages, c, util_len, objective, kicks)
+    best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:
         return best, bound, 0, placed, np.inf
-    # A micro-batch costs c plus its sequences' work.
     used = np.zeros(count, np.bool_)
-    costs = np.full(count, c)
+    costs = np.full(count, terms[OVERHEAD])
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
-    # Some micro-batches may be empty: number those in use from 0.
-    number = np.zeros(count, np.int64)
+    number = np.zeros(count, np.int64)  # of those that are not empty
     used_count = 0
     for j in range(count):
         if used[j]:
             costs[used_count] = costs[j]
             number[j] = used_count
             used_count += 1
-    end, order = best_order(costs[:used_count], stages, table, climb)
-    # `order` gives the micro-batch at each position; a sequence needs the position of its micro-batch.
+    end, order = best_order(costs[:used_count], int(terms[BUBBLE]) + 1, table, climb)
     position = np.empty(len(order), np.int64)
     for at in range(len(order)):
         position[order[at]] = at

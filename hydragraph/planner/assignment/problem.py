@@ -74,8 +74,6 @@ def problem_of(
     """Return the arrays of a mini-batch; sequences of length 0 are left out.
 
     Args:
-        pipelines: cost of each pipeline.
-        lengths: tokens per sequence.
         formed: whether pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
         bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant.
 
@@ -98,7 +96,6 @@ def problem_of(
             remedy="truncate it (max_length in the data), or give more devices to a pipeline (tensor or pipeline "
             "parallelism, more devices in all)",
         )
-    # Columns are kinds, not pipelines: a hundred pipelines of three kinds are three columns.
     kinds = tuple(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(p) for p in pipelines], dtype=np.int64)
     cost = np.stack([np.where(sizes <= k.max_len, k.work(sizes), np.inf) for k in kinds], axis=1)

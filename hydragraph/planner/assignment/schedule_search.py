@@ -1,9 +1,8 @@
 """Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled by numba).
 
-The earlier searches use an envelope: every stage as slow as the slowest, and (PP - 1) times the largest
-micro-batch to fill and drain. Here the end of a pipeline is computed task by task (`compiled_replay.replay`), so that
-small first and last micro-batches, uneven stages and slow links count exactly. That is more expensive; so only the
-pipeline that ends last is improved, by the first step found that helps, until no step or effort is left.
+The end of a pipeline is computed task by task (`compiled_replay.replay`), so that small first and last micro-batches,
+uneven stages and slow links count exactly. That is expensive; so only the pipeline that ends last is improved, by the
+first step found that helps, until no step or effort is left.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
     M            maximum number of micro-batches: as many as sequences. Each has a number for its lifetime
@@ -71,8 +70,8 @@ class Draft(NamedTuple):
         placed: the pipeline of each sequence [n].
         batch, order, counts: see the module docstring (`count`).
         members, squares, tokens: of each micro-batch: number of sequences, sum l^2 and sum l [M].
-        near: of each micro-batch: sum of the pairs of each window and chunk [M + 4, W].
-        rows: [M + 4, S, 5]; the last four are those of a trial, here and in `near`.
+        near: of each micro-batch: sum of the pairs of each window and chunk [M + 2, W].
+        rows: [M + 2, S, 5]; the last two are those of a trial, here and in `near`.
         busy: computing seconds of each stage of a pipeline [P, S].
         ends: [P].
         spent: tasks computed so far [1].
@@ -110,8 +109,8 @@ def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
         np.zeros(n, np.int64),
         np.zeros(n),
         np.zeros(n),
-        np.zeros((n + 4, len(given.terms.reaches))),
-        np.empty((n + 4, stages, PARTS)),
+        np.zeros((n + 2, len(given.terms.reaches))),
+        np.empty((n + 2, stages, PARTS)),
         np.zeros((pipelines, stages)),
         np.zeros(pipelines),
         np.zeros(1, np.int64),
@@ -179,7 +178,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
     Args:
         m: a micro-batch of pipeline p; -1: an empty one.
-        at: 0 to 3.
+        at: 0 or 1.
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
@@ -207,23 +206,57 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
 
 @compiled
-def without(i: int, p: int, which: int, plan: Draft, given: Sequences) -> int:
-    """Write pipeline p without sequence i to an order of a trial, and return its number of micro-batches."""
-    order = plan.trial[which]
+def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
+    """Write pipeline p without sequence i to the first trial order; return its number of micro-batches."""
+    order = plan.trial[0]
     m = plan.batch[i]
     count = 0
-    # A micro-batch of only this sequence is removed; otherwise its remainder takes its place, as trial 2 * which.
+    # A micro-batch of only this sequence is removed; otherwise its remainder takes its place, as trial 0.
     for x in range(plan.counts[p]):
         other = plan.order[p, x]
         if other != m:
             order[count] = other
             count += 1
         elif plan.members[m] > 1:
-            order[count] = len(plan.placed) + 2 * which
+            order[count] = len(plan.placed)
             count += 1
     if plan.members[m] > 1:
-        changed_batch(m, 2 * which, p, i, -1, plan, given)
+        changed_batch(m, 0, p, i, -1, plan, given)
     return count
+
+
+@compiled
+def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft, given: Sequences) -> bool:
+    """Put sequence i into a micro-batch of pipeline q, or into a new one, if q then ends before `best`.
+
+    Args:
+        order, count: the micro-batches of q, without i.
+    """
+    rest = len(plan.placed)  # what i leaves of its own micro-batch: trial 0
+    with_it = rest + 1
+    for x in range(count):
+        m = order[x]
+        if m == rest or not changed_batch(m, 1, q, -1, i, plan, given):
+            continue
+        order[x] = with_it
+        end = end_with(q, order, count, plan, given)
+        order[x] = m
+        if end < best:
+            relocate(i, q, m, 0, plan)
+            return True
+    if count == plan.order.shape[1] or not changed_batch(-1, 1, q, -1, i, plan, given):
+        return False
+    own = plan.batch[i]
+    for x in range(count + 1):
+        if plan.members[own] == 1 and x < plan.counts[q] and plan.order[q, x] == own:
+            continue  # no change
+        opened(order, count, x, with_it)
+        end = end_with(q, order, count + 1, plan, given)
+        closed(order, count + 1, x)
+        if end < best:
+            relocate(i, q, -1, x, plan)
+            return True
+    return False
 
 
 @compiled
@@ -300,32 +333,8 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 @compiled
 def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
     """Put sequence i of pipeline p into another of its micro-batches, or into a new one, if p then ends sooner."""
-    left = len(plan.placed)
-    own = plan.batch[i]
-    count = without(i, p, 0, plan, given)
-    order = plan.trial[0]
-    for x in range(count):
-        m = order[x]
-        if m == left or not changed_batch(m, 1, p, -1, i, plan, given):
-            continue
-        order[x] = left + 1
-        end = end_with(p, order, count, plan, given)
-        order[x] = m
-        if end < best:
-            relocate(i, p, m, 0, plan)
-            return True
-    if count == plan.order.shape[1] or not changed_batch(-1, 1, p, -1, i, plan, given):
-        return False
-    for x in range(count + 1):
-        if plan.members[own] == 1 and x < plan.counts[p] and plan.order[p, x] == own:
-            continue  # no change
-        opened(order, count, x, left + 1)
-        end = end_with(p, order, count + 1, plan, given)
-        closed(order, count + 1, x)
-        if end < best:
-            relocate(i, p, -1, x, plan)
-            return True
-    return False
+    count = without(i, p, plan, given)
+    return bool(try_places(i, p, plan.trial[0], count, best, plan, given))
 
 
 @compiled
@@ -381,8 +390,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
     """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both then end before `best`."""
-    n = len(plan.placed)
-    count = without(i, p, 0, plan, given)
+    count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
     order = plan.trial[1]
@@ -391,29 +399,10 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
             continue
         if given.lengths[i] > given.max_len[given.kind_of[q]] or least_with(i, -1, q, plan, given) >= best:
             continue
-        there = plan.counts[q]
-        for x in range(there):
+        for x in range(plan.counts[q]):
             order[x] = plan.order[q, x]
-        for x in range(there):
-            m = order[x]
-            if not changed_batch(m, 2, q, -1, i, plan, given):
-                continue
-            order[x] = n + 2
-            end = end_with(q, order, there, plan, given)
-            order[x] = m
-            if end < best:
-                relocate(i, q, m, 0, plan)
-                return True
-        if there == plan.order.shape[1]:
-            continue
-        changed_batch(-1, 2, q, -1, i, plan, given)
-        for x in range(there + 1):
-            opened(order, there, x, n + 2)
-            end = end_with(q, order, there + 1, plan, given)
-            closed(order, there + 1, x)
-            if end < best:
-                relocate(i, q, -1, x, plan)
-                return True
+        if try_places(i, q, order, plan.counts[q], best, plan, given):
+            return True
     return False
 
 
@@ -433,13 +422,13 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
             continue
         if least_with(i, k, q, plan, given) >= best:
             continue
-        if not changed_batch(own, 0, p, i, k, plan, given) or not changed_batch(plan.batch[k], 2, q, k, i, plan, given):
+        if not changed_batch(own, 0, p, i, k, plan, given) or not changed_batch(plan.batch[k], 1, q, k, i, plan, given):
             continue
         if end_with(p, mine, plan.counts[p], plan, given) >= best:
             continue
         for x in range(plan.counts[q]):
             theirs[x] = plan.order[q, x]
-        exchanged(theirs, plan.counts[q], plan.batch[k], n + 2)
+        exchanged(theirs, plan.counts[q], plan.batch[k], n + 1)
         if end_with(q, theirs, plan.counts[q], plan, given) < best:
             plan.batch[i] = plan.batch[k]
             plan.batch[k] = own
@@ -498,7 +487,6 @@ def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
 def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     """Put a random sequence into a random micro-batch, or swap two micro-batches; mark the changed pipelines."""
     i = np.random.randint(len(plan.placed))
-    # Half stay in their pipeline; otherwise poor micro-batches within a pipeline would seldom be improved.
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
         x = np.random.randint(plan.counts[p])
@@ -549,11 +537,7 @@ def improve(
 
     Args:
         placed, batch, order, count: see the module docstring.
-        given: the sequences and pipelines.
-        kicks: number of kicks.
         tasks: maximum number of tasks to compute; a step that has begun is finished.
-        enough: stop at this many seconds.
-        seed: seed of the kicks.
 
     Returns:
         When the last pipeline ends.

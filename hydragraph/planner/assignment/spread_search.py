@@ -1,8 +1,8 @@
 """Search for the best assignment of a mini-batch to pipelines, from several starts, against the proven bound.
 
 The starts: the relaxation, rounded; longest first; Alg. 1; and longest first with random pipelines that refuse long
-sequences, so that these share few pipelines: each pays its bubble by its longest. Local search improves the
-best few of them, and the best of these is kicked until it is close enough to the bound.
+sequences, so that few pay for their bubble. Local search improves the best few of them, and the best of these is kicked
+until it is close enough to the bound.
     n sequences, P pipelines, K kinds, `placed` [n]: as in `local_search`
 """
 
@@ -24,7 +24,7 @@ MANY = 1024
 
 @dataclass(frozen=True)
 class Effort:
-    """Search effort. More of either takes the same steps and then further ones, so the result is never worse.
+    """Search effort; with more of either the result is never worse.
 
     Attributes:
         kicks: number of local search kicks, for up to 10 pipelines and `MANY` sequences; fewer for more of either.
@@ -39,8 +39,8 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Shuffles of Alg. 1, and starts in which pipelines refuse sequences above a random length; fewer of both with more
-# than 10 pipelines, because a descent takes longer with more of them.
+# Shuffles of Alg. 1, and starts in which pipelines refuse sequences above a random length; fewer with more than 10
+# pipelines.
 TRIALS = 100
 CAPS = 24
 # Number of the best starts that local search improves: a worse start may descend to a better end.
@@ -51,10 +51,8 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
     """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
-        problem: the mini-batch.
         cost: [n, K] lower bound of the seconds that a sequence adds to a pipeline.
         room: seconds of it that a pipeline of each kind [K] can take by z.
-        start: any assignment; the bound is searched below its end.
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
@@ -82,7 +80,6 @@ def longest_first(problem: AssignmentProblem, instance: Instance | None = None, 
     """Put each sequence, longest first, where it finishes first.
 
     Args:
-        problem: the mini-batch.
         instance: arrays to use instead of its own, such as those of `AssignmentProblem.only`.
         start: pipeline p takes only sequences from start[p] on [P].
     """
@@ -102,11 +99,7 @@ def search(
     """Return the best assignment found [n].
 
     Args:
-        problem: the mini-batch.
         relaxed: the bound to stop at, and its solution's shares of each sequence.
-        effort: search effort.
-        seed: seed of the search.
-        first: the longest-first assignment, if known already.
         widely: whether to start from Alg. 1 and random caps as well.
     """
     nothing = np.zeros(len(problem.pipelines))
@@ -130,12 +123,8 @@ def kicked(
     """Return an assignment improved by iterated local search.
 
     Args:
-        problem: the mini-batch.
-        placed: the assignment to improve.
         extra: seconds to add to each pipeline's end [P].
-        relaxed: the bound to stop at.
         effort: number of kicks, and the accepted gap to the bound.
-        seed: seed of the kicks.
     """
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
@@ -146,7 +135,6 @@ def kicked(
 
 def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
     """Return the starts: the relaxation, longest first and, if `widely`, Alg. 1 and random caps."""
-    # The rounded relaxation decides the kinds, longest first the pipelines within them.
     starts = [
         longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
         first.copy(),

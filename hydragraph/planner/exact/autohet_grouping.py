@@ -105,7 +105,6 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
     in the bubble ratio is linearized as w_ij = z x_ij with sum_j w_ij = z.
 
     Args:
-        kinds: kinds of the entities.
         micro_batches: M, micro-batches of an iteration over all groups.
         least_memory: bytes that a group needs to train the model.
 
@@ -133,7 +132,6 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
             cvxpy.sum(w, axis=1) == z,
             each * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (each - 1),
         ]
-        # Only improvements on larger numbers of groups matter.
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
         problem.solve(solver="SCIP")
         if x.value is None:

@@ -73,7 +73,6 @@ def dispatch(
     problem = problem_of(profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(problem)
     relaxed = bounded(problem, problem.cost, eq3_room(problem), placed)
-    # cvxpy is an optional dependency, and slow to import: only this method needs it.
     if method == "exact":
         from hydragraph.planner.exact.integer_programs import exact_dispatch
 
@@ -87,7 +86,6 @@ def dispatch(
 
 def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
     """Return the result of Alg. 1 [n] for `trials` shuffled orders."""
-    # All trials draw from one generator: the same seed gives the same trials, and more trials begin with the same ones.
     orders = np.argsort(np.random.default_rng(seed).random((trials, len(problem.lengths))), axis=1)
     return np.asarray(local_search.greedy(orders, problem.instance, True)[1])
 

@@ -43,14 +43,12 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
     fits = np.isfinite(cost)
     m = cp.Variable((n, count), boolean=True)
     end = cp.Variable()
-    # Every sequence once, and only where it fits.
     constraints = [cp.sum(m, axis=1) == 1, m <= fits.astype(float)]
     for j, row in enumerate(terms):
         kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
         # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the maximum over all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
-        # A maximum of linear terms is expressed as a variable that is at least each of them.
         extra = cp.Variable()  # at least the constants of every assigned sequence
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)

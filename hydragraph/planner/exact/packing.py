@@ -18,7 +18,6 @@ import numpy as np
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.micro_batch_order import pipeline_seconds
 from hydragraph.ir.schedules.schedule_kinds import table_of
-from hydragraph.planner.assignment.local_search import Floats, Ints
 from hydragraph.planner.assignment.micro_batches import EQ1, SUM, form_in_order
 from hydragraph.planner.assignment.problem import problem_of
 
@@ -94,8 +93,6 @@ def pack_pipeline(
     """Pack sequences for one pipeline; see `pack`.
 
     Args:
-        pipeline: its cost.
-        lengths, objective, kicks: see `pack`.
         climb: rounds of improving the order of micro-batches.
     """
     if objective == "1f1b":
@@ -106,46 +103,18 @@ def pack_pipeline(
     problem = problem_of([pipeline], lengths, formed=True)
     if not len(problem.lengths):
         return Packing((), 0.0, 0.0, 0.0)
-    work = problem.cost[:, 0]
-    return pack_sorted(pipeline, problem.order, work, problem.lengths, problem.terms[0], objective, kicks, climb)
-
-
-def pack_sorted(
-    pipeline: PipelineCost,
-    order: Ints,
-    work: Floats,
-    lengths: Floats,
-    terms: Floats,
-    objective: Objective,
-    kicks: int,
-    climb: int = 0,
-) -> Packing:
-    """Pack sequences that are sorted by length, descending.
-
-    Args:
-        pipeline: its cost.
-        order: the caller's index of each [n].
-        work: a l^2 + b l of each, in seconds [n].
-        lengths: tokens of each [n].
-        terms: row of the pipeline's kind; see `local_search`.
-        objective, kicks, climb: see `pack_pipeline`; not "1f1b".
-    """
     which = EQ1 if objective == "published" else SUM
     seconds, bound, count, placed, end = form_in_order(
-        np.ascontiguousarray(work),
-        lengths,
-        terms,
-        pipeline.stages,
-        pipeline.c,
-        pipeline.util_len,
+        np.ascontiguousarray(problem.cost[:, 0]),
+        problem.lengths,
+        problem.terms[0],
         which,
         kicks,
-        table_of(pipeline.schedule, pipeline.stages, len(lengths)),
+        table_of(pipeline.schedule, pipeline.stages, len(problem.lengths)),
         climb,
     )
-    # Convert back to the caller's indices.
     batches: list[list[int]] = [[] for _ in range(count)]
-    for i, j in zip(order.tolist(), placed.tolist(), strict=True):
+    for i, j in zip(problem.order.tolist(), placed.tolist(), strict=True):
         batches[j].append(i)
     return Packing(tuple(map(tuple, batches)), seconds, end, bound)
 

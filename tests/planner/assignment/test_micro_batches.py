@@ -15,23 +15,26 @@ from hydragraph.planner.assignment.micro_batches import EQ1, form, largest_at_le
 WORK = np.array([5.0, 4.0, 3.0, 3.0, 3.0])
 
 
-def terms(max_len: float) -> np.ndarray:
+def terms(max_len: float, stages: int, util_len: float) -> np.ndarray:
     row = np.zeros(local_search.COLUMNS)
+    row[local_search.BUBBLE] = stages - 1
+    row[local_search.OVERHEAD] = 1.0
     row[local_search.MAX_LEN] = max_len
+    row[local_search.UTIL_LEN] = util_len
     return row
 
 
 def test_the_example_of_the_module() -> None:
-    bounds = [price(EQ1, largest_at_least(WORK, v), WORK.sum(), v, 4, 1.0) for v in range(1, 6)]
+    bounds = [price(EQ1, largest_at_least(WORK, v), WORK.sum(), v, terms(18.0, 4, 3)) for v in range(1, 6)]
     assert bounds == [76.0, 50.0, 42.0, 49.0, 48.0]
-    seconds, bound, count, placed = form(WORK, WORK, terms(18.0), 4, 1.0, 3, EQ1, 10)
+    seconds, bound, count, placed = form(WORK, WORK, terms(18.0, 4, 3), EQ1, 10)
     assert (seconds, bound, count) == (48.0, 42.0, 3)
     assert placed.tolist() == [0, 1, 2, 2, 1]
 
 
 def test_capacity_asks_for_more_micro_batches_than_tokens_do() -> None:
     lengths = np.array([3.0, 3.0, 3.0])
-    assert form(lengths, lengths, terms(5.0), 1, 1.0, 5, EQ1, 10)[2] == 3
+    assert form(lengths, lengths, terms(5.0, 1, 5), EQ1, 10)[2] == 3
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6), st.integers(1, 6))

@@ -1,0 +1,26 @@
+"""Bisection of a number from which on a condition holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def bisect(holds: Callable[[float], bool], low: float, high: float, precision: float) -> tuple[float, float]:
+    """Return the last number found for which a monotonic condition does not hold, and the first for which it does.
+
+    Args:
+        low, high: numbers for which it does not, and does hold.
+        precision: relative difference of the results.
+    """
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low, high
+
+
+def above(holds: Callable[[float], bool], low: float) -> float:
+    """Return a number above `low` for which a monotonic condition holds."""
+    high = 2 * low + 1e-12
+    while not holds(high):
+        high *= 2
+    return high
