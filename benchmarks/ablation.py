@@ -41,7 +41,7 @@ from hydragraph.planner import finalists, plan, price_candidate, refinements
 from hydragraph.planner.assignment import assign_mini_batch
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.assignment.spread_search import Effort
-from hydragraph.planner.generators import malleus_autohet, pipelines_of_groups
+from hydragraph.planner.generators import malleus_autohet
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.cluster import Cluster, Interconnect, Node
 from hydragraph.spec.health import Health
@@ -71,7 +71,7 @@ def _without_way(way: malleus_autohet.Way) -> Change:
 
 
 def _without_across(candidate: Any) -> Any:
-    return _STRATEGIES(candidate)[:1]
+    return _STRATEGIES(candidate)[0], None
 
 
 def _as_it_is(_: Any, each: Any) -> Any:
@@ -83,11 +83,6 @@ def _unimproved(candidate: Any, _: float | None) -> Any:
 
 
 _STRATEGIES = finalists.strategies_of
-_STARTS = pipelines_of_groups.Bench.starts
-
-
-def _one_start(bench: Any, groups: Any, number: int) -> Iterator[Any]:
-    yield next(_STARTS(bench, groups, number))
 
 
 def _first(*_: Any, first: Any, **__: Any) -> Any:
@@ -110,7 +105,6 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "fewer nodes": [(plan, "with_fewer", _nothing)],
     "moves of devices (varying lengths)": [(plan, "CLIMBS", 0)],
     "exchanges of groups": [(malleus_autohet, "_improved", _unimproved)],
-    "sorted starts": [(pipelines_of_groups.Bench, "starts", _one_start)],
     "weak sites idle": [(malleus_autohet, "_strong", _strong)],
     "placement across nodes": [(finalists, "strategies_of", _without_across)],
     "fewer pipelines": [(finalists, "LEANER", 0)],

@@ -58,7 +58,7 @@ from hydragraph.planner.generators.group_prices import Option, Prices, site_of
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.plan import Plan
 from hydragraph.planner.price_candidate import Shortage, settle, share_out, simulated
-from hydragraph.planner.price_mini_batches import settle_varying
+from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
@@ -913,12 +913,12 @@ def as_published(costs: hg.Costs, workload: Workload, method: Any) -> tuple[floa
             strategy = hg.plan(known, assumed, method=method).strategy
         except Unsupported:
             continue
-        own = settle_varying(known, strategy, workload.batches, method)
+        own = Varied(known, workload.batches).settle(strategy, method)
         if not isinstance(own, Shortage):
             owned = costs.changed(home=own.home)
             each = [owned.simulate(strategy, assignment).seconds for assignment in own.assignments]
             own_s = min(own_s, statistics.fmean(each))
-        ours = settle_varying(costs, strategy, workload.batches, method)
+        ours = Varied(costs, workload.batches).settle(strategy, method)
         if not isinstance(ours, Shortage):
             ours_s = min(ours_s, ours.seconds)
     return own_s, ours_s

@@ -1,8 +1,7 @@
 """A plan in a few lines: what runs, how long and how full it is, and why the usual strategies and its rivals lose.
 
-The usual strategies are plain data parallelism, plain tensor parallelism, and the best of all equal pipelines. Each is
-priced and simulated like the plan. It loses by its memory, or by the kind of device time that it spends more of than
-the plan (`planner.device_time`).
+The usual strategies are plain data parallelism, plain tensor parallelism, and the best of all equal pipelines. Each
+loses by its memory, or by the kind of device time that it spends more of (`planner.device_time`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from hydragraph.spec.training_workload import Workload
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """Return at most five lines on a plan: the plan, its seconds and memory, and why each usual strategy loses.
-
-    Args:
-        costs: that the plan was made with.
-        workload: that it was made for.
-        plan: the plan.
-    """
+    """Return at most five lines on a plan: the plan, its seconds and memory, and why each usual strategy loses."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
     lines = [
         f"plan: {_in_words(costs, plan)}",
@@ -101,9 +94,6 @@ def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) ->
     """Simulate the rivals that a plan's explanation shows, and say what they spend more time on.
 
     Args:
-        costs: that the plan was made with.
-        workload: that it was made for.
-        plan: the plan.
         seconds: time after which further rivals keep the reasons that they have.
     """
     until = time.monotonic() + seconds
@@ -146,7 +136,6 @@ def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:
 
     Args:
         costs: of the cluster.
-        names: the type of each rank.
         links: text on the measured links.
     """
     nodes = len({device.node for device in costs.cluster.devices})

@@ -1,8 +1,8 @@
 """Canonical order of ranks, so that plans do not depend on how nodes and devices are listed.
 
-Nodes are sorted by their properties (type, links, cards, devices with their memory and rates), the fastest first; so
-are a node's devices that share a network card, and its cards. Results are converted back to the given ranks.
-Only intervals of the state follow the given order of ranks, with a small effect on an iteration's seconds.
+Nodes, their network cards, and the devices that share a card are sorted by their properties, the fastest first. Results
+are converted back to the given ranks. Only intervals of the state follow the given order, with a small effect on
+seconds.
 
 Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
 """

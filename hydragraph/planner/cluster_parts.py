@@ -1,15 +1,13 @@
 """Plans on fewer nodes: if sending takes longer than computing, a cluster's best plan may leave most of it idle.
 
-A search on all devices uses most of them, and `finalists` removes pipelines one node at a time. So it may never see
-the best plan of one node of four. Here some subsets of nodes are searched as if there were no others:
+A search on all devices uses most of them. Here some subsets of nodes are searched as if there were no others:
 
     nodes, fastest first    A A A B            (of two kinds)
     the first 1, 2, 4, ...  A | A A
     the first of some kinds A A A
     all but one kind        B
 
-A subset is searched only if its lower bound, with all its devices computing all the time, is below the best result
-so far; if computing takes most of the time, no subset is.
+A subset is searched only if its lower bound, with all its devices computing all the time, is below the best result.
 """
 
 from __future__ import annotations

@@ -36,14 +36,7 @@ class Rival:
     why: str
 
 
-def explanation(
-    costs: Costs,
-    workload: Workload,
-    chosen: Settled,
-    bound: float,
-    moved: int,
-    took_s: float,
-) -> str:
+def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:
     """Return the text of `Plan.explain`, without idle devices' reasons and rivals."""
     how = "simulated" if chosen.simulated else "its slowest pipeline, with an estimate of traffic"
     lines = [

@@ -1,4 +1,4 @@
-"""Selection of the few proposals that are settled exactly: cheap estimates decide where expensive ones are worthwhile.
+"""Selection of the few proposals that are settled exactly, by ever more expensive estimates.
 
 pipeline recurrence         every proposal              lower bound of an iteration
 traffic of each card        every proposal              another lower bound
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -25,6 +25,7 @@ from itertools import compress, count
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.metis_stages import Staged
 from hydragraph.planner.generators.symmetric import Simple
 from hydragraph.planner.micro_batch_sizes import cut, promised
@@ -60,16 +61,16 @@ LEANER = 3
 CUT = 4
 # The resulting time is seldom less than this fraction of the promised one.
 PROMISED = 0.97
-# Relative accuracy of the estimate of whether other pipelines can take over the work in time.
+# Relative accuracy of the estimated time in which fewer pipelines do the work.
 ROUGHLY = 0.95
 # Equal owners are also tried if pull and push lengthen an iteration by this factor.
 WAITING = 1.05
 # Cost of a simulation relative to an estimate.
 SIMULATION = 40
 
-# Returns the bytes of state that change their owner under a home.
+# The bytes of state that change their owner under a home.
 Moved = Callable[[Home], int]
-# Returns the same plan with simulated seconds.
+# The same plan with simulated seconds.
 Exactly = Callable[[Settled], Settled]
 
 
@@ -78,7 +79,6 @@ class Proposal:
     """A strategy that might be the best.
 
     Attributes:
-        strategy, assignment: what would run.
         last_s: end of its last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
         origin: the search that it came from.
@@ -100,14 +100,31 @@ class Finalists:
     """Results of the selection.
 
     Attributes:
-        settled: strategies that fit, with their memory and owners.
-        passed: proposals that were not settled because they were expected to take longer.
+        settled: strategies that fit.
+        passed: proposals that were expected to take longer.
         short: strategies that do not fit.
     """
 
-    settled: tuple[Settled, ...]
-    passed: tuple[Proposal, ...]
-    short: tuple[Shortage, ...]
+    settled: tuple[Settled, ...] = ()
+    passed: tuple[Proposal, ...] = ()
+    short: tuple[Shortage, ...] = ()
+
+    @classmethod
+    def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
+        """Return the best result of each strategy, and the first proposals of the others, the most promising first."""
+        settled: dict[Strategy, Settled] = {}
+        short: dict[Strategy, Shortage] = {}
+        left: dict[Strategy, Proposal] = {}
+        for one in found:
+            if isinstance(one, Shortage):
+                short[one.strategy] = one
+            elif one.strategy not in settled or one.seconds < settled[one.strategy].seconds:
+                settled[one.strategy] = one
+        for proposal in sorted(passed, key=lambda each: each.expected_s):
+            if proposal.strategy not in settled and proposal.strategy not in short:
+                left.setdefault(proposal.strategy, proposal)
+        lacking = (one for strategy, one in short.items() if strategy not in settled)
+        return cls(tuple(settled.values()), tuple(left.values()), tuple(lacking))
 
 
 def proposals(
@@ -120,10 +137,9 @@ def proposals(
     """Return strategies on ranks with assigned sequences, the most promising first; duplicates keep the first."""
     found: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
-        strategy, *others = strategies_of(candidate)
+        strategy, across = strategies_of(candidate)
         if strategy not in found:
             assignment, last = share_out(costs, strategy, lengths, candidate.together)
-            across = others[0] if others else None
             expected = last + candidate.exposed_s()
             found[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, across)
     for each in simple:
@@ -177,7 +193,6 @@ def finalists(
     """Settle the most promising proposals exactly.
 
     Args:
-        found: see `proposals`.
         near: proposals within this fraction of the best are also settled.
         until: after this time (of `time.monotonic`) only one plan that fits is still searched for.
         known: results of earlier calls; this call adds its own.
@@ -200,14 +215,14 @@ def finalists(
     while True:
         best = min((one.seconds for one in settled.values()), default=math.inf)
         enough = len(settled) >= (SETTLED if near else _simulations(costs))
-        if settled and (_late(until, 0.0) or enough):
+        if settled and (is_late(until) or enough):
             break
         proposal = queue.next(best * (1 + (near or -SAVES)))
         if proposal is None:
             break
         if proposal.strategy in settled:
             continue  # already settled with better micro-batches
-        able = len(settled) < _simulations(costs) and not _late(until, SIMULATION * each_s)
+        able = len(settled) < _simulations(costs) and not is_late(until, SIMULATION * each_s)
         asked = (proposal.strategy, proposal.assignment)
         one = known.get(asked)
         if one is None:
@@ -228,8 +243,8 @@ def finalists(
 class _Queue:
     """Queue of proposals, the most promising first, with micro-batches cut as in a run where that is faster.
 
-    Traffic overlaps the first and last micro-batch of a pipeline, so larger micro-batches also hide more of it. Finding
-    the largest sizes is expensive: proposals are cut in their turn, ordered by an optimistic time (`promised`).
+    Larger micro-batches hide more traffic. Finding the largest sizes is expensive: proposals are cut in their turn,
+    ordered by an optimistic time (`promised`).
 
     Args:
         estimates: proposals with their traffic.
@@ -259,7 +274,7 @@ class _Queue:
         for each in estimates:
             self._add(each.expected_s, each)
         for each in estimates:
-            if not each.strategy.shares and not _late(until, 0.0):
+            if not each.strategy.shares and not is_late(until):
                 best = promised(costs, each.strategy, each.assignment.lengths)
                 self._add(PROMISED * clock.seconds(each.strategy, best), each, uncut=True)
         self._others = deque(others)
@@ -274,7 +289,7 @@ class _Queue:
             if not uncut:
                 return each
             # A cut proposal is settled next, which takes about as long as the cut.
-            if self._cut < CUT and not _late(self._until, 2 * self._cut_s):
+            if self._cut < CUT and not is_late(self._until, 2 * self._cut_s):
                 self._cut += 1
                 began = time.monotonic()
                 self._try(each)
@@ -354,7 +369,7 @@ def _estimated(
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
-        if estimates and (_late(until, 0.0) or proposal.least_s >= best * (1 + near)):
+        if estimates and (is_late(until) or proposal.least_s >= best * (1 + near)):
             continue
         for strategy in (proposal.strategy, proposal.across):
             if strategy is None:
@@ -399,7 +414,7 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
         while not now.strategy.shares:
             tried = []
             for each in _leaner(costs, now):
-                if _late(until, 0.0):
+                if is_late(until):
                     return found
                 if each.strategy not in known:
                     known.add(each.strategy)
@@ -438,11 +453,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind: nodes of a kind have the same hardware and as many pipelines of each form.
-
-    Args:
-        forms, nodes: form and nodes of each pipeline.
-    """
+    """Yield one node of each kind: of the same hardware, and with as many pipelines of each form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:
@@ -453,11 +464,6 @@ def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> 
         built = (node.type, node.devices, node.cards, node.inner, node.outer)
         kinds.setdefault((built, frozenset(runs[number].items())), number)
     yield from kinds.values()
-
-
-def _late(until: float | None, needed_s: float) -> bool:
-    """Return whether work of `needed_s` seconds would end after `until`."""
-    return until is not None and time.monotonic() + needed_s > until
 
 
 def _simulations(costs: Costs) -> int:

@@ -1,8 +1,7 @@
 """Compilation of the planner's search in another process, while this one does something else.
 
-numba compiles a search when it is first used, once per installation: for 10 to 40 s of one core. A command that first
-captures a model has it done meanwhile, by a process that plans for a made-up model and so compiles, into the cache on
-disk, what plans call:
+numba compiles a search when it is first used, once per installation: for 10 to 40 s of one core. While a command
+captures a model, a process that plans for a made-up one compiles, into the cache on disk, what plans call:
 
     python -m hydragraph.planner.first_compilation
     python -m hydragraph.planner.first_compilation --varying    also for sequences of varying lengths
@@ -40,7 +39,6 @@ class FirstCompilation:
     """
 
     def __init__(self, varying: bool) -> None:
-        # The functions that each kind of plan compiles last.
         last = [exact_optimum.best_labels, *([schedule_search.improve] if varying else [])]
         self._process: subprocess.Popen[bytes] | None = None
         if not all(map(is_compiled, last)):

@@ -1,4 +1,4 @@
-"""A good plan immediately, for a run that waits for one: expensive estimates are skipped or limited to a few plans.
+"""A good plan immediately, for a run that waits for one.
 
     candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
     pipelines; what ran before ranks were lost, if it does not use them
@@ -145,11 +145,7 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
 
 
 def _estimate(
-    costs: Costs,
-    strategy: Strategy,
-    pipelines: tuple[PipelineCost, ...],
-    batch: Sequence[int],
-    effort: Effort | None,
+    costs: Costs, strategy: Strategy, pipelines: tuple[PipelineCost, ...], batch: Sequence[int], effort: Effort | None
 ) -> Estimate:
     assignment = assign_pipelines(pipelines, batch, effort=effort)
     return Estimate(strategy, pipelines, assignment, traffic_in_line(costs, strategy)(assignment))

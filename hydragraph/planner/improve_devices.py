@@ -1,16 +1,15 @@
 """Improvement of plans for varying lengths, by moves of devices: long sequences need large groups, short ones small.
 
-The search for equal sequences (`malleus_autohet`) gives all pipelines of a type one degree, so a plan for varying
-lengths is either too slow for the longest sequence or wastes devices on the others. Starting from its best plans, moves
-are made as long as they help with the actual mini-batches:
+The search for equal sequences gives all pipelines of a type one degree, which is too slow for the longest sequence or
+wastes devices on the others. From its best plans, moves are made as long as they help with the actual mini-batches:
 
     split a node's devices differently: slowest devices together, each group a pipeline; or the slow ones idle
     make a pipeline's devices one pipeline, or two, of another degree
     join two pipelines' devices to one pipeline of some degree
     leave a pipeline's devices idle
 
-each for one node or pipeline, and for all equal ones, which are interchangeable. Layers and options of a new
-pipeline come from `Bench.lay`. Moves are priced in the order of their time with all pipelines busy all the time.
+each for one node or pipeline, and for all equal ones. Moves are priced in the order of their time with all pipelines
+busy all the time.
 
 Example: four nodes of eight, with <tp4,pp1> everywhere and one long sequence: three nodes become 4 x <tp2,pp1>.
 """
@@ -18,11 +17,11 @@ Example: four nodes of eight, with <tp4,pp1> everywhere and one long sequence: t
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations_with_replacement
 
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import Group, GroupForm, NodeDevices, nodes_of, regular, splits
 from hydragraph.planner.generators.group_prices import Prices, reserves
 from hydragraph.planner.generators.pipelines_of_groups import Bench
@@ -51,7 +50,6 @@ class Yard:
     """Builder of pipelines from devices, and generator of moves of devices between pipelines.
 
     Args:
-        costs: costs of the cluster.
         workload: a workload of varying lengths.
         reach: tokens that a micro-batch must be able to have.
         safety: usable fraction of a device's memory.
@@ -112,7 +110,6 @@ class Yard:
         yield from self._nodes_split(strategy, count)
         for each in alike.values():
             for some in {1: each[:1], len(each): each}.values():
-                # Leave it idle, or change its degree, as one or two pipelines.
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(each[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
@@ -226,7 +223,6 @@ def climbed(
     Args:
         start: a strategy that takes all mini-batches.
         until: deadline (of `time.monotonic`).
-        priced: maximum number of strategies to price.
     """
     now = start
     best = varied.seconds(now)
@@ -241,7 +237,7 @@ def climbed(
         while near and left > 0 and not gained:
             some, near = near[: min(left, AT_ONCE)], near[AT_ONCE:]
             for move in some:
-                if until is not None and time.monotonic() > until:
+                if is_late(until):
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced

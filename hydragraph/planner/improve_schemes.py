@@ -1,9 +1,8 @@
 """Improvement of candidate strategies on sample mini-batches: pipelines of one scheme are exchanged for another's.
 
 The proposal (Hydraulis, section 7) does not price bubbles and rounds every scheme separately. So its candidates and the
-homogeneous strategies are only the starts of this search: once for all mini-batches together, and once
-for each group of mini-batches at the limit of a scheme, because a mini-batch of short sequences may run a strategy that
-does not take the longest ones.
+homogeneous strategies are only starts: for all mini-batches together, and for each group of mini-batches at the limit
+of a scheme, because one of short sequences may run a strategy that does not take the longest.
 
 Example: 2 <tp4,pp1> on 8 devices, where <tp2,pp1> and <tp8,pp1> were measured too. One exchange leads to
 <tp4,pp1> + 2 <tp2,pp1>, to 4 <tp2,pp1>, or to <tp8,pp1>. Each is priced on the tuning set; the best of them replaces
@@ -62,7 +61,6 @@ def refine(
     seen = dict.fromkeys(starts)  # in order, each once
     everything = np.arange(len(tuning.longest))
     for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
-        # Only strategies that take the group's longest sequence can run it.
         able = [s for s in starts if tuning.reach(s) >= reach]
         for start in sorted(able, key=lambda s: (_total(tuning, s, group), s))[:STARTS]:
             seen[climbed(start, tuning, group, reach, profile, devices)] = None
@@ -74,10 +72,8 @@ def refine(
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
     """Return the mini-batches at the limit of each scheme, with the longest sequence among them.
 
-    Mini-batches that the same schemes take belong together, because the same strategies are open to them; the group of
-    the longest ones is omitted, because strategies that take these take all.
+    The group of the longest ones is omitted: strategies that take these take all.
     """
-    # A group lies between two neighbouring MaxLens: the same schemes, and so the same strategies, take it.
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -93,7 +89,6 @@ def climbed(
     The costs of unequal pipelines are ignored on the way: one exchange alone seldom pays for them, several may.
     """
 
-    # Every strategy priced on the way stays in the tuning set, where `complementary` chooses from it.
     def price(strategy: Strategy) -> float:
         return float(tuning.computing(strategy)[group].sum())
 
@@ -141,7 +136,6 @@ def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[St
         if old == new or fewest > count:
             continue
         others = [s for s in strategy if s != old]
-        # One pipeline of the new scheme, or as many as fit on the old scheme's devices and the idle ones.
         for removed in {fewest, count}:
             added = (free + removed * size(old)) // size(new)
             yield tuple(sorted([*others, *[old] * (count - removed), *[new] * added], reverse=True))

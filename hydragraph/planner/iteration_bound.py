@@ -72,7 +72,6 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)
-    # Variables: the fraction of each template's work on each site, then T.
     count = len(sites) * len(templates)
     objective = np.zeros(count + 1)
     objective[-1] = 1.0

@@ -17,21 +17,19 @@ import numpy as np
 from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import PipelineCost
-from hydragraph.cost.stage_costs import StageCost
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import table_of
-from hydragraph.planner.price_candidate import form_of
+from hydragraph.planner.price_candidate import form_of, stage_rows
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# No limit on a micro-batch's tokens: only its time is needed, not whether it fits.
+# No limit on a micro-batch's tokens.
 ANY = 2**62
 # Number of halvings of a bisection, for a relative precision of 1e-9, and its effect on a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence
-# Smaller micro-batches that are tried at the beginning and, reversed, at the end of a pipeline, relative to the others:
-# they shorten the time in which it fills and drains.
+# Smaller micro-batches that are tried at the beginning and, reversed, at the end of a pipeline, relative to the others.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
@@ -71,7 +69,6 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
         Unsupported: they are too long for all pipelines.
     """
     kinds = _kinds(pipelines, lengths)
-    # Equal pipelines are computed once.
     known = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
     ends = [known[pipeline] for pipeline in pipelines]
     counts = _counts(kinds, len(lengths))
@@ -138,13 +135,6 @@ def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assig
     return Assignment(batches, tuple(lengths))
 
 
-def _stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
-    """Return the seconds of a micro-batch on every stage, as `replay` takes them [S, PARTS]."""
-    tokens = sum(lengths)
-    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
-    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
-
-
 class _Ends:
     """Exact ends of a pipeline with the best sizes of micro-batches found, computed on demand."""
 
@@ -181,7 +171,7 @@ class _Ends:
             return math.inf
         stages = self._pipeline.stage_costs
         if largest >= len(self._rows):
-            rows = [_stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
+            rows = [stage_rows(stages, (self._length,) * size) for size in range(len(self._rows), 2 * largest)]
             self._rows = np.concatenate([self._rows, np.array(rows)])
         count = len(sizes)
         table = table_of(self._pipeline.schedule, self._pipeline.rows or len(stages), count)
@@ -247,7 +237,6 @@ class _PipelineKind:
         """Return the number of sequences that end by `seconds`."""
         if not self.most:
             return 0
-        # In full micro-batches.
         full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))
         filling = (self.stages - 1) * self.fixed
         n = 0.0

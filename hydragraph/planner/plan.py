@@ -1,7 +1,7 @@
 """Planning for heterogeneous devices, `hg.plan`: the pipelines and stages they form, and the owners of the state.
 
-Each search (`WAYS`) produces candidates priced with `group_prices`. The best candidates are settled exactly:
-on ranks, with an assignment, owners and memory. The fastest is the plan; the plan also reports why the others lost.
+Each search (`WAYS`) produces candidates, of which the best are settled exactly: on ranks, with an assignment, owners
+and memory. The fastest is the plan, which also reports why the others lost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.link import copy
 from hydragraph.planner.canonical_order import as_told, order_of, places_of, told
 from hydragraph.planner.cluster_parts import with_fewer
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.explanation import SHOWN, Rival, explanation
 from hydragraph.planner.finalists import Exactly, Finalists, Moved, Proposal, finalists, proposals
 from hydragraph.planner.generators.group_prices import SAFETY, Market, healthy, state_bytes
@@ -69,12 +70,10 @@ ALIKE = 1
 FEW = 64
 # Number of plans from Metis's search that "auto" settles.
 STAGED = 2
-# Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins. Moving the
-# state of 70B once takes 64 devices of 50 GB/s 0.3 s, an iteration 18 s: a faster plan soon pays for the move.
+# Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins.
 NEAR = 0.005
-# No new work starts after the fraction SEARCHING of the deadline; the searches end after the fraction FINDING of that.
-# The rest is for settling what they found: plans cannot be ranked without their traffic. (Metis's own search, if
-# requested explicitly, ends at the first limit.)
+# No new work starts after the fraction SEARCHING of the deadline; the searches end after the fraction FINDING of that,
+# and the rest is for settling what they found.
 SEARCHING = 0.9
 FINDING = 0.65
 # Number of plans that are improved for varying lengths.
@@ -356,7 +355,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         _looked_at, moved=moved and (lambda home: moved(home if listed else home.reordered(places))), exactly=exactly
     )
     market = Market(ordered)
-    looked = Finalists((), (), ())
+    looked = Finalists()
     # The search's memory model is approximate: if the exact walk finds every plan too large, search with less memory.
     short: list[Shortage] = []
     for safety in SAFETIES:
@@ -416,40 +415,22 @@ def _looked_at(
             candidates += _unlike(ask(way, reach=reach, safety=safety))
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
-            if _tight(costs) and not _late(ended):
+            if _tight(costs) and not is_late(ended):
                 # A plan slightly too large with equal shares may fit if first stages own less.
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
     # Metis's search is slow with many ranks, so there it must be requested explicitly.
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
-    # The published method has no such candidates.
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
     known: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
-    passed: dict[Strategy, Proposal] = {}
+    passed: list[Proposal] = []
     for candidates, stages in every:
         found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        for each in finalists(costs, found, asked.near, until, known, moved, exactly).passed:
-            passed.setdefault(each.strategy, each)
-    # A strategy may have been settled with several assignments.
-    settled: dict[Strategy, Settled] = {}
-    short: dict[Strategy, Shortage] = {}
-    for (strategy, _), one in known.items():
-        if isinstance(one, Shortage):
-            short[strategy] = one
-        elif strategy not in settled or one.seconds < settled[strategy].seconds:
-            settled[strategy] = one
-    return Finalists(
-        tuple(settled.values()),
-        tuple(sorted((p for s, p in passed.items() if s not in settled and s not in short), key=_expected)),
-        tuple(each for strategy, each in short.items() if strategy not in settled),
-    )
-
-
-def _expected(proposal: Proposal) -> float:
-    return proposal.expected_s
+        passed += finalists(costs, found, asked.near, until, known, moved, exactly).passed
+    return Finalists.of(known.values(), passed)
 
 
 def _on_fewer(
@@ -460,23 +441,19 @@ def _on_fewer(
     Args:
         whole_s: seconds that settling on all nodes took; a subset is expected to take proportionally less.
     """
-    found = {each.strategy: each for each in looked.settled}
-    passed = {each.strategy: each for each in looked.passed}
+    settled = list(looked.settled)
+    passed = list(looked.passed)
     took_s = 0.0
     for some, part in with_fewer(costs):
-        best = min((each.seconds for each in found.values()), default=0.0)
-        if _late(until, took_s or part * whole_s) or least >= part * best:
+        best = min((each.seconds for each in settled), default=0.0)
+        if is_late(until, took_s or part * whole_s) or least >= part * best:
             continue
         began = time.monotonic()
         also = ask(some, market=Market(some))
         took_s = max(took_s, time.monotonic() - began)
-        for each in also.settled:
-            if each.strategy not in found or each.seconds < found[each.strategy].seconds:
-                found[each.strategy] = each
-        for proposal in also.passed:
-            passed.setdefault(proposal.strategy, proposal)
-    left = (each for strategy, each in passed.items() if strategy not in found)
-    return Finalists(tuple(found.values()), tuple(sorted(left, key=_expected)), looked.short)
+        settled += also.settled
+        passed += also.passed
+    return replace(Finalists.of(settled, passed), short=looked.short)
 
 
 def _tight(costs: Costs) -> bool:
@@ -485,18 +462,13 @@ def _tight(costs: Costs) -> bool:
     return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
 
 
-def _late(until: float | None, needed_s: float = 0.0) -> bool:
-    """Return whether work of `needed_s` seconds would end after `until`."""
-    return until is not None and time.monotonic() + needed_s > until
-
-
 def _pooled(
     costs: Costs, workload: Workload, candidates: Sequence[SearchCandidate], until: float | None
 ) -> list[SearchCandidate]:
     """Return variants of the candidates whose layers use all memory, where the search's own do not."""
     found: list[SearchCandidate] = []
     for candidate in candidates:
-        if until is not None and time.monotonic() > until:
+        if is_late(until):
             break
         found += pooled(costs, candidate, workload.typical.sequences * workload.typical.length)
     return found
@@ -573,11 +545,7 @@ def _varying(
         for s, seconds in varied.priced.items()
         if s in origins and s not in known
     ]
-    return Finalists(
-        tuple(each for each in known.values() if isinstance(each, Settled)),
-        tuple(sorted(passed, key=_expected)),
-        tuple(each for each in known.values() if isinstance(each, Shortage)),
-    )
+    return Finalists.of(known.values(), passed)
 
 
 def _starts(varied: Varied) -> list[Strategy]:

@@ -13,12 +13,11 @@ class Policy:
     """Settings for planning iterations.
 
     Attributes:
-        gain: keep the best static strategy if choosing in every iteration saves less than this fraction of its time.
+        gain: fraction of the best static strategy's time that choosing in every iteration must save.
         sample: number of mini-batches for that decision.
         workers: processes that plan ahead; 0: plan when a step begins.
         ahead: maximum number of mini-batches being planned or waiting.
         patience_s: how long a step waits for its plan before it takes the quick one.
-        seed: seed of the search.
     """
 
     gain: float = 0.02
@@ -42,7 +41,7 @@ class Decision:
         static: the best static candidate; None if no candidate takes all mini-batches.
         gain: the fraction of its time that choosing saves.
         dynamic: whether to choose in every iteration.
-        seconds: seconds of each candidate over all mini-batches, infinite if it does not take them; then of the choice.
+        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of the choice.
     """
 
     static: int | None
@@ -71,9 +70,7 @@ def static_or_dynamic(
     """Compare the best static candidate with choosing in every iteration, on sample mini-batches.
 
     Args:
-        candidates: the pipelines of each strategy.
         charges: seconds that each pays besides computing.
-        batches: sequence lengths of mini-batches.
         policy: the number of mini-batches to use, and the required gain.
 
     Example: candidates that take 10 and 12 s, then 10 and 7 s: choosing takes 17 s and the best static one 19 s, so the
@@ -86,12 +83,10 @@ def static_or_dynamic(
     totals = [0.0] * len(candidates)
     chosen = 0.0
     for lengths in batches[: policy.sample]:
-        # All candidates are assigned: one that loses every mini-batch may still be the best static strategy.
         choice = compare_pipelines(candidates, lengths, charges, all_of_them=True, seed=policy.seed)
         chosen += choice.seconds
         totals = [total + verdict.seconds for total, verdict in zip(totals, choice.verdicts, strict=True)]
     best = min(range(len(totals)), key=lambda i: (totals[i], i))
-    # Without a static candidate, choosing in every iteration is the only option.
     if totals[best] == float("inf"):
         return Decision(None, 1.0, True, (*totals, chosen))
     gain = 1 - chosen / totals[best] if totals[best] else 0.0

@@ -1,8 +1,7 @@
 """Conversion of a search candidate to a runnable strategy: rank placement, assignment, exact seconds and memory.
 
-The search works with forms of groups and average layers. This module maps groups to ranks, distributes micro-batches by
-the exact replay of the schedule with messages between stages, walks memory (`rank_memory.Walk`), and chooses state
-owners.
+Micro-batches are distributed by the exact replay of the schedule with messages between stages; owners of the state are
+chosen by a walk of memory (`rank_memory.Walk`).
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
-from hydragraph.cost.compiled_replay import replay, scratch_of
+from hydragraph.cost.compiled_replay import AHEAD, replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.pricing import micro_batches_of
@@ -29,6 +27,7 @@ from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipeline_shares import shares
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
 from hydragraph.planner.state_shares import fractions, home_by_block, home_of, lacking
+from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -73,11 +72,15 @@ class SearchCandidate:
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
 
+    def laid_by_kind(self) -> Sequence[Laid]:
+        """Return the layout of each kind of pipeline."""
+        count = max(1, round(self.bench.micro_batches / self.partition.count))
+        return self.layout or [self.bench.lay(multiset, count) for multiset, _ in self.partition.pipelines]
+
     def laid(self) -> list[Laid]:
         """Return the layout of every pipeline."""
-        count = max(1, round(self.bench.micro_batches / self.partition.count))
-        layout = self.layout or [self.bench.lay(m, count) for m, _ in self.partition.pipelines]
-        return [each for each, (_, times) in zip(layout, self.partition.pipelines, strict=True) for _ in range(times)]
+        kinds = zip(self.laid_by_kind(), self.partition.pipelines, strict=True)
+        return [each for each, (_, times) in kinds for _ in range(times)]
 
     def exposed_s(self) -> float:
         """Return the largest time of pull and push that a pipeline cannot overlap."""
@@ -94,7 +97,6 @@ class Settled:
         assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch; infinite if it cannot take the longest sequence.
         memory: peak bytes of every rank.
-        origin: see `SearchCandidate`.
         simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
             traffic.
     """
@@ -125,12 +127,11 @@ class Shortage:
         return f"rank {self.rank} lacks {self.bytes / 1e9:.3g} GB"
 
 
-def strategies_of(candidate: SearchCandidate) -> list[Strategy]:
-    """Return the pipelines placed on ranks: each within as few nodes as possible, and each across nodes."""
+def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
+    """Return the pipelines placed on ranks: each within few nodes, and each across nodes if it can be."""
     laid = candidate.laid()
-    found = [_placed(candidate, laid, by_stage=False)]
-    across = _placed(candidate, laid, by_stage=True)
-    return found if across == found[0] else [found[0], across]
+    within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
+    return within, None if across == within else across
 
 
 def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
@@ -162,67 +163,48 @@ class Ends:
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
         self._schedule = strategy.schedule
-        self._parts: list[tuple[StageCost, ...]] = []
-        self._rows: list[NDArray[np.float64]] = []  # times of a micro-batch by stage, as `replay` takes them
-        self._devices: list[tuple[int, ...]] = []  # `Pipeline.rows`
-        self._alike: list[int] = []
-        known: dict[object, int] = {}
-        for pipeline in strategy.pipelines:
-            form = form_of(costs, pipeline)
-            if form not in known:
-                known[form] = len(self._parts)
-                parts = costs.stages(pipeline)
-                self._parts.append(parts)
-                self._rows.append(np.array([[_row(stage, self._lengths) for stage in parts]]))
-                self._devices.append(pipeline.rows)
-            self._alike.append(known[form])
-        self._ends: dict[tuple[int, int], float] = {}
+        self._forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
+        self._pipelines = dict(zip(self._forms, strategy.pipelines, strict=True))
+        self._stages = {form: costs.stages(pipeline) for form, pipeline in self._pipelines.items()}
+        self._rows = {form: np.array([stage_rows(stages, lengths)]) for form, stages in self._stages.items()}
+        self._ends: dict[tuple[object, int], float] = {}
 
     def end(self, pipeline: int, count: int) -> float:
         """Return the time when a pipeline has run `count` micro-batches."""
-        key = (self._alike[pipeline], count)
+        key = (self._forms[pipeline], count)
         if key not in self._ends:
             self._ends[key] = self._end(*key)
         return self._ends[key]
 
-    def _end(self, kind: int, count: int) -> float:
-        parts = self._parts[kind]
+    def _end(self, form: object, count: int) -> float:
+        stages = self._stages[form]
         order = np.zeros(count, np.int64)
-        scratch = scratch_of(len(parts), count)
-        table = table_of(self._schedule, self._devices[kind], count)
-        return float(replay(table, len(parts), self._rows[kind], order, count, scratch))
+        table = table_of(self._schedule, self._pipelines[form].rows, count)
+        return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return the number of micro-batches of each pipeline that minimizes the end of the last one."""
-        number = len(self._alike)
+        every = range(len(self._forms))
         # Once full, a pipeline takes one more step of its slowest stage for each further micro-batch.
-        first = np.array([self.end(p, 1) for p in range(number)])
-        steps = [float((row[0, :, 0] + row[0, :, 1] + row[0, :, 2]).max()) for row in self._rows]
-        each = np.array([steps[k] for k in self._alike])
+        first = np.array([self.end(p, 1) for p in every])
+        each = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
         counts = [int(n) for n in shares(micro_batches, first, each)]
         for _ in range(MOVES):
-            slowest = max(range(number), key=lambda p: (self.end(p, counts[p]), -p))
-            now = self.end(slowest, counts[slowest])
-            others = {k: p for p, k in enumerate(self._alike) if p != slowest}
-            taker = (
-                min(
-                    (p for p in range(number) if p != slowest),
-                    key=lambda p: (self.end(p, counts[p] + 1), p),
-                    default=slowest,
-                )
-                if others
-                else slowest
-            )
-            if taker == slowest or self.end(taker, counts[taker] + 1) >= now:
+            slowest = max(every, key=lambda p: self.end(p, counts[p]))
+            others = (p for p in every if p != slowest)
+            taker = min(others, key=lambda p: self.end(p, counts[p] + 1), default=slowest)
+            if taker == slowest or self.end(taker, counts[taker] + 1) >= self.end(slowest, counts[slowest]):
                 break
             counts[slowest] -= 1
             counts[taker] += 1
         return counts
 
 
-def _row(stage: StageCost, lengths: Sequence[int]) -> tuple[float, ...]:
-    hops = (0.0 if hop is None else hop.seconds(sum(lengths)) for hop in (stage.ahead, stage.back))
-    return (*stage.apart(lengths), *hops)
+def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
+    """Return the seconds of a micro-batch on every stage, as `replay` takes them [S, PARTS]."""
+    tokens = sum(lengths)
+    hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
+    return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
@@ -262,11 +244,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Walk the memory of a strategy for equal sequences, and choose the owners of the state.
-
-    Args:
-        expected: seconds of an iteration.
-    """
+    """Walk the memory of a strategy for equal sequences, and choose the owners of the state."""
     found = owners(costs, strategy, assignment)
     if isinstance(found, Shortage):
         return found
@@ -286,48 +264,36 @@ def owners(
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state, and the resulting peak memory of every rank.
 
-    An owner also holds messages, in proportion to its share: see `_messages`. With stages that stream, the window of
-    exchanges limits the messages, so memory is walked with them.
+    An owner also holds messages, in proportion to its share (`_messages`). With stages that stream, the window of
+    exchanges limits them, so memory is walked.
 
     Args:
         home: fixed owners, if given.
     """
+    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
+    state = costs.home.copies * state_bytes(costs)
     if strategy.streams:
-        return _owners_of_streams(costs, strategy, assignment, home)
-    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
-    needed = needs(costs, strategy, assignment)
-    lines = _lines(costs, strategy, needed)
-    room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
-    tightest = min(strategy.devices, key=lambda rank: limits[rank] - needed[rank])
-    beyond = max(0.0, needed[tightest] - limits[tightest])
-    home = None if beyond else home or home_of(costs, strategy, room, costs.home)
-    if home is None:
-        part = lacking(costs, room, costs.home)
-        return Shortage(strategy, tightest, beyond + part * sum(two[0][1] for two in lines) / costs.ranks**2)
-    memory = _held(costs, lines, home)
-    worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
-    if memory[worst] > limits[worst]:
-        return Shortage(strategy, worst, memory[worst] - limits[worst])
-    return home, memory
-
-
-def _owners_of_streams(
-    costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None
-) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return the owners of the state for a strategy in which a stage streams; see `owners`."""
-    shown = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
-    limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
-    equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
-    every = costs.home.copies * state_bytes(costs)
-    total = _with_messages(equal, strategy, shown)
-    left = [limit - each + equal.owned_bytes(r) for r, (limit, each) in enumerate(zip(limits, total, strict=True))]
-    room = [each / every for each in left]
+        decisive = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
+        equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
+        total = _walked_whole(equal, strategy, decisive)
+        left = [limit - held + equal.owned_bytes(r) for r, (limit, held) in enumerate(zip(limits, total, strict=True))]
+        room = [each / state for each in left]
+        lacked = state / costs.ranks
+    else:
+        needed = needs(costs, strategy, assignment)
+        lines = _lines(costs, strategy, needed)
+        left = [limit - need for limit, need in zip(limits, needed, strict=True)]
+        room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
+        lacked = sum(two[0][1] for two in lines) / costs.ranks**2
     tightest = min(strategy.devices, key=left.__getitem__)
     beyond = max(0.0, -left[tightest])
     home = None if beyond else home or home_of(costs, strategy, room, costs.home)
     if home is None:
-        return Shortage(strategy, tightest, beyond + lacking(costs, room, costs.home) * every / costs.ranks)
-    memory = tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
+        return Shortage(strategy, tightest, beyond + lacking(costs, room, costs.home) * lacked)
+    if strategy.streams:
+        memory = _walked_whole(costs.changed(home=home), strategy, decisive)
+    else:
+        memory = _held(costs, lines, home)
     worst = max(range(costs.ranks), key=lambda rank: memory[rank] / limits[rank])
     if memory[worst] > limits[worst]:
         return Shortage(strategy, worst, memory[worst] - limits[worst])
@@ -344,8 +310,8 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
     per = costs.state_bytes + GRADIENT_BYTES
     room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
     home = home_by_block(costs, strategy, costs.home, room)
-    shown = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
-    memory = tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
+    decisive = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
+    memory = _walked_whole(costs.changed(home=home), strategy, decisive)
     fits = all(total <= limit or not total for total, limit in zip(memory, limits, strict=True))
     return (home, memory) if fits else None
 
@@ -353,8 +319,7 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
     """Return the peak bytes of every rank over several mini-batches of varying lengths.
 
-    Pipelines of one shape share one estimate from their largest micro-batches: in the next mini-batch, any of them may
-    get what another has in this one.
+    Any pipeline of a shape may get the largest micro-batches that one of them has.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -367,10 +332,10 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
             tokens[shape] = max(tokens.get(shape, 0), _tokens([batches]))
     every = max(map(_tokens, everything), default=0)
-    shown = _DecisiveBatches([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
+    decisive = _DecisiveBatches([largest[s] for s in shapes], [tokens[s] for s in shapes], every)
     if strategy.streams:
-        return tuple(map(round, _with_messages(costs.changed(home=home), strategy, shown)))
-    return _held(costs, _lines(costs, strategy, _needed(costs, strategy, shown)), home)
+        return _walked_whole(costs.changed(home=home), strategy, decisive)
+    return _held(costs, _lines(costs, strategy, _needed(costs, strategy, decisive)), home)
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
@@ -390,19 +355,12 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
     """Return the message bytes of an owner of the whole state, per rank: at peak activations, and at the end.
 
-    The third number is the stage's gradients, in flight at the end. Until the commit an owner cannot know that the
-    weights it sent to other stages have arrived. Gradients of later stages arrive from every pipeline while a stage
-    computes.
+    The third number is the stage's gradients, in flight at the end. An owner holds the weights that it sent until the
+    commit. Gradients of later stages arrive from every pipeline while a stage computes.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
-    blocks = costs.outline.blocks
-    first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
-    pulled = np.zeros(len(blocks))
-    pushed = np.zeros(len(blocks))
-    for bucket in costs.buckets:
-        pulled[first[bucket.name]] += costs.sizes.itemsize * bucket.size
-        pushed[first[bucket.name]] += GRADIENT_BYTES * bucket.size * bucket.learns
+    pulled, pushed = bytes_by_block(costs)
     pipelines = len(strategy.pipelines)
     idle = float(pipelines * (pulled.sum() + pushed.sum()))
     found = [(idle, idle, 0.0)] * costs.ranks
@@ -422,7 +380,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """The micro-batches that determine a strategy's memory: once a pipeline is full, further ones add only tokens.
+    """The micro-batches that determine memory: once a pipeline is full, further ones add only tokens.
 
     Attributes:
         largest: the largest micro-batches of each pipeline, largest first, enough to fill it.
@@ -438,11 +396,7 @@ class _DecisiveBatches:
     def of(
         cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]], messages: bool = False
     ) -> _DecisiveBatches:
-        """Return those of a mini-batch.
-
-        Args:
-            messages: whether messages count as well.
-        """
+        """Return those of a mini-batch."""
         most = [_most(pipeline, strategy, messages) for pipeline in strategy.pipelines]
         largest = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
         return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))
@@ -453,40 +407,39 @@ def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[floa
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 
-def _needed(costs: Costs, strategy: Strategy, shown: _DecisiveBatches) -> list[float]:
+def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> list[float]:
     """Return the bytes of `needs`."""
     # Lost ranks hold no data; all others receive the lengths of all sequences.
-    everyone = float(batch_bytes(0, shown.every))
+    everyone = float(batch_bytes(0, decisive.every))
     found = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
-            more = sum(shown.tokens[p] for p in mine) - _tokens(shown.largest[p] for p in mine)
-            beside = batch_bytes(more, shown.every - _tokens(shown.largest))
-            found[rank] = _walked(costs, strategy, shown.largest, rank) + beside
+            more = sum(decisive.tokens[p] for p in mine) - _tokens(decisive.largest[p] for p in mine)
+            beside = batch_bytes(more, decisive.every - _tokens(decisive.largest))
+            found[rank] = _walked(costs, strategy, decisive.largest, rank) + beside
         return found
     known: dict[object, float] = {}
-    for pipeline, own, largest in zip(strategy.pipelines, shown.tokens, shown.largest, strict=True):
+    for pipeline, own, largest in zip(strategy.pipelines, decisive.tokens, decisive.largest, strict=True):
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
             few = largest[: telling(strategy.schedule, pipeline.rows, position)]
-            # All devices of a stage hold the same amount.
             key = (pipeline.shape, position, tuple(few))
             if key not in known:
                 known[key] = _walked(costs, alone, [few], stage.devices[0])
-            more = batch_bytes(own - _tokens([few]), shown.every - _tokens([few]))
+            more = batch_bytes(own - _tokens([few]), decisive.every - _tokens([few]))
             for rank in stage.devices:
                 found[rank] = known[key] + more
     return found
 
 
-def _with_messages(costs: Costs, strategy: Strategy, shown: _DecisiveBatches) -> list[float]:
+def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> tuple[int, ...]:
     """Return the bytes that each rank holds, with its share of the state and messages.
 
     Ranks in equal places that own equally many elements of every bucket are walked once, unless there are second
     owners: a weight comes from the nearer one.
     """
-    shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, shown.largest, strict=True)]
+    shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, decisive.largest, strict=True)]
     places_of: dict[int, list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(strategy.pipelines):
         for s, stage in enumerate(pipeline.stages):
@@ -494,20 +447,20 @@ def _with_messages(costs: Costs, strategy: Strategy, shown: _DecisiveBatches) ->
                 places_of.setdefault(rank, []).append((p, s))
     homes = [costs.home_of(bucket) for bucket in costs.buckets]
     different = list({id(home): home for home in homes}.values())
-    known: dict[object, float] = {}
-    found = []
+    known: dict[object, int] = {}
+    found: list[int] = []
     for rank in range(costs.ranks):
         if rank in costs.health.lost:
-            found.append(0.0)
+            found.append(0)
             continue
         places = places_of.get(rank, [])
         owned = tuple(home.local_size(rank) for home in different)
         key = (tuple((shapes[p], s) for p, s in places), owned, rank if costs.home.copies > 1 else None)
         if key not in known:
-            known[key] = float(costs.walk(strategy, shown.largest, rank).peak().total)
-        more = sum(shown.tokens[p] - _tokens([shown.largest[p]]) for p in dict.fromkeys(p for p, _ in places))
-        found.append(known[key] + batch_bytes(more, shown.every - _tokens(shown.largest)))
-    return found
+            known[key] = costs.walk(strategy, decisive.largest, rank).peak().total
+        more = sum(decisive.tokens[p] - _tokens([decisive.largest[p]]) for p in dict.fromkeys(p for p, _ in places))
+        found.append(known[key] + batch_bytes(more, decisive.every - _tokens(decisive.largest)))
+    return tuple(found)
 
 
 def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
@@ -531,8 +484,7 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
     """Return the `most` largest micro-batches (None: all), largest first.
 
-    With fewer micro-batches than `most`, the largest is repeated: a run cuts every mini-batch by what fits in a full
-    pipeline (`Costs.max_len`), so it would reject a plan that fits only when the pipeline is not full.
+    With fewer than `most`, the largest is repeated, because a run cuts by what fits in a full pipeline (`max_len`).
     """
     found = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return found[:1] * ((most or 0) - len(found)) + found

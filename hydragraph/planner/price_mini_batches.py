@@ -10,7 +10,6 @@ If no pipeline of a strategy can take a mini-batch's longest sequence, the strat
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.errors import Unsupported
 from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.assignment.spread_search import Effort
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.micro_batch_sizes import equally_long
 from hydragraph.planner.price_candidate import Settled, Shortage, form_of, held, owners, owners_by_block
 from hydragraph.planner.state_shares import homes_of
@@ -89,12 +89,10 @@ class Varied:
         """Choose the owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
 
         Args:
-            origin: see `price_candidate.Candidate`.
             home: fixed owners of the state, if given.
             simulating: whether to simulate; otherwise the seconds are estimated.
         """
         simulating = simulating and self.costs.ranks <= FEW
-        # A stage's needs do not depend on the owners of the state, so its useful micro-batches represent all.
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
         usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
@@ -132,11 +130,7 @@ class Varied:
         return tuple(known[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
-        """Return the cost of each pipeline; pipelines of one form are computed once.
-
-        Args:
-            beside: bytes to reserve on every rank.
-        """
+        """Return the cost of each pipeline; pipelines of one form are computed once."""
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
@@ -153,13 +147,6 @@ class Varied:
         return found
 
 
-def settle_varying(
-    costs: Costs, strategy: Strategy, batches: Sequence[Sequence[int]], origin: str
-) -> Settled | Shortage:
-    """Settle a strategy for mini-batches of varying lengths; see `Varied.settle`."""
-    return Varied(costs, batches).settle(strategy, origin)
-
-
 def settle_best(
     varied: Varied,
     origins: Mapping[Strategy, str],
@@ -174,16 +161,15 @@ def settle_best(
         until: after this time (of `time.monotonic`) one that fits is enough, and it is not simulated.
         known: results so far, including those of other searches; this call adds its own.
     """
-    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     order = list(origins)
-    if not late():
-        order.sort(key=lambda strategy: _rank(varied.by_batch(strategy)) if not late() else (math.inf, math.inf))
+    if not is_late(until):
+        order.sort(key=lambda s: (math.inf, math.inf) if is_late(until) else _rank(varied.by_batch(s)))
     able = 0
     for strategy in order:
-        if able >= most or (late() and any(map(_takes_all, known.values()))):
+        if able >= most or (is_late(until) and any(map(_takes_all, known.values()))):
             return
         if strategy not in known:
-            known[strategy] = varied.settle(strategy, origins[strategy], simulating=not late())
+            known[strategy] = varied.settle(strategy, origins[strategy], simulating=not is_late(until))
         able += _takes_all(known[strategy])
 
 

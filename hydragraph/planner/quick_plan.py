@@ -1,6 +1,6 @@
 """The quick plan, in plain Python: longest first, each where it finishes first, without a profile or a compiler.
 
-It is used for iterations whose own plan is late, and for strategies without measured costs.
+For iterations whose own plan is late, and strategies without measured costs.
 
 Example: lengths 5000, 4000, 3000, 3000 and 3000 on two pipelines of two stages and one device each, both at 1 s per
 1000 tokens for any length: 5 + 3 s and 4 + 3 + 3 s of work, which is also the start of `local_search`. Each share is

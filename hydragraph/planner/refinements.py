@@ -1,12 +1,10 @@
 """Refinements: choices that the search does not know, tried on the plans that it found.
 
-    memory budgets   the search knows two choices for a stage: to save what its backward needs, or only its inputs. The
-                     stages of a plan that recomputes get the largest memory budget that fits, the later ones first,
-                     because they hold the fewest micro-batches.
-    schedules        the plan's pipelines with another schedule that the run can use, such as zb-h1, which fills bubbles
-                     with weight gradients
-    interleaving     each device runs several stages instead of one, so that pipelines fill sooner. It holds more
-                     micro-batches, and the owners of the state are chosen again, because it computes other layers.
+    memory budgets   stages that recompute get the largest memory budget that fits, the later ones first, because
+                     they hold the fewest micro-batches
+    schedules        another schedule that the run can use, such as zb-h1
+    interleaving     each device runs several stages, so that pipelines fill sooner; owners are chosen again, because it
+                     computes other layers
 
 Each result fits by a walk of its memory, and is simulated.
 """
@@ -14,11 +12,11 @@ Each result fits by a walk of its memory, and is simulated.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -29,8 +27,7 @@ BUDGETED = 2
 GROUPS = 4
 # Numbers of stages per device that are tried, one after the other while that helps.
 VISITS = (2, 4)
-# A backward takes twice as long as its forward, and full recomputation adds another forward: without any, an iteration
-# takes at least this fraction of the time.
+# Without full recomputation, which adds a forward, an iteration takes at least this fraction of the time.
 LEAST = 3 / 4
 
 
@@ -44,8 +41,7 @@ def refined(
         schedules: schedules that the run can use.
         until: deadline, as a value of `time.monotonic()`; None: no deadline.
     """
-    late = until is not None and time.monotonic() > until
-    if late:
+    if is_late(until):
         return []
     found = []
     best = min((plan.seconds for plan in plans), default=math.inf)
@@ -68,7 +64,7 @@ def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settl
     found: list[Settled] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
-        if strategy is None or (until is not None and time.monotonic() > until):
+        if strategy is None or is_late(until):
             break
         tried = [simulated(costs, each) for each in _with_owners(costs, plan, strategy)]
         fastest = min(tried, key=lambda each: each.seconds, default=plan)
@@ -140,7 +136,7 @@ def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy
     for first in range(0, deepest, size):
         for budget in BUDGETS:
             tried = _budgeted(strategy, range(first, first + size), budget)
-            if tried == strategy or (until is not None and time.monotonic() > until):
+            if tried == strategy or is_late(until):
                 break
             found = _fitting(costs, plan, tried)
             if found is not None:

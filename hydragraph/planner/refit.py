@@ -13,13 +13,10 @@ Fits = Callable[[Strategy], bool]
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
     """Return the strategies that fit or, if there are none, one of the first one's shape on `ranks` ranks.
 
-    A pipeline never gets fewer devices than the smallest of the first strategy has, unless fewer are left in total: the
-    model need not fit on less. Its tensor-parallel degree is kept if possible, which avoids compilation.
+    A pipeline never gets fewer devices than the smallest of the first strategy has, unless fewer are left in total. Its
+    tensor-parallel degree is kept if possible, which avoids compilation.
 
     Args:
-        known: at least one strategy.
-        ranks: number of ranks.
-        layers: layers of the model.
         fits: whether a strategy fits model and ranks.
 
     Raises:
@@ -71,7 +68,6 @@ def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule
     first = 0
     for size in sizes:
         depth = size // degree
-        # Remainders go to the last stages, as when a strategy is parsed from text.
         shares = [layers // depth + (i >= depth - layers % depth) for i in range(depth)]
         stages = []
         for share in shares:

@@ -1,7 +1,6 @@
 """The nodes to rent within a budget: those on which a step takes the least time.
 
-Whole nodes are rented. A combination of nodes, by kind, is planned if no further node can be paid for: with an
-additional node a step takes no longer, because the plan may leave it idle.
+Whole nodes are rented. A combination of nodes is planned if no further node can be paid for.
 
 Example: two nodes of 4 H100 at $2.5 per device and hour, and four nodes of 8 L4 at $0.5. A budget of $25 an hour pays
 for 8 H100 and 8 L4 ($24), for 4 H100 and 24 L4 ($22), or for 32 L4 ($16).
@@ -20,7 +19,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.planner.cluster_parts import kind_of
 from hydragraph.planner.iteration_bound import bound
 from hydragraph.planner.plan import Plan
-from hydragraph.planner.rental_price import RentalPrices
+from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
@@ -55,8 +54,7 @@ class RentalOffer:
 
     def sentence(self, workload: Workload) -> str:
         """Return its price and speed in words."""
-        tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
-        million = self.per_hour * self.plan.seconds / 3600 / tokens * 1e6
+        million = per_million_tokens(self.per_hour, self.plan.seconds, workload)
         speed = f"{self.plan.seconds:.4g} s per step, ${million:.4g} per million tokens"
         return f"{self.devices} for ${self.per_hour:.4g} an hour: {speed}"
 

@@ -54,8 +54,7 @@ class RentalPrices:
 
     def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
         """Return the dollars for a million tokens, if an iteration of the workload takes so many seconds."""
-        tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
-        return self.hour(strategy) * seconds / 3600 / tokens * 1e6
+        return per_million_tokens(self.hour(strategy), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
         """Return the price of a plan, and its cheapest rival if that is cheaper per token."""
@@ -73,3 +72,9 @@ class RentalPrices:
         longer = rival.seconds / plan.seconds - 1
         name = rival.strategy.name
         return [*said, f"price: {name} costs {1 - least / own:.1%} less per token, and takes {longer:.1%} longer"]
+
+
+def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:
+    """Return the price of a million tokens, if an iteration of the workload takes so many seconds."""
+    tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
+    return per_hour * seconds / 3600 / tokens * 1e6

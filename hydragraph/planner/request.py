@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The input that is the same in all iterations: a worker receives it once, and then only lengths.
+    """The input that is the same in all iterations.
 
     Attributes:
         candidates: the pipelines of each candidate.
         charges: seconds that each pays besides computing.
-        seed: seed of the search.
         guessed: whether the costs are rough ones, whose MaxLen is raised for a longer sequence.
     """
 

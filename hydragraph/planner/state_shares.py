@@ -23,8 +23,8 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this fraction of the largest, so that equal devices have short equal shares; or to the second
-# one, if rounding to the first would exceed some rank's room.
+# Shares are rounded to this fraction of the largest, or to the second one where the first would exceed some rank's
+# room.
 STEPS = (32, 1024)
 # Number of corrections of shares that rounding made too large.
 CORRECTED = 8
@@ -61,7 +61,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
     """Return fractions as `filled` does, for two copies on different nodes: no node has more than half of the total.
 
-    A node that would have more owns the whole state once, and all others share the second copy (`ir.layout`).
+    A node that would have more owns the whole state once, and all others share the second copy.
 
     Args:
         nodes: node of each rank.
@@ -100,7 +100,6 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
         found.append(moved + rate * updating)
-    # If no cost is known, all owners are equally good.
     known = np.array(found)
     return np.where(known > 0, known, 1.0)
 
@@ -154,11 +153,7 @@ def _rounded(parts: Floats, room: Floats) -> Floats:
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that ranks have no room for; with two copies, a node takes one at most.
-
-    Args:
-        room, given: as of `home_of`.
-    """
+    """Return the fraction of the state that ranks have no room for; with two copies, a node takes one at most."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5

@@ -1,9 +1,8 @@
 """Data parallelism whose stages stream: a rank holds few weights and gradients beside its share of the state.
 
-In the other plans a stage holds its weights and gradients during a step, 6 bytes per parameter in bf16, so a model that
-is too large for that is cut into stages. Where links are fast, streaming is an alternative: with `stream: true` a rank
-holds two blocks and pulls each block twice per micro-batch; with `stream: gradients` it holds the weights, and pushes
-gradients once per micro-batch.
+Where links are fast, streaming is an alternative to stages for a large model: with `stream: true` a rank holds two
+blocks and pulls each block twice per micro-batch; with `stream: gradients` it holds the weights, and pushes gradients
+once per micro-batch.
 
 One strategy is priced for each kind of stage and each of the two: all devices, in groups of one degree. An iteration
 takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the whole
@@ -17,13 +16,13 @@ Example: 64 sequences of 2,048 tokens, an 8B Llama and 8 A100 of 80 GB, by the d
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import nodes_of
 from hydragraph.planner.micro_batch_sizes import ANY, pipeline_costs
 from hydragraph.planner.price_candidate import Settled, Shortage, owners
@@ -52,7 +51,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     found: list[Settled | Shortage] = []
     fitting: list[tuple[float, Strategy, Settled]] = []
     for strategy in _strategies(costs):
-        if _late(until) and math.isfinite(below_s):
+        if is_late(until) and math.isfinite(below_s):
             break
         computing = _computing_s(costs, strategy, workload)
         if max(computing, _traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
@@ -67,7 +66,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     able = 0
     # The longest sequence alone fits, but a whole mini-batch may not.
     for expected, strategy, settled in sorted(fitting, key=lambda each: each[0]):
-        if able == SIMULATED or expected >= below_s or (_late(until) and math.isfinite(below_s)):
+        if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
         one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
         found.append(one)
@@ -75,10 +74,6 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             able += 1
             below_s = min(below_s, one.seconds)
     return found
-
-
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() > until
 
 
 def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:

@@ -12,7 +12,7 @@ together. Owners are not known yet, and each block may have its own, so the mini
 terms are linear in f_n, so for a node the minimum is at f_n = 0 or 1, and for all nodes together it is reached if the
 block is owned by the node that uses most of it.
 
-A block that every rank uses whole counts as one use per node, as a collective may bring it there once.
+A block that every rank uses whole counts as one use per node.
 
 Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards of 1 GB/s. A node takes in
 (1 - f) + f = 1 GB for any f: at least 1 s. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
@@ -21,12 +21,26 @@ Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards o
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydragraph.cost.accounts import TimeKind
 from hydragraph.cost.block_pieces import GRADIENT_BYTES
 from hydragraph.cost.costs import Costs
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+
+def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
+    """Return the bytes of every block's weights and gradients; what several blocks use counts at the first of them."""
+    first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
+    weights = np.zeros(len(costs.outline.blocks))
+    gradients = np.zeros(len(costs.outline.blocks))
+    for bucket in costs.buckets:
+        weights[first[bucket.name]] += costs.sizes.itemsize * bucket.size
+        gradients[first[bucket.name]] += GRADIENT_BYTES * bucket.size * bucket.learns
+    return weights, gradients
 
 
 class Cards:
@@ -35,13 +49,9 @@ class Cards:
     def __init__(self, costs: Costs) -> None:
         self._span = costs.outline.span
         self._copies = costs.home.copies
-        blocks = len(costs.outline.blocks)
-        first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
-        self._weights, self._gradients = np.zeros(blocks), np.zeros(blocks)
-        pull, push = map(costs.corrections.factor, (TimeKind.PULL, TimeKind.PUSH))
-        for bucket in costs.buckets:
-            self._weights[first[bucket.name]] += pull * costs.sizes.itemsize * bucket.size
-            self._gradients[first[bucket.name]] += push * GRADIENT_BYTES * bucket.size * bucket.learns
+        weights, gradients = bytes_by_block(costs)
+        self._weights = costs.corrections.factor(TimeKind.PULL) * weights
+        self._gradients = costs.corrections.factor(TimeKind.PUSH) * gradients
         nodes = [device.node for device in costs.cluster.devices]
         places = {number: place for place, number in enumerate(dict.fromkeys(nodes))}
         self._node = [places[number] for number in nodes]

@@ -8,8 +8,7 @@ in the order of the blocks, the pushes in reverse. With p_b and q_b the seconds 
     and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, if there are any; h_b is the time to hand it on
 
-The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update. The simulation also models
-ports shared by transfers and messages between stages, and owners that exchange with some partners earlier.
+The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update.
 
 Example: two blocks, one stage, forwards of 1 s, backwards of 2 s, p = q = 1.5 s. Pulls end at 1.5 and 3, forwards at
 2.5 and 4, backwards at 6 and 8; pushes at 7.5 and 9.5.
@@ -112,7 +111,6 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
     idle = np.flatnonzero(group < 0)
     group[idle] = int(group.max(initial=-1)) + 1 + np.arange(len(idle))
     roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
-    # Equal buckets have the same transfers if no pipeline is cut between their blocks.
     cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
     users = dict(costs.outline.buckets)
     known: dict[object, tuple[float, ...]] = {}
@@ -137,7 +135,6 @@ class _Blocks:
         self._devices = pipeline.rows
         self._spans = _spans(costs, pipeline)
         self._templates = costs.profile.blocks
-        # By stage and template: the cost of one block, which is the same for all blocks of the template.
         places = [{costs.profile.blocks[at]: at for at in range(*span)} for span in self._spans]
         self._alone = [
             {template: costs.stage(stage, (at, at + 1)) for template, at in of.items()}
@@ -148,7 +145,6 @@ class _Blocks:
         """Return when the last backward of every block has run if weights arrive at the times in `there`."""
         stages = self._stages
         early, forward, backward, ahead, back = _rows(stages, batches)
-        # Time that the first forward waits for weights on every stage.
         now = 0.0
         below = []
         for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
@@ -161,7 +157,6 @@ class _Blocks:
             forward[s][0] += max(0.0, now - arrived - sum(forwards))
             if s < len(stages) - 1:
                 now += ahead[s][0]
-            # The last block's backward comes first, followed by those of the blocks below it.
             below.append(np.concatenate(([0.0], np.cumsum(backwards)[:-1])))
         ends = stage_ends(early, forward, backward, ahead, back, schedule, self._devices)
         return [end for last, less in zip(ends, below, strict=True) for end in (last - less).tolist()]

@@ -14,8 +14,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Sequences x devices: a larger tuning set is cut to its first mini-batches, at least one, so that proposing for a
-# thousand devices does not take a thousand times as long.
+# Sequences x devices: a larger tuning set is cut to its first mini-batches, at least one.
 WORK = 3_000_000
 
 
@@ -37,13 +36,8 @@ class _Tables:
 class TuningSet:
     """Mini-batches, and the seconds of strategies for them.
 
-    Args:
-        profile: costs of each scheme.
-        batches: sequence lengths of mini-batches.
-        devices: number of devices.
-
-    A strategy is priced once by the quick plan of each mini-batch, bubbles included. The costs of pull and push are
-    added as far as they are known without a simulation (`charge_in_search`).
+    A strategy is priced once by the quick plan of each mini-batch, and by the costs of pull and push as far as they are
+    known without a simulation (`charge_in_search`).
 
     Attributes:
         longest: tokens of the longest sequence of each mini-batch.
@@ -51,7 +45,6 @@ class TuningSet:
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
-        # Whole mini-batches within the budget.
         work = np.cumsum([len(lengths) * devices for lengths in batches])
         self._batches = [list(b) for b, upto in zip(batches, work.tolist(), strict=True) if upto <= WORK] or [
             list(b) for b in batches[:1]
@@ -93,7 +86,6 @@ class TuningSet:
     def _for(self, devices: int) -> _Tables:
         """Return the tables of strategies with this number of devices, on which MaxLen depends."""
         if devices not in self._tables:
-            # One problem per mini-batch holds a column for every scheme, so a strategy only picks its columns.
             schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
             kinds = [self._profile.pipeline(s, devices) for s in schemes]
             different = list(dict.fromkeys(kinds))

@@ -7,7 +7,7 @@ import pytest
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled, Shortage
-from hydragraph.planner.price_mini_batches import Varied, settle_best, settle_varying
+from hydragraph.planner.price_mini_batches import Varied, settle_best
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from tests.cost import priced
 from tests.planner.promises import profile_of
@@ -20,7 +20,7 @@ STRATEGIES = ("4*<tp1,pp1>", "2*<tp2,pp1>", "<[0,1]x6> + <[2]x6> + <[3]x6>", "<[
 def test_estimates_are_near_simulations(text: str, rates: dict[int, float]) -> None:
     costs = priced.costs(6, priced.mixed(), hg.Health(rates), elements=300_000)
     strategy = hg.Strategy.parse(text, 6)
-    settled = settle_varying(costs, strategy, BATCHES, "test")
+    settled = Varied(costs, BATCHES).settle(strategy, "test")
     assert isinstance(settled, Settled)
     assert settled.simulated
     owned = costs.changed(home=settled.home)
@@ -80,7 +80,7 @@ def test_memory_is_that_of_the_mini_batches_as_assigned_and_fits(text: str) -> N
     cluster = Cluster.of({"fast": DeviceType(1e15, 20_000_000, 1e12)}, nodes)
     costs = Costs(profile_of(1, "fast", (1, 2), recompute=False, ends=1.0), cluster)
     strategy = hg.Strategy.parse(text, 1)
-    settled = settle_varying(costs, strategy, [[700] * 60, [3000, 3000, *[16] * 40]], "test")
+    settled = Varied(costs, [[700] * 60, [3000, 3000, *[16] * 40]]).settle(strategy, "test")
     assert isinstance(settled, Settled)
     owned = costs.changed(home=settled.home)
     walked = [owned.memory(strategy, assignment) for assignment in settled.assignments]

@@ -13,7 +13,7 @@ import hydragraph as hg
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.price_candidate import Settled, Shortage, held, owners
-from hydragraph.planner.price_mini_batches import settle_varying
+from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.planner.streamed_data_parallelism import streamed, streaming_fits
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
@@ -82,7 +82,7 @@ def test_no_other_strategy_of_one_stage_that_streams_is_faster(memory: float, pe
                 costs.cluster.node_of(s.devices[0]) != costs.cluster.node_of(s.devices[-1]) for s in stages(strategy)
             ):
                 continue
-            one = settle_varying(costs, strategy, WORKLOAD.batches, "oracle")
+            one = Varied(costs, WORKLOAD.batches).settle(strategy, "oracle")
             if isinstance(one, Settled) and math.isfinite(one.seconds):
                 others.append(one.seconds)
     best = min((each.seconds for each in found), default=math.inf)

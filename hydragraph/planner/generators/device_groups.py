@@ -76,10 +76,10 @@ class NodeDevices:
         return self.rates[0] != self.rates[-1]
 
 
-def nodes_of(costs: Costs, ranks: Sequence[int] | None = None) -> tuple[NodeDevices, ...]:
-    """Return the devices among `ranks` (None: all) that are not lost, by node and site."""
+def nodes_of(costs: Costs) -> tuple[NodeDevices, ...]:
+    """Return the devices that are not lost, by node and site."""
     by_node: dict[tuple[int, DeviceSite], list[int]] = {}
-    for rank in range(costs.ranks) if ranks is None else ranks:
+    for rank in range(costs.ranks):
         if math.isfinite(costs.health.rate(rank)):
             by_node.setdefault((costs.cluster.node_of(rank), site_of(costs, rank)), []).append(rank)
     nodes = []
@@ -156,12 +156,7 @@ def groupings(
 
 
 def _split(
-    node: NodeDevices,
-    degree: int,
-    degrees: Sequence[int],
-    seconds: Mapping[int, float],
-    place: int,
-    split: bool,
+    node: NodeDevices, degree: int, degrees: Sequence[int], seconds: Mapping[int, float], place: int, split: bool
 ) -> tuple[int, ...]:
     """Return the split of a node: regular, or for nodes with stragglers the place-th best."""
     even = regular(len(node.devices), degree, degrees)

@@ -1,8 +1,7 @@
 """Seconds and bytes of a layer on a tensor-parallel group: the numbers that the search uses.
 
 They are read from `Costs`, for micro-batches of given lengths, on a healthy group: a group with a straggler takes its
-rate times as long (Malleus: y = rho_k max x_g). All layers count as alike: each has the mean of all layers.
-The search's results are priced exactly afterwards (`price_candidate`).
+rate times as long (Malleus: y = rho_k max x_g). Each layer has the mean of all layers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +73,6 @@ class Prices:
     """Prices for micro-batches of some lengths.
 
     Args:
-        costs: costs of the cluster.
         lengths: tokens of the sequences of a micro-batch.
         reach: tokens for which memory must suffice; default: those of `lengths`.
     """
@@ -84,9 +82,8 @@ class Prices:
         self.lengths = tuple(lengths)
         self._held = MicroBatch(max(reach, sum(lengths)), max(1, len(lengths)))
         self.layers = costs.outline.layers
-        self._known: dict[tuple[DeviceSite, int], tuple[Option, ...]] = {}
-        self._numbers: dict[tuple[DeviceSite, int], NDArray[np.float64]] = {}
-        self._within: dict[DeviceSite, float] = {}
+        self.options = cache(self._options)
+        self.numbers = cache(self._rows)
 
     @cached_property
     def home_bytes(self) -> float:
@@ -96,9 +93,8 @@ class Prices:
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
         """Return bytes per byte of a stage's weights and gradients, with messages: during activations, and at the end.
 
-        An owner sends weights to stages that hold other layers than its own, and receives gradients from later stages
-        while it still computes; at the end it has its own gradients and those that every pipeline sent. Ranks are
-        assumed to own equal shares.
+        Ranks are assumed to own equal shares. An owner sends weights to stages of other layers, and receives gradients
+        from later stages while it computes; at the end it has its own gradients and those that every pipeline sent.
 
         Args:
             ahead, behind: fraction of all layers in earlier and in later stages.
@@ -121,23 +117,15 @@ class Prices:
             rows.append([self.held(ahead, behind) for ahead in (0.0, 1 / flying)])
         return np.array([rows[0], *rows])
 
-    def options(self, site: DeviceSite, tp: int) -> tuple[Option, ...]:
+    def _options(self, site: DeviceSite, tp: int) -> tuple[Option, ...]:
         """Return the options of a group of `tp` ranks; none if that degree was not measured there."""
-        key = (site, tp)
-        if key not in self._known:
-            pieces = self.costs.profile.of(site.type).pieces
-            kinds = sorted(kind for kind in pieces if kind.tp == tp)
-            heads = self.costs.sizes.allows(tp)
-            self._known[key] = tuple(self._option(site, kind) for kind in kinds) if heads else ()
-        return self._known[key]
+        kinds = sorted(kind for kind in self.costs.profile.of(site.type).pieces if kind.tp == tp)
+        return tuple(self._option(site, kind) for kind in kinds) if self.costs.sizes.allows(tp) else ()
 
-    def numbers(self, site: DeviceSite, tp: int) -> NDArray[np.float64]:
+    def _rows(self, site: DeviceSite, tp: int) -> NDArray[np.float64]:
         """Return the options as rows of `stage_layout.NUMBERS` [options, 9]."""
-        key = (site, tp)
-        if key not in self._numbers:
-            rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
-            self._numbers[key] = np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
-        return self._numbers[key]
+        rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
+        return np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
 
     def degrees(self, site: DeviceSite, most: int) -> tuple[int, ...]:
         """Return the measured degrees of at most `most` ranks on a type of device, ascending."""
@@ -146,9 +134,7 @@ class Prices:
 
     def within(self, site: DeviceSite) -> float:
         """Return the fraction of all ranks in one node of a site."""
-        if site not in self._within:
-            self._within[site] = len(self._ranks[site]) / self.costs.ranks
-        return self._within[site]
+        return len(self._ranks[site]) / self.costs.ranks
 
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:
         costs = self.costs

@@ -1,7 +1,7 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
-The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here the question is
-inverted: for a time t, how many devices F(l) do the sequences of length <= l need?
+The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, for a time t, F(l)
+is the number of devices that the sequences of length <= l need:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
@@ -109,7 +109,6 @@ def propose(
         Unsupported: no measured scheme takes `context` tokens on this number of devices.
     """
     data = histogram(profile, lengths, devices, context)
-    # Several proposals round to the same strategy; it is priced once, for the length of the first one.
     expected: dict[tuple[Scheme, ...], float] = {}
     for proposal in proposals(data, devices):
         for strategy in roundings(proposal, profile, devices, context):
@@ -140,7 +139,6 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
             where=f"profile {profile.name}",
             remedy="lower the context length, add devices, or measure schemes of more devices",
         )
-    # A level holds the lengths up to its own, so a scheme that takes a level takes all of its sequences.
     level = -(-tokens // STEP)
     rows = []
     for scheme in usable:
@@ -178,7 +176,6 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
         for k in range(len(devices)):
             if upto > levels[k]:
                 continue
-            # Start with the shortest interval: longer ones need more pipelines.
             for above in range(upto - 1, -1, -1):
                 # Slightly less than exact, so that rounding does not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
@@ -199,7 +196,6 @@ def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
     """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
     plans = [least(data, devices)]
     t = plans[0].seconds
-    # In less time the devices suffice only for a shorter length; F covers all lengths, so each t gives a plan.
     while True:
         t /= SWEEP
         units, by, below = _needs(t, data)
@@ -224,7 +220,6 @@ def least(data: Histogram, devices: int) -> FractionalStrategy:
             plan = _proposal(data, last, units, by, below)
             if best is None or plan.seconds < best.seconds:
                 best = plan
-            # d is rounded up, so the plan itself takes less than t: continue below its seconds.
             high = min(t, best.seconds)
         elif best is None:
             high *= 2
@@ -262,7 +257,6 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
-    # One scheme may serve several intervals, in fractions, whose sum is rounded.
     schemes = sorted(fractional, key=lambda s: -profile.max_len(s, devices))
     low = [math.floor(fractional[s] + 1e-9) for s in schemes]
     choices = [(n, n + 1) if fractional[s] > n + 1e-9 else (n,) for n, s in zip(low, schemes, strict=True)]
@@ -285,7 +279,6 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
     All pipelines that take a level share it in proportion to their speed. Sequences above a pipeline's reach can only
     go to the others, so the same holds for the sequences above each reach alone; the largest of these times counts.
     """
-    # Rounding invalidates the proposal's shares: levels are redistributed by speed alone.
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
     reach = max(int(data.levels[index[s]]) for s in strategy)

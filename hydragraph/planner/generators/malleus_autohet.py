@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from heapq import nsmallest
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.exact.autohet_grouping import EntityKind, NothingHolds, most_power_by_scip
 from hydragraph.planner.generators.device_groups import Group, forms_of, groupings, nodes_of
 from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
@@ -27,8 +27,7 @@ WITHIN = 1.25
 SLOW = 1.5
 # So may the devices of the weakest sites, up to this fraction of all power: a pipeline waits for each of its stages.
 WEAK = 0.3
-# Micro-batches larger than a device needs for efficiency overlap more of pull and push with the first forward and the
-# last backward: sizes up to this are tried, as long as they gain.
+# Larger micro-batches overlap more of pull and push: sizes up to this are tried, as long as they gain.
 LARGEST = 16
 
 
@@ -62,7 +61,6 @@ def search(
     way: Way,
     *,
     reach: int = 0,
-    ranks: Sequence[int] | None = None,
     until: float | None = None,
     safety: float = SAFETY,
     market: Market | None = None,
@@ -71,7 +69,6 @@ def search(
 
     Args:
         reach: tokens of the longest micro-batch that every pipeline must be able to hold; default: its own.
-        ranks: ranks to use; default: all.
         until: by this time (of `time.monotonic`) the results so far are returned.
         safety: usable fraction of a device's memory.
         market: prices shared by several searches; default: its own.
@@ -79,7 +76,7 @@ def search(
     Raises:
         Unsupported: no device is left.
     """
-    nodes = nodes_of(costs, ranks)
+    nodes = nodes_of(costs)
     if not nodes:
         raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
     reserve = reserves(costs, sequences * length)
@@ -100,10 +97,10 @@ def search(
         before = best
         prices = market.prices([length] * together, reach)
         micro_batches = -(-sequences // together)
-        if found and _late(until):
+        if found and is_late(until):
             break
         for groups in groupings(costs, prices, nodes, split=way.split, symmetric=way.symmetric):
-            if found and _late(until):
+            if found and is_late(until):
                 break
             bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
@@ -111,7 +108,7 @@ def search(
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
-                if found and _late(until):
+                if found and is_late(until):
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
                     continue
@@ -126,7 +123,7 @@ def search(
             break
     first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
     gaining = [] if way.published else first[:IMPROVED]
-    better = [_improved(candidate, until) for candidate in gaining if not _late(until)]
+    better = [_improved(candidate, until) for candidate in gaining if not is_late(until)]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
 
 
@@ -160,10 +157,10 @@ def _partitions(
     fits = False
     for used, idle in _uses(bench, counts):
         for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
-            for start in bench.starts(used, number):
-                seconds = bench.price(start, worth())
-                fits = fits or math.isfinite(seconds)
-                yield Partition(tuple(sorted(start.items())), idle, seconds)
+            pipelines = bench.balanced(used, number)
+            seconds = bench.price(pipelines, worth())
+            fits = fits or math.isfinite(seconds)
+            yield Partition(tuple(sorted(pipelines.items())), idle, seconds)
     if not fits:
         yield from _largest(bench, counts)
 
@@ -228,10 +225,6 @@ def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
         tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in found.groups
     )
     yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
-
-
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() > until
 
 
 def _improved(candidate: SearchCandidate, until: float | None) -> SearchCandidate:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import batch_bytes
 from hydragraph.ir.schedules.schedule_kinds import in_flight
 from hydragraph.kernels.numba_compiler import compiled
+from hydragraph.planner.bisection import bisect
 from hydragraph.planner.generators.group_prices import state_bytes
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Laid, Partition
 from hydragraph.planner.price_candidate import NEAR_LIMIT, SearchCandidate
@@ -45,25 +47,22 @@ ROOMS = (1.01, 1.05)
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
+# Relative rounding error by which a stage may exceed its bound.
+FORGIVEN = 1e-9
 # Relative precision of factors, and the number of halvings for prices.
 NEARLY = 0.004
 _HALVINGS = 12
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
+class Stages(NamedTuple):
     """The stages of a pipeline: arrays [S] or, for each option, [S, O].
 
     Attributes:
-        laid: the pipeline as the search laid it out.
-        times: number of such pipelines.
         layer, extra: seconds per layer, and of other blocks; infinite for missing options.
         fixed, each, gradients: bytes of a rank: fixed, per layer, and of a layer's weights and gradients.
         ranks, limit: for each stage: its degree, and the bytes of each of its ranks.
     """
 
-    laid: Laid
-    times: int
     layer: Floats
     extra: Floats
     fixed: Floats
@@ -73,8 +72,7 @@ class _Row:
     limit: Floats
 
 
-@dataclass(frozen=True)
-class _Pool:
+class Pool(NamedTuple):
     """Quantities common to all stages.
 
     Attributes:
@@ -94,18 +92,23 @@ class _Pool:
     idle: float
 
 
-def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with other layers that make it faster, or make it fit: the least cautious first.
+class _Row(NamedTuple):
+    """A kind of pipeline as the search laid it out, and the number of such pipelines."""
 
-    Args:
-        tokens: tokens of an iteration.
-    """
+    laid: Laid
+    times: int
+    stages: Stages
+
+
+def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
+    """Yield the candidate with other layers that make it faster, or make it fit: the least cautious first."""
     if costs.ranks == 1:
         return
     bench = candidate.bench
     limits = _limits(costs, candidate, tokens)
     count = max(1, round(bench.micro_batches / candidate.partition.count))
-    rows = [_row(bench, laid, times, limits, count) for laid, times in _kinds(candidate)]
+    kinds = zip(candidate.laid_by_kind(), candidate.partition.pipelines, strict=True)
+    rows = [_row(bench, laid, times, limits, count) for laid, (_, times) in kinds]
     pool = _pool(costs, candidate, limits)
     for needed in ROOMS:
         factor = _least_factor(pool, rows, needed)
@@ -118,16 +121,6 @@ def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[Se
         yield replace(candidate, partition=partition, layout=tuple(laid))
 
 
-def _kinds(candidate: SearchCandidate) -> list[tuple[Laid, int]]:
-    every = candidate.laid()
-    found = []
-    at = 0
-    for _, times in candidate.partition.pipelines:
-        found.append((every[at], times))
-        at += times
-    return found
-
-
 def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
     """Return the memory limit of a rank of each form, in bytes."""
     least = dict.fromkeys(candidate.bench.forms, math.inf)
@@ -137,7 +130,7 @@ def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float
     return [least[form] for form in candidate.bench.forms]
 
 
-def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> _Pool:
+def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> Pool:
     bench = candidate.bench
     option = bench.options[0][0]
     pipelines = candidate.partition.count
@@ -146,8 +139,8 @@ def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> 
     ends = pipelines * option.kind.tp * (option.first_bytes + option.last_bytes)
     state = costs.home.copies * state_bytes(costs)
     idle = state + bench.layers * whole + ends
-    room = sum(bench.forms[i].tp * max(0.0, limits[i]) / idle for i in candidate.partition.idle)
-    return _Pool(bench.layers, state, whole, ends, pulled, room)
+    room = math.fsum(bench.forms[i].tp * max(0.0, limits[i]) / idle for i in candidate.partition.idle)
+    return Pool(bench.layers, state, whole, ends, pulled, room)
 
 
 def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: int) -> _Row:
@@ -165,51 +158,43 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
             each[s, o] = option.state_bytes + in_flight_of[s] * option.kept_bytes
             gradients[s, o] = option.state_bytes
     ranks = np.array([bench.forms[i].tp for i in laid.order])
-    return _Row(laid, times, layer, extra, fixed, each, gradients, ranks, np.array([limits[i] for i in laid.order]))
+    limit = np.array([limits[i] for i in laid.order])
+    return _Row(laid, times, Stages(layer, extra, fixed, each, gradients, ranks, limit))
 
 
-def _least_factor(pool: _Pool, rows: Sequence[_Row], needed: float) -> float | None:
+def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | None:
     """Return the least factor on all stages' seconds that leaves `needed` room; None if it is not worthwhile."""
 
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
 
     if fits(WORTH):
-        low, high = QUICKEST, WORTH
-    elif fits(1.0):
-        return None
-    elif fits(SLOWEST):
-        low, high = 1.0, SLOWEST
-    else:
-        return None
-    while high > low * (1 + NEARLY):
-        middle = (low + high) / 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+        return bisect(fits, QUICKEST, WORTH, NEARLY)[1]
+    if not fits(1.0) and fits(SLOWEST):
+        return bisect(fits, 1.0, SLOWEST, NEARLY)[1]
+    return None
 
 
-def _room(pool: _Pool, rows: Sequence[_Row], factor: float) -> float:
-    return pool.idle + sum(row.times * _solved(pool, row, factor * row.laid.each_s, 0.0)[0] for row in rows)
+def _room(pool: Pool, rows: Sequence[_Row], factor: float) -> float:
+    rooms = (row.times * roomiest(pool, row.stages, factor * row.laid.each_s, 0.0)[0] for row in rows)
+    return float(pool.idle + sum(rooms))
 
 
-def _share(pool: _Pool, rows: Sequence[_Row], factor: float, needed: float) -> float:
+def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> float:
     """Return the fraction of its pipelines' maximum room that each of them has to leave."""
     most = _room(pool, rows, factor) - pool.idle
     return max(0.0, (needed - pool.idle) / most) if most > 0 else 1.0
 
 
-def _quick(pool: _Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
+def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
     """Return the fastest layout within its bound that leaves its share of the room."""
     bound = factor * row.laid.each_s
-    most, layers, chosen = _solved(pool, row, bound, 0.0)
+    most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
     # Room is a fraction of the state: at this price only seconds count.
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
         price = math.sqrt(max(low, 1e-6 * high) * high)
-        room, other, ways = _solved(pool, row, bound, price)
+        room, other, ways = roomiest(pool, row.stages, bound, price)
         if room >= share * most * (1 - 1e-9):
             layers, chosen = other, ways
             low = price
@@ -218,44 +203,24 @@ def _quick(pool: _Pool, bench: Bench, row: _Row, factor: float, share: float) ->
     return bench.laid_as(row.laid.order, layers, chosen)
 
 
-def _solved(pool: _Pool, row: _Row, bound: float, price: float) -> tuple[float, Ints, Ints]:
-    found: tuple[float, Ints, Ints] = roomiest(
-        pool.layers, bound * (1 + 1e-9), price, row.layer, row.extra, row.fixed, row.each, row.gradients,
-        row.ranks, row.limit, pool.state, pool.whole, pool.ends, pool.pulled,
-    )  # fmt: skip
-    return found
-
-
 @compiled
-def roomiest(
-    layers: int,
-    bound: float,
-    price: float,
-    layer: Floats,
-    extra: Floats,
-    fixed: Floats,
-    each: Floats,
-    gradients: Floats,
-    ranks: Ints,
-    limit: Floats,
-    state: float,
-    whole: float,
-    ends: float,
-    pulled: float,
-) -> tuple[float, Ints, Ints]:
+def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float, Ints, Ints]:
     """Return the layers of stages that maximize the room minus the price of their seconds.
 
     Args:
         bound: maximum seconds of a stage.
         price: price of a second, as a fraction of the state.
-        gradients: bytes of a layer's weights and gradients, per rank.
-        layer, extra, fixed, each, ranks, limit: see `_Row`.
-        state, whole, ends, pulled: see `_Pool`.
 
     Returns:
         the room (minus infinity if the layers do not fit), layers [S] and options [S].
     """
-    stages, options = layer.shape
+    layers = pool.layers
+    stages, options = of.layer.shape
+    # Bytes of a layer's, and of the end blocks', weights and gradients.
+    weights = pool.whole * pool.pulled
+    gradients = pool.whole * (1 - pool.pulled)
+    end_weights = pool.pulled * pool.ends
+    end_gradients = (1 - pool.pulled) * pool.ends
     best = np.full((stages + 1, layers + 1), -np.inf)
     best[0, 0] = 0.0
     taken = np.zeros((stages + 1, layers + 1), np.int64)
@@ -269,18 +234,18 @@ def roomiest(
             for o in range(options):
                 most = layers - done - (stages - s - 1)
                 for n in range(most if last else 1, most + 1):
-                    seconds = extra[s, o] + layer[s, o] * n
-                    need = fixed[s, o] + each[s, o] * n
-                    if not seconds <= bound or need > limit[s]:
+                    seconds = of.extra[s, o] + of.layer[s, o] * n
+                    need = of.fixed[s, o] + of.each[s, o] * n
+                    if not seconds <= bound * (1 + FORGIVEN) or need > of.limit[s]:
                         break
-                    sent = whole * pulled * (layers - n) + pulled * ends
-                    behind = 0.0 if last else whole * (1 - pulled) * (layers - done - n) + (1 - pulled) * ends
-                    at_end = whole * (1 - pulled) * layers + (1 - pulled) * ends
+                    sent = weights * (layers - n) + end_weights
+                    behind = 0.0 if last else gradients * (layers - done - n) + end_gradients
+                    at_end = gradients * layers + end_gradients
                     room = min(
-                        (limit[s] - need) / (state + sent + behind),
-                        (limit[s] - (1 - pulled) * gradients[s, o] * n) / (state + sent + at_end),
+                        (of.limit[s] - need) / (pool.state + sent + behind),
+                        (of.limit[s] - (1 - pool.pulled) * of.gradients[s, o] * n) / (pool.state + sent + at_end),
                     )
-                    room = ranks[s] * max(0.0, room)
+                    room = of.ranks[s] * max(0.0, room)
                     value = best[s, done] + room - price * seconds
                     if value > best[s + 1, done + n]:
                         best[s + 1, done + n] = value

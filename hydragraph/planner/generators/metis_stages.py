@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +29,7 @@ from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import in_flight
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.metis.cluster import MetisCluster, MetisDeviceType
 from hydragraph.planner.metis.metis_search import FoundPlan, Order, exact, walked
 from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
@@ -42,7 +42,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Maximum number of types, whose orders are all tried: 5 types have 120.
 _MOST_TYPES = 5
-# Messages of pull and push in flight, as a fraction of weights and gradients; and the usable fraction of memory.
+# Messages in flight, as a fraction of weights and gradients; and the usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
 # Approximate seconds to simulate a micro-batch on a stage, on one core.
@@ -74,9 +74,6 @@ def staged(
     Those that fit by the search's estimate come first, then the fastest; their exact memory is not known.
 
     Args:
-        costs: the costs that price the plans.
-        sequences: number of sequences in an iteration.
-        length: tokens of each.
         order: search order; see `metis.search`.
         until: after this time (of `time.monotonic`) the results so far are returned, possibly none.
 
@@ -87,15 +84,14 @@ def staged(
     plans: dict[Strategy, Staged] = {}
     likely: set[Strategy] = set()  # whose micro-batches in flight the search counted on
     laid: dict[object, Staged | None] = {}  # searches with different numbers in flight often find the same plan
-    late = lambda: until is not None and time.monotonic() > until  # noqa: E731
     for recompute in (False, True):
-        if late():
+        if is_late(until):
             break
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
             continue  # some type of device was not measured with this setting
         for flying in _flying(costs.outline.layers):
-            if late():
+            if is_late(until):
                 break
             profile = _profile(costs, layers, length, flying)
             largest = max(tp for _, tp, _ in layers)
@@ -110,7 +106,7 @@ def staged(
                 plans.setdefault(plan.strategy, plan)
                 if _is_enough(found, flying):
                     likely.add(plan.strategy)
-    if not laid and not late():
+    if not laid and not is_late(until):
         raise Unsupported(
             f"no stages of 1, 2, 4, ... ranks on {devices.cluster.devices} devices hold the model's "
             f"{costs.outline.layers} layers for {sequences} sequences of {length} tokens",
@@ -283,7 +279,6 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
     Args:
         plan: a plan whose degrees of data parallelism divide the largest.
         ranks: the rank at each position of the plan.
-        recompute: whether every stage recomputes.
     """
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
@@ -321,7 +316,7 @@ def laid_out(
     if not strategy.shares:
         return Staged(strategy, assignment, costs.pipelines_end(strategy, assignment))
     steps = sum(count * len(p.stages) for count, p in zip(assignment.counts, pipelines, strict=True))
-    if until is not None and time.monotonic() + _STEP_S * steps > until:
+    if is_late(until, _STEP_S * steps):
         return None
     return Staged(strategy, assignment, costs.simulate(strategy, assignment).seconds)
 

@@ -38,7 +38,6 @@ def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
     most = 0
     for o in range(len(layer)):
         left = seconds - extra[o]
-        # A layer with no cost is bounded by memory alone.
         fit = cap[o] if layer[o] <= 0 else min(float(cap[o]), np.floor(left / layer[o] * (1 + FORGIVEN) + FORGIVEN))
         if left >= 0 and fit > most:
             most = int(fit)
@@ -50,7 +49,6 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     """Spread layers over the stages of a pipeline.
 
     Args:
-        layers: L.
         count: micro-batches, at least 1.
         layer, extra: seconds per layer, and of other blocks, for each stage and option [S, O].
         cap: the most layers that each can hold [S, O]; 0: the option cannot be used.
@@ -68,7 +66,6 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     least = least_bound(layers, layer, extra, cap)
     if not least < np.inf:
         return best_sum, best_max, best_layers, best_options
-    # A bound above all layers on one stage allows no more.
     top = 0.0
     # The fastest stages are filled first, which minimizes the sum within the bound.
     quickest = np.full(stages, np.inf)
@@ -149,7 +146,6 @@ def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float
     seconds = np.inf
     for o in range(len(layer)):
         if cap[o] > taken:
-            # A few roundings more than `room` requires, which is small compared to its tolerance.
             needed = (taken + 1 - FORGIVEN) / (1 + FORGIVEN)
             seconds = min(seconds, (extra[o] + layer[o] * needed) * (1 + 4e-15))
     return seconds

@@ -33,7 +33,6 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
     """Return the least T by which pipelines do all micro-batches; infinite if no pipeline can do any.
 
     Args:
-        micro_batches: M.
         first, each: seconds of the first and of every further one, by kind of pipeline [K].
         alike: number of pipelines of each kind [K].
     """
@@ -59,7 +58,6 @@ def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
     """Return the number of micro-batches of each pipeline [P] that minimizes the last end."""
     until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
     counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
-    # More may fit than required: the pipeline that ends last gives back first.
     for _ in range(int(counts.sum()) - micro_batches):
         ends = np.where(counts > 0, first + (counts - 1) * each, -1.0)
         counts[int(np.argmax(ends))] -= 1

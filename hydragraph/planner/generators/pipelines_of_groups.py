@@ -1,8 +1,7 @@
-"""Assembly of groups into pipelines: balanced and sorted starts, improved by exchanges.
+"""Assembly of groups into pipelines: balanced starts, improved by exchanges.
 
-A pipeline is a multiset of forms of groups, which determines its order, layers and options (`Bench.lay`). Groups of one
-form are interchangeable, and so are pipelines of one multiset: a partition is the number of pipelines of each. So
-1,024 devices of two types are searched as quickly as 16.
+A pipeline is a multiset of forms of groups, which determines its order, layers and options (`Bench.lay`). A partition
+is the number of pipelines of each multiset, so 1,024 devices of two types are searched as quickly as 16.
 
 Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
 layers, and the first stage keeps the most micro-batches. If devices differ in memory, the order with the largest first
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,9 @@ from itertools import accumulate, repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.planner.deadline import is_late
 from hydragraph.planner.generators.device_groups import GroupForm
-from hydragraph.planner.generators.group_prices import Option, Prices
+from hydragraph.planner.generators.group_prices import Prices
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_layers, spread_over, timed
 from hydragraph.spec.stage_kind import StageKind
@@ -83,7 +82,6 @@ class Bench:
     """Prices of pipelines of groups of known forms for micro-batches of known lengths.
 
     Args:
-        prices: prices for these micro-batches.
         forms: forms of the groups, by index.
         memory: bytes of a rank of each form after its share of the state.
         micro_batches: M, micro-batches of an iteration.
@@ -102,42 +100,32 @@ class Bench:
         self.micro_batches = micro_batches
         self.layers = prices.layers
         self._prices = prices
-        self._memory = tuple(memory)
+        self.memory = tuple(memory)  # bytes of a rank of each form after its share of the state
         self._alone = alone
-        self._options = [prices.options(form.site, form.tp) for form in self.forms]
-        self._numbers = np.full((len(forms), max(map(len, self._options), default=0), len(NUMBERS)), math.inf)
+        self.options = [prices.options(form.site, form.tp) for form in self.forms]
+        self._numbers = np.full((len(forms), max(map(len, self.options), default=0), len(NUMBERS)), math.inf)
         for i, form in enumerate(self.forms):
-            self._numbers[i, : len(self._options[i])] = prices.numbers(form.site, form.tp)
-        rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self._memory, strict=True)]
+            self._numbers[i, : len(self.options[i])] = prices.numbers(form.site, form.tp)
+        rows = [(f.rate, free, self._passing(f)) for f, free in zip(self.forms, self.memory, strict=True)]
         self._rows = np.array(rows).reshape(-1, 3)
-        self.speed = [1 / (form.rate * min(o.layer_s for o in self._options[i])) for i, form in enumerate(self.forms)]
+        self.speed = [1 / (form.rate * min(o.layer_s for o in self.options[i])) for i, form in enumerate(self.forms)]
         every = range(len(self.forms))
-        slow_first = sorted(every, key=lambda i: (self.speed[i], -self._memory[i], i))
-        large_first = sorted(every, key=lambda i: (-self._memory[i], self.speed[i], i))
+        slow_first = sorted(every, key=lambda i: (self.speed[i], -self.memory[i], i))
+        large_first = sorted(every, key=lambda i: (-self.memory[i], self.speed[i], i))
         self._places = [{form: place for place, form in enumerate(order)} for order in (slow_first, large_first)]
         self._laid: dict[tuple[Multiset, int], Laid] = {}
 
     @property
-    def memory(self) -> tuple[float, ...]:
-        """Bytes of a rank of each form after its share of the state."""
-        return self._memory
-
-    @property
-    def options(self) -> Sequence[Sequence[Option]]:
-        """Options of each form for running its layers."""
-        return self._options
-
-    @property
     def least_bytes(self) -> float:
         """Minimum bytes of a pipeline on a rank of every stage: all layers, one micro-batch in flight."""
-        options = [option for every in self._options for option in every]
+        options = [option for every in self.options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
         """Return whether a group of a form has memory for a layer, somewhere in a pipeline."""
         held = self._prices.held_by_flight[1, 1]
-        options = self._numbers[form, : len(self._options[form])]
-        most = (most_layers(o, self._memory[form], False, False, held, 1, self.layers) for o in options)
+        options = self._numbers[form, : len(self.options[form])]
+        most = (most_layers(o, self.memory[form], False, False, held, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
@@ -166,7 +154,7 @@ class Bench:
         first, each, exposed, traffic, seconds, passing = timed(
             np.array(order), layers, chosen, self._numbers, self._rows
         )
-        kinds = tuple(self._options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
+        kinds = tuple(self.options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, each, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
@@ -210,26 +198,19 @@ class Bench:
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
         """Return the time that each pipeline waits for other pipelines: a layer is reduced over all pipelines.
 
-        A layer passes only as fast as in the pipeline with the fewest links for it, and the stages of other pipelines
-        that hold it wait: a straggler's pipeline of small groups delays those of large ones.
+        A layer passes only as fast as in the pipeline with the fewest links for it.
         """
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([each.passing_s for each in laid])
         return [awaited(each.stages_s, np.array(each.layers), each.passing_s, slowest) for each in laid]
 
-    # Partitions.
+    def balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
+        """Return an initial partition of groups (form -> count) into `number` pipelines.
 
-    def starts(self, groups: Mapping[int, int], number: int) -> Iterator[Counter[Multiset]]:
-        """Yield initial partitions of groups (form -> count) into `number` pipelines."""
-        yield self._balanced(groups, number)
-        if len(groups) > 1:
-            yield self._sorted(groups, number)
-
-    def _balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Give each group, the fastest first, to the pipeline that is slowest so far."""
+        Each group, the fastest first, goes to the pipeline that is slowest so far.
+        """
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
-        # While all are equally fast, they take groups in turn.
         turns, more = divmod(groups[first], number)
         taken = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
@@ -246,12 +227,6 @@ class Bench:
         return Counter(
             tuple(sorted((*alone[n], *members[p]))) if p in members else alone[n] for p, n in enumerate(taken)
         )
-
-    def _sorted(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Cut the groups, sorted by form, into runs of nearly equal size: most pipelines have one form."""
-        every = [form for form in sorted(groups, key=lambda i: (self.speed[i], i)) for _ in range(groups[form])]
-        ends = [len(every) * (p + 1) // number for p in range(number)]
-        return Counter(tuple(sorted(every[a:b])) for a, b in zip([0, *ends], ends, strict=False))
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
         """Exchange groups between pipelines, or move one, as long as that helps.
@@ -275,7 +250,7 @@ class Bench:
                     best = seconds
                     gained = True
                     break
-                if left <= 0 or (until is not None and time.monotonic() > until):
+                if left <= 0 or is_late(until):
                     left = 0
                     break
         return Partition(tuple(sorted(now.items())), resting, best)
@@ -286,7 +261,6 @@ class Bench:
         """Yield the results of one exchange, the slowest pipelines first."""
         count = max(1, round(self.micro_batches / sum(now.values())))
         slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
-        # A pipeline gives one group to another pipeline, or leaves it idle.
         for giving in slowest:
             for form in dict.fromkeys(giving):
                 if len(giving) > 1:

@@ -41,8 +41,6 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
         memory: bytes of a rank after its share of the state.
         first, last: whether the stage has the first, and the last block.
         held: bytes per byte of weights and gradients, during activations and at the end (`Prices.held`) [2].
-        flying: micro-batches in flight.
-        layers: layers of the model.
     """
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
@@ -62,8 +60,6 @@ def spread_over(
 
     Args:
         order: the form of each stage [S].
-        layers: L.
-        count: micro-batches of the pipeline.
         options: `NUMBERS` of each form and option [F, O, 9].
         forms: rate, memory and seconds per byte of each form [F, 3].
         held: `Prices.held`, by micro-batches in flight, and whether there are stages before [L + 1, 2, 2].

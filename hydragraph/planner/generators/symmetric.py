@@ -1,18 +1,18 @@
 """Simple plans: pipelines of one depth and one degree in node order, with equal layers or layers by speed.
 
-They are what a person would write down, and what Megatron-LM (equal layers and batches) and Whale (batches by speed)
-make of heterogeneous devices. Including them as candidates ensures that no plan loses to them; they are also available
-immediately, so that a search under a deadline has a result to return.
+Megatron-LM (equal layers and batches) and Whale (batches by speed) make these of heterogeneous devices. No plan loses
+to them, and a search under a deadline has them at once.
 
 Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
 across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, also
-<[0]x2,[2]x4> + <[1]x2,[3]x4>. The fastest group alone, <[2]x6>, is the best plan of a model that is too small for its
-traffic; on request, the plans of the fastest node of each kind are included: <[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
+<[0]x2,[2]x4> + <[1]x2,[3]x4>. The fastest group alone: <[2]x6>. On request, the fastest node of each kind:
+<[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
 from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Market, Prices, reserves
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
+from hydragraph.planner.generators.stage_layout import NUMBERS
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
@@ -32,11 +33,6 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 # Number of plans kept from each category: equal layers, layers by speed, one group only, one node only.
 KEPT = 4
-# Fields of a group's option (`group_prices.Option`).
-NUMBERS = (
-    *("aux_s", "layer_s", "first_s", "last_s"),
-    *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -86,49 +82,44 @@ def simple(
     """Return the most promising simple plans, the fastest first.
 
     Args:
-        sequences: number of sequences in an iteration.
-        length: tokens of each.
         sizes: possible numbers of sequences in a micro-batch.
         reach: tokens that every micro-batch must be able to have; default: its own.
         safety: usable fraction of a device's memory.
         market: prices shared with other searches; default: its own.
-        apart: whether to include plans on one node only: if sending between nodes takes longer than computing,
-            the best plan may be one of them (`cluster_parts` finds better ones, later).
+        apart: whether to include plans on one node only, which are best if sending takes longer than computing.
     """
     market = market or Market(costs)
-    tokens = sequences * length
     nodes = nodes_of(costs)
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
-    every = [
-        (number == 0, degree, groups)
-        for number, some in enumerate(sets)
-        for degree in _degrees(costs)
-        if (groups := _groups(costs, some, degree, tokens, safety)) is not None
-    ]
-    everywhere = [groups for whole, _, groups in every if whole]
-    found: dict[tuple[_Groups, int, bool, bool], tuple[_Laid, int]] = {}
-    alone: dict[int, _Groups] = {}
+    every: list[tuple[str, int, _Groups]] = []  # category, degree and groups
+    for number, some in enumerate(sets):
+        for degree in _degrees(costs):
+            groups = _groups(costs, some, degree, sequences * length, safety)
+            if groups is None:
+                continue
+            every.append(("a node" if number else "everything", degree, groups))
+            if not number and len(groups.ranks) > 1:
+                prices = market.prices([length] * sizes[0], reach)
+                every.append(("a group", degree, _quickest(prices, groups, degree)))
+    found: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
         prices = market.prices([length] * together, reach)
-        for whole, degree, groups in every:
-            several = whole and len(groups.ranks) > 1
-            one = [alone.setdefault(degree, _quickest(prices, groups, degree))] if several else []
-            for of in (groups, *one):
-                for key, laid in _priced(prices, of, degree, -(-sequences // together)):
-                    if (of, *key) not in found or laid.seconds < found[of, *key][0].seconds:
-                        found[of, *key] = laid, together
+        for category, degree, groups in every:
+            for form, laid in _priced(prices, groups, degree, -(-sequences // together)):
+                key = (category, groups, *form)
+                if key not in found or laid.seconds < found[key][0].seconds:
+                    found[key] = laid, together
     plans = []
-    lone = list(alone.values())
-    rows: dict[object, list[tuple[tuple[_Groups, int, bool, bool], tuple[_Laid, int]]]] = {}
-    for each in sorted(found.items(), key=lambda one: one[1][0].seconds):
-        groups, _, _, by_speed = each[0]
-        row = by_speed if groups in everywhere else "a group" if groups in lone else "a node"
-        rows.setdefault(row, []).append(each)
-    for best in rows.values():
-        for (groups, depth, by_stage, _), (laid, together) in best[:KEPT]:
+    kept: Counter[tuple[str, bool]] = Counter()
+    for (category, groups, depth, by_stage, by_speed), (laid, together) in sorted(
+        found.items(), key=lambda one: one[1][0].seconds
+    ):
+        row = category, by_speed and category == "everything"
+        kept[row] += 1
+        if kept[row] <= KEPT:
             order = _order(len(groups.ranks), depth, by_stage)
             plans.append(Simple(_strategy(groups, order, laid), together, laid.seconds))
-    return sorted(plans, key=lambda plan: plan.seconds)
+    return plans
 
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
@@ -214,7 +205,6 @@ class _Rows:
         kinds, numbers: kinds of stages, and their numbers for every group [kinds, groups].
         order: the group of each stage of each pipeline [pipelines, stages].
         micro_batches: micro-batches of all pipelines together.
-        prices: prices of such micro-batches.
     """
 
     def __init__(

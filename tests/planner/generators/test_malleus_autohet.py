@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import pytest
@@ -6,6 +7,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.planner.generators.malleus_autohet import MIXED, fits, search, sizes_of
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
+from hydragraph.spec.health import Health
 from tests.cost import priced
 
 
@@ -37,5 +39,6 @@ def test_weak_devices_make_no_plan_worse(layers: int, sequences: int, weak: floa
     profile = Profile.merge([priced.profile(layers, "fast"), priced.profile(layers, "slow", weak)])
     costs = Costs(profile, Cluster.of(types, nodes))
     best = search(costs, sequences, 700, MIXED)[0].seconds
-    alone = search(costs, sequences, 700, MIXED, ranks=range(4))[0].seconds
+    without = costs.changed(health=Health(dict.fromkeys(range(4, costs.ranks), math.inf)))
+    alone = search(without, sequences, 700, MIXED)[0].seconds
     assert best <= alone * 1.001

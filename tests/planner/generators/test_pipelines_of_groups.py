@@ -30,14 +30,14 @@ def bench_of(rates: dict[int, float], micro_batches: int, memory: float = 1e9) -
 )
 def test_exchanges_lose_no_group_and_never_slow_down(rates: dict[int, float], micro_batches: int, number: int) -> None:
     bench, counts = bench_of(rates, micro_batches)
-    for start in bench.starts(counts, number):
-        assert Counter(form for multiset, n in start.items() for form in multiset for _ in range(n)) == Counter(counts)
-        assert sum(start.values()) == number
-        better = bench.improved(start)
-        used = Counter(form for multiset, n in better.pipelines for form in multiset for _ in range(n))
-        assert used + Counter(better.idle) == Counter(counts)
-        assert better.seconds <= bench.price(start)
-        assert better.seconds == pytest.approx(bench.price(dict(better.pipelines)))
+    start = bench.balanced(counts, number)
+    assert Counter(form for multiset, n in start.items() for form in multiset for _ in range(n)) == Counter(counts)
+    assert sum(start.values()) == number
+    better = bench.improved(start)
+    used = Counter(form for multiset, n in better.pipelines for form in multiset for _ in range(n))
+    assert used + Counter(better.idle) == Counter(counts)
+    assert better.seconds <= bench.price(start)
+    assert better.seconds == pytest.approx(bench.price(dict(better.pipelines)))
 
 
 @settings(max_examples=20)
@@ -49,7 +49,7 @@ def test_the_quickest_groups_go_first_each_to_the_slowest_pipeline(counts: list[
     for form in sorted(groups, key=lambda i: (-bench.speed[i], i)):
         for _ in range(groups[form]):
             min(pipelines, key=lambda each: (sum(bench.speed[i] for i in each), len(each))).append(form)
-    assert next(bench.starts(groups, number)) == Counter(tuple(sorted(each)) for each in pipelines)
+    assert bench.balanced(groups, number) == Counter(tuple(sorted(each)) for each in pipelines)
 
 
 def test_the_slowest_group_comes_first_and_gets_the_fewest_layers() -> None:
