@@ -74,10 +74,6 @@ def _without_across(candidate: Any) -> Any:
     return _STRATEGIES(candidate)[0], None
 
 
-def _as_it_is(_: Any, each: Any) -> Any:
-    return each
-
-
 def _unimproved(candidate: Any, _: float | None) -> Any:
     return candidate
 
@@ -109,7 +105,7 @@ PLANNING: Mapping[str, Sequence[Change]] = {
     "placement across nodes": [(finalists, "strategies_of", _without_across)],
     "fewer pipelines": [(finalists, "LEANER", 0)],
     "micro-batches cut as in a run": [(finalists, "CUT", 0)],
-    "equal owners": [(finalists, "_equally_owned", _as_it_is)],
+    "equal owners": [(finalists, "_equal_home", lambda *_: None)],
     "owners by block": [(finalists, "owners_by_block", lambda *_: None)],
     "several simulations": [(finalists, "_simulations", lambda _: 1)],
     "several candidates per search": [(plan, "SETTLED", 1)],

@@ -330,36 +330,38 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
     Args:
         last_s: end of its last pipeline. Other owners are tried only if pull and push lengthen that by much.
     """
-    (assignment,) = one.assignments
-    if not one.strategy.shares:
-        owned_s = iteration_s(costs.changed(home=one.home), one.strategy, assignment)
-        if owned_s <= WAITING * last_s:
-            return one
-    one = _equally_owned(costs, one)
-    found = None if one.strategy.shares else owners_by_block(costs, one.strategy, assignment)
-    if found is None or found[0] == one.home:
+    strategy = one.strategy
+    if strategy.shares:
         return one
-    home, memory = found
-    seconds = [iteration_s(costs.changed(home=each), one.strategy, assignment) for each in (one.home, home)]
-    return replace(one, home=home, memory=memory) if seconds[1] < seconds[0] * (1 - SAVES) else one
+    (assignment,) = one.assignments
+
+    def seconds(home: Home) -> float:
+        return iteration_s(costs.changed(home=home), strategy, assignment)
+
+    best_s = seconds(one.home)
+    if best_s <= WAITING * last_s:
+        return one
+    equal = _equal_home(costs, one)
+    if equal is not None and seconds(equal) < best_s * (1 - SAVES):
+        found = owners(costs, strategy, assignment, equal)
+        if not isinstance(found, Shortage):
+            one = replace(one, home=equal, memory=found[1])
+            best_s = seconds(equal)
+    by_block = owners_by_block(costs, strategy, assignment)
+    if by_block is not None and by_block[0] != one.home and seconds(by_block[0]) < best_s * (1 - SAVES):
+        one = replace(one, home=by_block[0], memory=by_block[1])
+    return one
 
 
-def _equally_owned(costs: Costs, one: Settled) -> Settled:
-    """Return the plan with equal owners among the training ranks, if they fit in memory and are faster.
+def _equal_home(costs: Costs, one: Settled) -> Home | None:
+    """Return equal owners among the training ranks, unless a plan has these or several copies.
 
     With unequal shares, owners hold pieces of other ranks' shards, which travel; a rank's own shard does not.
     """
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
-    if one.strategy.shares or one.home.copies > 1 or equal == one.home:
-        return one
-    (assignment,) = one.assignments
-    seconds = [iteration_s(costs.changed(home=home), one.strategy, assignment) for home in (one.home, equal)]
-    if seconds[1] >= seconds[0] * (1 - SAVES):
-        return one
-    found = owners(costs, one.strategy, assignment, equal)
-    return one if isinstance(found, Shortage) else replace(one, home=equal, memory=found[1])
+    return None if one.home.copies > 1 or equal == one.home else equal
 
 
 def _estimated(

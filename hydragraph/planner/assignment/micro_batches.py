@@ -198,13 +198,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
 @compiled
 def form_in_order(
-    work: Floats,
-    lengths: Floats,
-    terms: Floats,
-    objective: int,
-    kicks: int,
-    table: ScheduleTable,
-    climb: int,
+    work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int, table: ScheduleTable, climb: int
 ) -> tuple[float, float, int, Ints, float]:
     """Return the result of `form` with micro-batches numbered in the order that ends first, and that end.
 

@@ -135,10 +135,7 @@ def kicked(
 
 def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
     """Return the starts: the relaxation, longest first and, if `widely`, Alg. 1 and random caps."""
-    starts = [
-        longest_first(problem, problem.only(local_search.rounded(relaxed.shares))),
-        first.copy(),
-    ]
+    starts = [longest_first(problem, problem.only(local_search.rounded(relaxed.shares))), first.copy()]
     if not widely:
         return starts
     random = np.random.default_rng(seed)
