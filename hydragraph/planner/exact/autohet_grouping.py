@@ -14,17 +14,16 @@ two fast ones alone, (1, 1) twice: K = 2, G = 2 and 2 * 2 / 3: 5.33 in all.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hydragraph.errors import Unsupported
+from hydragraph.planner.exact.integer_programs import cvxpy_with
 
 # Relative difference below which numbers are equal.
 SAME = 1e-9
@@ -112,7 +111,7 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
         Unsupported: all memory together is less than one group needs, or cvxpy or SCIP is not installed.
         ValueError: no entities, or a number that is not positive.
     """
-    cvxpy = _with_scip()
+    cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)
     powers = np.array([k.power for k in kinds for _ in range(k.count)])
     memories = np.array([k.memory for k in kinds for _ in range(k.count)])
@@ -141,22 +140,6 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
             best = groups
             value = value_of(kinds, groups, micro_batches)
     return Grouping(best, value)
-
-
-def _with_scip() -> Any:
-    """Import and return cvxpy with SCIP."""
-    try:
-        cvxpy: Any = importlib.import_module("cvxpy")
-        known = "SCIP" in cvxpy.installed_solvers()
-    except ImportError:
-        known = False
-    if not known:
-        raise Unsupported(
-            'solver "scip" solves the grouping as it was published through cvxpy with SCIP, which is not installed',
-            where="grouping by effective computing power",
-            remedy="pip install 'hydragraph[exact]', or plan without a solver",
-        )
-    return cvxpy
 
 
 def _counted(kinds: Sequence[EntityKind], chosen: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:

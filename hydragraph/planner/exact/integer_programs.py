@@ -6,6 +6,7 @@ Eq. 1 for every V of Appendix C                    `exact_packing`, one program 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,16 +19,26 @@ from hydragraph.planner.assignment.local_search import BUBBLE, FIXED, Floats, In
 from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
-def _cvxpy() -> Any:
+def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
+    """Import and return cvxpy, if it is installed and has a solver.
+
+    Args:
+        where: what needs it.
+        otherwise: what else the caller can do.
+    """
     try:
-        import cvxpy
-    except ImportError as error:
-        raise Unsupported(
-            "cvxpy is not installed",
-            where='method="exact"',
-            remedy="pip install 'hydragraph[exact]', or method='search'",
-        ) from error
+        cvxpy: Any = importlib.import_module("cvxpy")
+        known = solver in cvxpy.installed_solvers()
+    except ImportError:
+        known = False
+    if not known:
+        remedy = f"pip install 'hydragraph[exact]', or {otherwise}"
+        raise Unsupported(f"it needs cvxpy with {solver}, which is not installed", where=where, remedy=remedy)
     return cvxpy
+
+
+def _cvxpy() -> Any:
+    return cvxpy_with("HIGHS", 'method="exact"', "method='search'")
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
