@@ -6,7 +6,7 @@
     one mini-batch                                    for these, assigned quickly, traffic in order
     memory                                            from the best on, until one fits
 
-It neither simulates nor moves the state. `hg.plan` considers all mini-batches, and finds better plans.
+`hg.plan` considers all mini-batches, and finds better plans.
 """
 
 from __future__ import annotations

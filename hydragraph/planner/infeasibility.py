@@ -27,7 +27,7 @@ NEARLY = 1.05
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Reject devices too small for what every rank holds under any plan: the labels of all sequences.
+    """Reject devices too small for the labels of all sequences, which every rank holds.
 
     Raises:
         Unsupported: some device is too small; the message names the ranks.

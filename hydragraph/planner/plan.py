@@ -58,7 +58,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
 # Orders of Metis's search over stages: the exact least cost, or the memory-aware walk of improved Metis.
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Fractions of device memory that the search plans with, tried in turn while everything it finds is too large.
+# Fractions of device memory to plan with, tried in turn while everything found is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
 # If the state takes more than TIGHT of all memory, the search also tries ROOMY times the memory limit.
 TIGHT = 0.1
@@ -550,8 +550,6 @@ def _varying(
 
 def _starts(varied: Varied) -> list[Strategy]:
     """Return the strategies to improve: the best known one, and the best whose pipelines all have one shape.
-
-    Moves of one pipeline seldom change the group size everywhere: the steps between are worse than both ends.
     """
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)

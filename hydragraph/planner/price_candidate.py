@@ -45,9 +45,9 @@ class SearchCandidate:
     """A result of the search: pipelines of forms.
 
     Attributes:
-        bench: the bench that priced it.
+        bench: what priced it.
         partition: the forms of each pipeline.
-        groups: groups of ranks with these forms.
+        groups: ranks with these forms.
         together: sequences in a micro-batch.
         origin: the search that found it.
         layout: layout of each kind of pipeline, if it differs from the bench's.
@@ -436,8 +436,7 @@ def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> lis
 def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> tuple[int, ...]:
     """Return the bytes that each rank holds, with its share of the state and messages.
 
-    Ranks in equal places that own equally many elements of every bucket are walked once, unless there are second
-    owners: a weight comes from the nearer one.
+    Ranks in equal places that own equally much are walked once, unless there are second owners.
     """
     shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, decisive.largest, strict=True)]
     places_of: dict[int, list[tuple[int, int]]] = {}

@@ -1,8 +1,8 @@
 """Shares of the state per rank: limited by a device's memory, and balanced by its speed and link.
 
-An owner of a fraction s of the state takes s k_r seconds for it: sending weights to the stages that use them, receiving
-their gradients, updating. The largest of these counts, so s_r = min(room_r, T / k_r) for the least T at which the
-fractions add up to 1: water filling. Ranks without layers own no state as long as the others have room.
+An owner of a fraction s of the state takes s k_r seconds for it: sending weights, receiving gradients, updating. The
+largest of these counts, so s_r = min(room_r, T / k_r) for the least T at which the fractions add up to 1: water
+filling. Ranks without layers own no state as long as the others have room.
 
 Example: k = (1, 1, 2), room for a half on each: T = 0.4 gives (0.4, 0.4, 0.2).
 """

@@ -1,8 +1,7 @@
 """Choice of the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
 
-Bounds are cheap and assignments are not. So candidates are assigned in the order of their bounds, and a candidate
-whose bound is no less than the best assignment so far is skipped: with bounds 2.0, 2.4 and 2.7 s, and assignments of
-2.5 s for the first and 2.6 s for the second, the third is skipped and the first is chosen.
+Candidates are assigned in the order of their bounds, and one whose bound is no less than the best assignment so far is
+skipped: with bounds 2.0, 2.4 and 2.7 s, and assignments of 2.5 s for the first and 2.6 s for the second, the third is.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def compare_pipelines(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose among strategies of any pipelines: most promising bound first, the rest only while they can still win.
+    """Choose among strategies of any pipelines.
 
     Args:
         charges: seconds that each candidate pays besides computing; default: 0.

@@ -51,7 +51,7 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """For every set of kinds, the longest sequence that fits exactly these: no other can take longer alone."""
+        """For every set of kinds, the longest sequence that fits exactly these."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]

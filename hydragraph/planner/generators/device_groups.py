@@ -2,8 +2,7 @@
 
 A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted by their rates,
 the slowest first, and consecutive runs form the groups, which is optimal for given sizes (Malleus, theorem 1). Sizes
-do not decrease along that order, so that a straggler slows few devices. Among all such splits of a node, those with the
-largest sum of 1 / y come first (theorem 2).
+do not decrease, so that a straggler slows few devices. Splits with the largest sum of 1 / y come first (theorem 2).
 
 Example: eight devices, one of rate 5.4, at most 4 in a group, rho = 1, 0.52, 0.28 for 1, 2, 4 ranks:
 

@@ -1,15 +1,15 @@
 """Layers of a candidate's pipelines when stages and owners of the state share all memory.
 
-The search gives every rank a fixed share of the state and limits its stage to the rest. Yet the owners are free: a
-first stage, which has most micro-batches in flight, may own little, a last stage or an idle device much. So
-fewer stages have to recompute, and the slowest stage gets faster. For bounds t_s on the seconds of stages, a dynamic
-program over stages and layers maximizes the room; with the lines of `price_candidate.owners`,
+The search gives every rank a fixed share of the state. Yet a first stage, which has most micro-batches in flight, may
+own little, a last stage or an idle device much. So fewer stages have to recompute, and the slowest stage gets faster.
+For bounds t_s on the seconds of stages, a dynamic program over stages and layers maximizes the room; with the lines of
+`price_candidate.owners`,
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-as fractions of the state; `beside` and `at_end`, an owner's messages, depend on the layers before a stage. The
-least bounds, scaled by one factor for all pipelines, are found by bisection. Among the layers within them, a price of
-seconds finds fast ones: a stage that could recompute within its bound does so only if it must.
+as fractions of the state; `beside` and `at_end` are an owner's messages. The least bounds, scaled by one factor for all
+pipelines, are found by bisection. Within them, a price of seconds finds fast layers: a stage recomputes only if it
+must.
 
 Example: two stages of two layers that may hold 10 bytes each; a state of 6; a layer needs 2 bytes and 3 more for each
 micro-batch in flight, or 0 more if it recomputes. With equal shares, the first stage has 10 - 3 = 7 bytes and needs

@@ -9,8 +9,8 @@ at most cap_j layers. With m micro-batches a pipeline takes
 recomputation, which is slower and holds less.
 
 For a bound T on every stage, stage j takes at most room_j(T) = max over its options of min(cap, (T - f) / y) layers, so
-the least T is found layer by layer. Above it, a larger T moves layers to the faster stages: a smaller sum for a larger
-maximum, which pays if m is small; so a few larger bounds are also tried.
+the least T is found layer by layer. A larger T gives a smaller sum for a larger maximum, which pays if m is small; so a
+few larger bounds are also tried.
 
 Example: L = 6, y = (1, 2), no caps: T = 4 gives layers (4, 2). With m = 1, (6, 0) would be faster still, but every
 stage needs a layer: (5, 1) takes 5 + 2 = 7 rather than 4 + 4 = 8.

@@ -1,7 +1,6 @@
 """Layout and timing of a pipeline of groups: its layers, stages and traffic, in compiled loops.
 
-The search lays out thousands of pipelines, with up to as many stages as layers. A group's times and memory
-(`group_prices.Option`) are here a row of numbers, by form and option; `pipeline_layers.spread` assigns the layers.
+A group's times and memory (`group_prices.Option`) are here a row of numbers, by form and option.
 
 Under the default schedule stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as
 leave room for what each of them keeps; an owner of the state also holds messages (`Prices.held`).
@@ -130,8 +129,7 @@ def timed(
 def exposed(seconds: Floats, passing: Floats) -> float:
     """Return the part of pull and push that the first forward and the last backward do not overlap.
 
-    Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last
-    backward. Any longer time adds to either end of the iteration.
+    Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last backward.
 
     Args:
         seconds, passing: seconds of each stage for a micro-batch, and for its pull and push [S].

@@ -469,8 +469,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same place is as good as the new one, for any next stage.
 
-    The pending transfer depends on that stage's bandwidth, so the existing label must be better at the least, `slow`,
-    than the new one at the largest, unless both transfers are equal.
+    Unless both pending transfers are equal, the existing label must be better at the least bandwidth of that stage,
+    `slow`, than the new one at the largest.
     """
     label = head
     while label >= 0:

@@ -224,8 +224,7 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
     """Return the number of samples of each replica [dp] of a stage: by speed at one sample, with rounding.
 
-    A replica is as fast as the type of its first device. The largest remainders are rounded up. If a speed was not
-    measured, all numbers are -1.
+    A replica is as fast as its first device. If a speed was not measured, all numbers are -1.
     """
     speed = np.zeros(dp)
     group = size // dp

@@ -307,7 +307,7 @@ def memory_mb(
 ) -> bool:
     """Write the MB that each stage needs by Metis's count; return whether it was measured.
 
-    It uses the type of rank 0 for every stage, and for a stage of several types adds up all replicas of all devices.
+    It uses the type of rank 0, and for a stage of several types adds up all replicas of all devices.
     """
     kind = kinds[0]
     start = 0
@@ -362,7 +362,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
     """Lower the speeds of stages that are short of memory, and raise the others'; return whether there is room.
 
-    A stage with memory left may grow until it is full; one without shrinks to nine tenths of what fits.
+    A stage with memory left may grow until it is full; others shrink to nine tenths of what fits.
     """
     count = speed.size
     room = np.zeros(count)
