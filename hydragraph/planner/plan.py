@@ -549,8 +549,7 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return the strategies to improve: the best known one, and the best whose pipelines all have one shape.
-    """
+    """Return the strategies to improve: the best known one, and the best whose pipelines all have one shape."""
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
     alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]

@@ -81,8 +81,6 @@ def test_a_trace_has_a_process_per_rank_and_microseconds_from_the_first_span(tmp
     path = tmp_path / "trace.json"
     forward = TraceEvent(1, "compute", "forward", 10.5, 10.75)
     write_events([[forward], [TraceEvent(1, "pull", "W.head", 10.0, 10.5)], []], path)
-        [[TraceEvent(1, "compute", "forward", 10.5, 10.75)], [TraceEvent(1, "pull", "W.head", 10.0, 10.5)], []], path
-    )
     events = json.loads(path.read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0", "rank 1", "rank 2"]

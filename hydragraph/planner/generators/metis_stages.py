@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import Footprint, MicroBatch
-from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import in_flight
