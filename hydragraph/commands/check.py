@@ -53,6 +53,13 @@ class CheckOptions(ConfigOptions):
 
     strategies: Strategies = None
     cluster: ClusterFile = None
+    arch: Annotated[
+        str | None,
+        typer.Option(help="Instead, GPUs of this architecture: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
+    ] = None
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs without --cluster; default: the config's ranks.")
+    ] = None
     memory: Annotated[
         float | None, typer.Option(min=1, help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
     ] = None
@@ -74,24 +81,18 @@ def check_command(options: CheckOptions) -> None:
 
     Peak memory comes from a walk of every rank's program with the sizes of its compiled graphs and of the optimizer's
     state; advice is checked in the same way. MFU is the model's operations, without recomputation, relative to what the
-    devices could compute in that time. To check a GPU run without GPUs, add --set device=cuda. The exit code is 1 if a
-    strategy does not fit.
+    devices could compute in that time. To check a GPU run without GPUs, add --set device=cuda, which --arch implies; it
+    also predicts which part of the computation starts kernels, and below how many tokens that is most of it. The exit
+    code is 1 if a strategy does not fit.
     """
     from hydragraph.report.memory_fit import advice, fit
-    from hydragraph.spec.cluster import Cluster
-    from hydragraph.spec.default_cluster import default_cluster
     from hydragraph.spec.home_text import owners_text
     from hydragraph.train.config_checks import check_settings
     from hydragraph.train.model_flops import step_flops
 
-    if options.cluster is not None and options.memory is not None:
-        raise ValueError("--cluster and --memory both set the memory of devices: give one of them")
     check_prices(options.profile, options.efficiency)
-    config = options.load()
-    cluster = default_cluster(config.ranks) if options.cluster is None else Cluster.load(options.cluster)
-    if options.memory is not None:
-        most = int(options.memory)
-        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=most) for d in cluster.devices))
+    config = options.load() if options.arch is None else replace(options.load(), device="cuda")
+    cluster = _cluster(options, config)
     ranks = len(cluster.devices)
     config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
     check_settings(config, ranks)
@@ -119,9 +120,50 @@ def check_command(options: CheckOptions) -> None:
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits))
         for fitting, *_ in fits:
+            if options.arch is not None:
+                print(_launches(costs, fitting.strategy, config.data.max_length))
             console().print(_memory_table(fitting))
     if not all(fitting.fits for fitting, *_ in fits):
         raise typer.Exit(1)
+
+
+def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
+    """Return the devices to check for."""
+    from hydragraph.kernels.gpu_arch import arch_of
+    from hydragraph.spec.cluster import Cluster, Device
+    from hydragraph.spec.default_cluster import default_cluster
+
+    if options.cluster is not None:
+        for option in ("memory", "arch", "devices"):
+            if getattr(options, option) is not None:
+                raise ValueError(f"--cluster and --{option} both describe the devices: give one of them")
+        return Cluster.load(options.cluster)
+    ranks = options.devices or config.ranks
+    if options.arch is None:
+        cluster = default_cluster(ranks)
+    else:
+        gpu = arch_of(options.arch)
+        device = Device(gpu.flops_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
+        cluster = default_cluster(ranks, device, gpu.link_bytes_per_s)
+    if options.memory is None:
+        return cluster
+    memory_bytes = int(options.memory)
+    return replace(cluster, devices=tuple(replace(device, memory_bytes=memory_bytes) for device in cluster.devices))
+
+
+def _launch_share(costs: Costs, strategy: Strategy, tokens: int) -> float:
+    """Return the part of a micro-batch's computation that starts kernels, in the stage where it is largest."""
+    stages = [stage for pipeline in costs.pipelines(strategy) for stage in pipeline.parts]
+    return max(sum(stage.seconds([0])) / sum(stage.seconds([tokens])) for stage in stages)
+
+
+def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
+    """Describe how much of a strategy's computation starts kernels, which takes the same time for all lengths."""
+    bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
+    return (
+        f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
+        f"computation of a micro-batch of {longest:,} tokens, and most of it below about {bound:,} tokens"
+    )
 
 
 def _look_at_data(config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ class GpuArch:
         shared_bytes: maximum shared memory of one block of threads.
         flops_per_s: dense bf16 products on tensor cores.
         memory_bytes_per_s: bandwidth of the device memory.
+        link_bytes_per_s: bandwidth of NVLink in each direction.
     """
 
     name: str
@@ -24,6 +25,7 @@ class GpuArch:
     cache_bytes: int
     flops_per_s: float
     memory_bytes_per_s: float
+    link_bytes_per_s: float
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -35,9 +37,9 @@ class GpuArch:
 ARCHS = {
     arch.name: arch
     for arch in (
-        GpuArch("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166_912, 80 << 30, 40 << 20, 3.12e14, 2.039e12),
-        GpuArch("sm_90", "NVIDIA H100 80GB HBM3", 132, 232_448, 80 << 30, 50 << 20, 9.89e14, 3.35e12),
-        GpuArch("sm_100", "NVIDIA B200", 148, 232_448, 180 << 30, 126 << 20, 2.25e15, 8e12),
+        GpuArch("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166_912, 80 << 30, 40 << 20, 3.12e14, 2.039e12, 3e11),
+        GpuArch("sm_90", "NVIDIA H100 80GB HBM3", 132, 232_448, 80 << 30, 50 << 20, 9.89e14, 3.35e12, 4.5e11),
+        GpuArch("sm_100", "NVIDIA B200", 148, 232_448, 180 << 30, 126 << 20, 2.25e15, 8e12, 9e11),
     )
 }
 

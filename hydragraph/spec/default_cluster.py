@@ -7,16 +7,24 @@ from dataclasses import replace
 
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 
+_H200 = Device(989e12, int(141e9), 4.8e12)
+_NVLINK = 450e9  # bytes/s in each direction
 
-def default_cluster(ranks: int) -> Cluster:
-    """Return H200s of 989 TFLOP/s, eight in a node, with NVLink and 400 Gb/s between nodes.
 
-    NVLink 4 carries 450 GB/s in each direction; a node's eight network cards of 400 Gb/s give each GPU 50 GB/s.
+def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
+    """Return GPUs, eight in a node, with NVLink and 400 Gb/s between nodes.
+
+    A node's eight network cards of 400 Gb/s give each GPU 50 GB/s.
+
+    Args:
+        ranks: number of GPUs.
+        device: default: an H200, 989 TFLOP/s.
+        link_bytes_per_s: bandwidth of NVLink in each direction, default that of NVLink 4.
     """
     return Cluster.homogeneous(
         ranks,
-        device=Device(989e12, int(141e9), 4.8e12),
-        within_node=Interconnect(450e9, 5e-6),
+        device=device,
+        within_node=Interconnect(link_bytes_per_s, 5e-6),
         between_nodes=Interconnect(50e9, 10e-6),
         ranks_per_node=8,
     )

@@ -37,6 +37,19 @@ def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert "more ranks" in " ".join(little.stdout.split()) or "more" in little.stdout
 
 
+def test_gpus_of_an_architecture_are_predicted_without_one(tmp_path: Path) -> None:
+    config = write(tmp_path, strategies=["<tp1,pp1>"])
+    result = run("check", config, "--arch", "sm_90", "--devices", "1")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "85.9 GB" in text  # 80 GiB
+    assert "kernel launches are predicted to take 9" in text  # a tiny model hardly computes
+    assert "most of it below about" in text
+    unknown = run("check", config, "--arch", "sm_70")
+    assert unknown.exit_code == 2
+    assert "--arch sm_70: use sm_80, sm_90, sm_100" in " ".join(unknown.stderr.split())
+
+
 def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_named(tmp_path: Path) -> None:
     refused = run("check", write(tmp_path), "--set", "callbacks=[nowhere:x]")
     assert refused.exit_code == 2
