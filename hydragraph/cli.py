@@ -76,14 +76,14 @@ def main() -> None:
 
 
 def _app() -> typer.Typer:
-    found = typer.Typer(
+    typer_app = typer.Typer(
         help="Train one PyTorch model on many uneven devices.", no_args_is_help=True, pretty_exceptions_enable=False
     )
-    found.callback()(_options)
+    typer_app.callback()(_options)
     for name, function, example in _VERBS:
-        found.command(name, epilog=example)(_in_sentences(function))
-    found.add_typer(bench_app(_in_sentences), name="bench")
-    return found
+        typer_app.command(name, epilog=example)(_in_sentences(function))
+    typer_app.add_typer(bench_app(_in_sentences), name="bench")
+    return typer_app
 
 
 def _options(

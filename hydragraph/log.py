@@ -106,7 +106,7 @@ def show(level: str | int | None = "info") -> None:
     if isinstance(level, str) and level.lower() not in LEVELS:
         raise ValueError(f"log level {level!r}: use {', '.join(LEVELS)}")
     logger = logging.getLogger(_LIBRARY)
-    for handler in [each for each in logger.handlers if isinstance(each, _Shown)]:
+    for handler in [h for h in logger.handlers if isinstance(h, _Shown)]:
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET if number is None else number)
     logger.propagate = number is None  # else a root logger that somebody configured would write every line again
@@ -117,4 +117,4 @@ def show(level: str | int | None = "info") -> None:
 def shown() -> int | None:
     """Return the level passed to `show`, or None."""
     logger = logging.getLogger(_LIBRARY)
-    return logger.level if any(isinstance(each, _Shown) for each in logger.handlers) else None
+    return logger.level if any(isinstance(handler, _Shown) for handler in logger.handlers) else None

@@ -216,7 +216,7 @@ class _Simulation:
         return (*late, *self._behind({(Op.PULL, v.exchange) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
 
     def _behind(self, exchanges: set[tuple[Op, str]]) -> tuple[int, ...]:
-        missing = {each for each in exchanges if self.entered[each] < len(self.programs)}
+        missing = {exchange for exchange in exchanges if self.entered[exchange] < len(self.programs)}
         if not missing:
             return ()
         ahead = (self.programs[rank].instructions[self.at[rank] :] for rank in range(len(self.programs)))

@@ -132,5 +132,5 @@ def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[
     """Return the values that an instruction must wait for, given the stream that makes each value it reads."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
-    found = [value for value in instruction.reads if stream_of[value] is not stream]
-    return tuple(value for value in found if not free or value.kind is ValueKind.MESSAGE) if found else ()
+    cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]
+    return tuple(value for value in cross_stream if not free or value.kind is ValueKind.MESSAGE) if cross_stream else ()

@@ -123,8 +123,8 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
-    known = pairs.dst < len(nodes)
-    apart = ~known | (nodes[pairs.src] != nodes[np.where(known, pairs.dst, 0)])
+    target_has_node = pairs.dst < len(nodes)
+    apart = ~target_has_node | (nodes[pairs.src] != nodes[np.where(target_has_node, pairs.dst, 0)])
     return np.where(apart, distance + int(distance.max(initial=0)) + 1, distance)
 
 

@@ -83,12 +83,12 @@ def _sent(
             cell = at[number, item]
             while cell < len(cells.ends) - 1 and cells.ends[cell] < hi:
                 elements = min(hi, cells.ends[cell + 1]) - max(lo, cells.ends[cell])
-                held = cells.rows[cells.first[cell] : cells.first[cell + 1]]
-                if len(held) == 0:
+                holding_rows = cells.rows[cells.first[cell] : cells.first[cell + 1]]
+                if len(holding_rows) == 0:
                     return np.zeros((0, 0), np.int64)
-                best, equal = _cheapest(source_rank, held, receiver, nodes, way)
+                best, equal = _cheapest(source_rank, holding_rows, receiver, nodes, way)
                 turn = (turns[item] + cell) % equal
-                for row in held:
+                for row in holding_rows:
                     sender = source_rank[row]
                     chosen = False
                     if _cost(sender, receiver, nodes, way) == best:

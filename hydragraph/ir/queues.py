@@ -92,7 +92,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
         return unmet
     ranks = _queued(programs, transport)
     _run(ranks, transport)
-    return {rank: stuck for rank, each in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
+    return {rank: stuck for rank, _ in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
 
 
 # Host.

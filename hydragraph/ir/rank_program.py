@@ -77,7 +77,7 @@ class RankProgram:
 
     def span_of(self, role: Role) -> Span:
         """Return the layers of one of its roles."""
-        return self.layers[[each.pipeline for each in self.roles[: self.roles.index(role)]].count(role.pipeline)]
+        return self.layers[[earlier.pipeline for earlier in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:
         return to_text(self)

@@ -58,7 +58,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     def __getitem__(self, rank: Any) -> Any:
         if isinstance(rank, slice):
-            return tuple(self[each] for each in range(*rank.indices(len(self))))
+            return tuple(self[index] for index in range(*rank.indices(len(self))))
         kind = self.kinds[rank]
         places: list[list[int]] = self._places  # type: ignore[attr-defined]
         return replace(self.headers[rank], instructions=_with_peers(self.bodies[kind], places[kind], self.peers[rank]))
@@ -86,7 +86,7 @@ class SharedPrograms(Sequence[RankProgram]):
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine each rank's header, body and peers; equal bodies under headers of one kind are merged."""
         number: dict[Hashable, int] = {}
-        known: dict[tuple[Hashable, int], int] = {}  # the same, keyed by identity: to compare long bodies only once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # the same, keyed by identity: to compare long bodies only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -94,15 +94,15 @@ class SharedPrograms(Sequence[RankProgram]):
         for header, body, named in found:
             place = _place(header)
             quick = (place, id(body))
-            if quick not in known:
+            if quick not in kind_of:
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
                 # Only objects kept alive by `bodies` are keyed by identity, as another object may reuse an id.
                 if bodies[kind] is body:
-                    known[quick] = kind
+                    kind_of[quick] = kind
             else:
-                kind = known[quick]
+                kind = kind_of[quick]
             headers.append(header)
             kinds.append(kind)
             peers.append(named)

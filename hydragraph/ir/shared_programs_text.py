@@ -59,11 +59,11 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
     """
     rows = list(_rows(_text(texts, TABLE)))
     patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
-    found = []
+    rank_parts = []
     for number, (line, kind, pipelines, tp, peers) in enumerate(rows):
-        found.append((_header(patterns[kind], number, line, pipelines, tp), patterns[kind].instructions, peers))
+        rank_parts.append((_header(patterns[kind], number, line, pipelines, tp), patterns[kind].instructions, peers))
     try:
-        return SharedPrograms.gather(found)
+        return SharedPrograms.gather(rank_parts)
     except ValueError as error:
         raise ValueError(f"{TABLE}: {error}") from None
 

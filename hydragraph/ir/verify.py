@@ -182,7 +182,9 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
     """Check that every block's forward and backward appears once per micro-batch, with the correct values."""
     halved = {
-        (each.target, each.micro_batch) for _, each in _of(program, Op.BACKWARD) if each.work is not Work.BACKWARD
+        (backward.target, backward.micro_batch)
+        for _, backward in _of(program, Op.BACKWARD)
+        if backward.work is not Work.BACKWARD
     }
     missing = {
         key: values

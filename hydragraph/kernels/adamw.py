@@ -114,15 +114,15 @@ def _checked_runs(shards: Sequence[Shard]) -> list[tuple[int, Shard]]:
     filled = [(i, shard) for i, shard in enumerate(shards) if shard.weight.numel()]
     for _, shard in filled:
         _check(shard)
-    found: list[tuple[int, Shard]] = []
+    indexed_runs: list[tuple[int, Shard]] = []
     at = 0
     for run in runs([shard for _, shard in filled]):
-        found.append((filled[at][0], run))
+        indexed_runs.append((filled[at][0], run))
         covered = 0
         while covered < run.weight.numel():
             covered += filled[at][1].weight.numel()
             at += 1
-    return found
+    return indexed_runs
 
 
 def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
@@ -320,12 +320,12 @@ class AdamW(torch.optim.AdamW):
         else:
             torch.ops.aten._foreach_add_.Scalar(steps, 1)
         values = [step.item() for step in steps]
-        known = self._prepared.get(number)
-        if known is None or known.next != values or known.marks != marks:
+        prepared = self._prepared.get(number)
+        if prepared is None or prepared.next != values or prepared.marks != marks:
             shards = [self._shard(p, int(value)) for p, value in zip(learning, values, strict=True)]
-            known = self._prepared[number] = _Prepared(marks, values, _checked_runs(shards))
-        known.next = [value + 1 for value in values]
-        return [replace(run, step=int(values[first])) for first, run in known.runs]
+            prepared = self._prepared[number] = _Prepared(marks, values, _checked_runs(shards))
+        prepared.next = [value + 1 for value in values]
+        return [replace(run, step=int(values[first])) for first, run in prepared.runs]
 
     def _allocate(self, new: Sequence[Tensor]) -> None:
         for device in {p.device for p in new}:

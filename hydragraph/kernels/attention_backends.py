@@ -152,10 +152,10 @@ class _FlashAttn(_Flash):
         return module if isinstance(module, str) else _flash_refusal(q, k, v)
 
     def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = _flash_attn()._flash_attn_varlen_forward(
+        outputs: tuple[Any, ...] = _flash_attn()._flash_attn_varlen_forward(
             *arguments, scoring.scale, causal=scoring.causal, **self._options(scoring)
         )
-        return found
+        return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
         dq, dk, dv = contiguous_like(*tensors[1:4])
@@ -184,10 +184,10 @@ class _TorchFlash(_Flash):
         return "it does not cap scores" if scoring.cap is not None else _flash_refusal(q, k, v)
 
     def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = aten._flash_attention_forward(
+        outputs: tuple[Any, ...] = aten._flash_attention_forward(
             *arguments, scoring.causal, False, **self._options(scoring)
         )
-        return found
+        return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
         # Without dropout the kernel reads neither the random state nor the following tensor.

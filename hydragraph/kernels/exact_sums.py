@@ -74,8 +74,8 @@ def split(value: Tensor, grids: Sequence[float]) -> Tensor:
 
 def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the largest absolute element of some 1-D tensors, 0-d float64; 0 if there are none."""
-    found = [torch.stack(torch.aminmax(vector)).abs().amax().double() for vector in vectors if len(vector)]
-    return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=device)
+    maxima = [torch.stack(torch.aminmax(vector)).abs().amax().double() for vector in vectors if len(vector)]
+    return torch.stack(maxima).amax() if maxima else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def scale_of(largest: float) -> float:

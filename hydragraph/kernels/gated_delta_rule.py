@@ -93,9 +93,9 @@ class _Chunk:
 
     def written(self, state: Tensor) -> Tensor:
         """Return W [H, n, V]."""
-        given = self.rate * (self.v - self.since * (self.k @ state))
-        found: Tensor = torch.linalg.solve_triangular(self.system, given, upper=False, unitriangular=True)
-        return found
+        right_side = self.rate * (self.v - self.since * (self.k @ state))
+        written: Tensor = torch.linalg.solve_triangular(self.system, right_side, upper=False, unitriangular=True)
+        return written
 
     def out(self, state: Tensor, written: Tensor) -> Tensor:
         return self.since * (self.q @ state) + (self.q @ self.k.mT * self.decays) @ written
@@ -106,27 +106,27 @@ class _Chunk:
     def gradients(self, state: Tensor, dout: Tensor, dnext: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g, beta and the state before."""
         written, pairs, keys = self.written(state), self.q @ self.k.mT, self.k @ self.k.mT
-        read, known = self.q @ state, self.k @ state
+        read, recalled = self.q @ state, self.k @ state
         dwritten = (pairs * self.decays).mT @ dout + self.left * (self.k @ dnext)
-        dgiven = torch.linalg.solve_triangular(self.system.mT, dwritten, upper=True, unitriangular=True)
-        dsystem = -(dgiven @ written.mT).tril(-1)
+        dright_side = torch.linalg.solve_triangular(self.system.mT, dwritten, upper=True, unitriangular=True)
+        dsystem = -(dright_side @ written.mT).tril(-1)
         dpairs = (dout @ written.mT).tril()
         dkeys = self.rate * self.decays * dsystem
         dkeys = dkeys + dkeys.mT
-        dv = self.rate * dgiven
-        dread, dknown = self.since * dout, -self.since * dv
+        dv = self.rate * dright_side
+        dread, drecalled = self.since * dout, -self.since * dv
         dleft = (written @ dnext.mT) * self.k  # summed over features below
         dq = (dpairs * self.decays) @ self.k + dread @ state.mT
-        dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + dknown @ state.mT
+        dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + drecalled @ state.mT
         dk = dk + self.left * (written @ dnext.mT)
-        dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ dknown
+        dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ drecalled
         # Every decay is an exponential, so its gradient is itself times that of the sum.
         ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
-        dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + dknown * known).sum(-1)
+        dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + drecalled * recalled).sum(-1)
         moved = (self.left * dleft).sum(-1)
         dlogs = dlogs - moved
         dlogs[:, -1] += moved.sum(-1) + (self.since[:, -1] * (dnext * state).sum((-2, -1)).unsqueeze(-1))[:, 0]
-        dbeta = (dgiven * (self.v - self.since * known)).sum(-1) + (dsystem * keys * self.decays).sum(-1)
+        dbeta = (dright_side * (self.v - self.since * recalled)).sum(-1) + (dsystem * keys * self.decays).sum(-1)
         return dq, dk, dv, dlogs.flip(-1).cumsum(-1).flip(-1), dbeta, dstate
 
 
@@ -175,7 +175,7 @@ def backward(
     """Return the gradients of q, k, v, g and beta, each in the dtype of its argument, in plain PyTorch."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = widened(grad).transpose(0, 1)
-    found = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
+    head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
     for rows_of in _chunks(cu_seqlens):
         states = [heads.start()]
         for rows in rows_of[:-1]:
@@ -184,11 +184,11 @@ def backward(
         after = heads.start()
         for rows, state in zip(reversed(rows_of), reversed(states), strict=False):
             *parts, after = heads.chunk(rows).gradients(state, dout[:, rows], after)
-            for whole, part in zip(found, parts, strict=True):
+            for whole, part in zip(head_gradients, parts, strict=True):
                 whole[:, rows] = part
-    dq, dk, dv, dg, dbeta = (x.transpose(0, 1) for x in found)
+    dq, dk, dv, dg, dbeta = (x.transpose(0, 1) for x in head_gradients)
     others = ((v, dv), (g, dg), (beta, dbeta))
-    dv, dg, dbeta = (each.to(x.dtype, memory_format=torch.contiguous_format) for x, each in others)
+    dv, dg, dbeta = (dx.to(x.dtype, memory_format=torch.contiguous_format) for x, dx in others)
     return _to_length(q, dq * q.shape[-1] ** -0.5), _to_length(k, dk), dv, dg, dbeta
 
 

@@ -37,7 +37,9 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
     called = dispatcher.get_call_template
 
     def without_constants(given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        return called(tuple(map(unliteral, given)), {name: unliteral(each) for name, each in named.items()})
+        return called(
+            tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
+        )
 
     # Compiled callers would otherwise compile a function once for every combination of constants that they pass.
     dispatcher.get_call_template = without_constants
@@ -84,10 +86,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, *arguments: Any) -> Any:
         """Return the code compiled for a signature, or None if it has to be compiled."""
         try:
-            found = super().load_overload(*arguments)
-            if found is None and not self._quick:
+            overload = super().load_overload(*arguments)
+            if overload is None and not self._quick:
                 _announce(self.cache_path)
-            return found
+            return overload
         except Exception as error:  # a damaged pickle may raise anything
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
             # Without its index, the damaged entry is not read again by the next process.

@@ -142,7 +142,7 @@ class SliceTable:
         before = np.cumsum(lengths) - lengths
         # Ranges within a batch may not overlap: it ends where the next range does not come after.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
-        found: list[Batch] = []
+        batches: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):
             while low < high:
                 end = max(
@@ -150,9 +150,9 @@ class SliceTable:
                 )
                 part = slice(low, end)
                 total = int(lengths[part].sum())
-                found.append(Batch(origins[part], places[part], lengths[part], before[part] - before[low], total))
+                batches.append(Batch(origins[part], places[part], lengths[part], before[part] - before[low], total))
                 low = end
-        return tuple(found)
+        return tuple(batches)
 
     @staticmethod
     def make(
@@ -234,16 +234,16 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
         copy(source, target, table.ordered)
         return
     longest = max(batch.elements for batch in table.batches)
-    given = source.new_empty(longest)
-    made = target.new_empty(longest)
+    gather_buffer = source.new_empty(longest)
+    scatter_buffer = target.new_empty(longest)
     for batch in table.batches:
         if len(batch.lengths) == 1:
             values = source[int(batch.origins[0]) :][: batch.elements]
         else:
-            values = given[: batch.elements]
+            values = gather_buffer[: batch.elements]
             copy(source, values, (batch.origins, batch.beside, batch.lengths))
         whole = batch.whole
-        results = made[: batch.elements] if whole is None else target[whole]
+        results = scatter_buffer[: batch.elements] if whole is None else target[whole]
         if not accumulate:
             results.copy_(values)
         else:

@@ -202,17 +202,17 @@ class _Walk:
     def _cut_partners(self, node: fx.Node) -> None:
         """Cut parameters that a cut value meets one to one: biases of experts, taps, and scales of heads or columns."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
-        known = self.cuts.cut[first]
+        cut = self.cuts.cut[first]
         # One segment of a fused product has other units than the whole; joined values have all of theirs.
-        if known.outer or not (known.pieces or (known.start, known.length) == (0, width(known.lead))):
+        if cut.outer or not (cut.pieces or (cut.start, cut.length) == (0, width(cut.lead))):
             return
         for operand in node.all_input_nodes:
             if operand in self.cuts.cut or not isinstance(value_of(operand), torch.Tensor):
                 continue
             taps = node.target is causal_convolution
-            dim = 0 if taps else known.dim - (len(shape(node)) - len(shape(operand)))
-            if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[known.dim]:
-                self.cuts.cut.update({each: replace(known, dim=at) for each, at in self._from_parameter(operand, dim)})
+            dim = 0 if taps else cut.dim - (len(shape(node)) - len(shape(operand)))
+            if 0 <= dim < len(shape(operand)) and shape(operand)[dim] == shape(first)[cut.dim]:
+                self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """Return a value, what it is made from, and so on to a parameter, each with the place of a dimension in it.

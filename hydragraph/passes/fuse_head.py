@@ -87,8 +87,8 @@ def find_head(loss: fx.Node) -> Head | None:
     assert isinstance(ignored, int)
     assert isinstance(reduction, int)
     assert isinstance(smoothing, float)
-    found = Head(hidden, matrix, _node(labels), ignored, reduction, smoothing, loss)
-    return found if _in_fp32(loss, hidden) else None
+    head = Head(hidden, matrix, _node(labels), ignored, reduction, smoothing, loss)
+    return head if _in_fp32(loss, hidden) else None
 
 
 def _node(value: object) -> fx.Node:

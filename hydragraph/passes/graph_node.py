@@ -60,10 +60,10 @@ class Product(NamedTuple):
 def product(node: fx.Node) -> Product | None:
     """Return the operands of a product with a weight, or None for any other node."""
     if is_grouped(node):
-        x, given = operands(node)[:2]
-        if given.target is aten.transpose.int and {d % 3 for d in operands(given)[1:]} == {1, 2}:
-            return Product(x, operands(given)[0], None, 2, 1, given)
-        return Product(x, given, None, 1, 2, given)
+        x, operand = operands(node)[:2]
+        if operand.target is aten.transpose.int and {d % 3 for d in operands(operand)[1:]} == {1, 2}:
+            return Product(x, operands(operand)[0], None, 2, 1, operand)
+        return Product(x, operand, None, 1, 2, operand)
     # The weight of `linear` is [out, in], that of `addmm` (Conv1D of transformers) and of `mm` [in, out].
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)

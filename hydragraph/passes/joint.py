@@ -137,10 +137,10 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
-    known: dict[str, str] = {}  # size expressions that were already converted
+    converted_sizes: dict[str, str] = {}  # size expressions that were already converted
     for name, op, target, args, kwargs, value in nodes:
-        arguments, named = (_narrow(given, tp) if op != "output" else given for given in (args, kwargs))
-        yield [name, op, target, arguments, named, _narrow_value(value, tp, known)]
+        arguments, named = (_narrow(inputs, tp) if op != "output" else inputs for inputs in (args, kwargs))
+        yield [name, op, target, arguments, named, _narrow_value(value, tp, converted_sizes)]
 
 
 def _narrow(argument: Any, tp: int) -> Any:

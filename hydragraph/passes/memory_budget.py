@@ -79,9 +79,9 @@ def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Coll
             continue
         if node in forward:
             cost += operations(node)
-        found = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(found)
-        pending += found
+        unseen = [input_node for input_node in node.all_input_nodes if input_node not in seen]
+        seen.update(unseen)
+        pending += unseen
     return cost
 
 
@@ -89,11 +89,11 @@ def operations(node: fx.Node) -> float:
     """Return the cost of a node in operations of a product; infinite if it must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
-    made = sum(_elements(tensor) for _, tensor in storages_of(node))
+    output_elements = sum(_elements(tensor) for _, tensor in storages_of(node))
     if node.target in _PRODUCTS:
         operand = node.args[_PRODUCTS[node.target]]
-        return 2.0 * made * hint_of(value_of(operand).shape[-1])
-    viewed = {key for each in node.all_input_nodes for key, _ in storages_of(each)}
+        return 2.0 * output_elements * hint_of(value_of(operand).shape[-1])
+    viewed = {key for input_node in node.all_input_nodes for key, _ in storages_of(input_node)}
     moved = [tensor for key, tensor in storages_of(node) if key not in viewed]
     return float(PER_ELEMENT * sum(map(_elements, moved)))
 

@@ -144,10 +144,10 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
     # Parts must be cut alike and joined along another dimension, like halves of rotary embeddings. A part that is
     # expanded to all heads is expanded to this rank's.
     parts = operands(node)[0]
-    known = next((c for p in parts if (c := cuts.of(p)) is not None), None)
+    first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
-        if known is not None and cuts.of(part) is None and _is_expanded(part, known.dim):
-            cuts.cut[part] = known
+        if first_cut is not None and cuts.of(part) is None and _is_expanded(part, first_cut.dim):
+            cuts.cut[part] = first_cut
     part_cuts = [cuts.of(p) for p in parts]
     dim = join_dim(node)
     pieces = [cut for cut in part_cuts if cut is not None and cut.dim == dim and not cut.outer and not cut.pieces]

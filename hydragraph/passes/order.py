@@ -59,7 +59,7 @@ def _in_order_of_sends(
     Messages between two ranks arrive in order. With interleaved stages a peer may be both before and after this rank,
     and send first what is needed last: its receive moves to the first use of a later message.
     """
-    receives = [i for i, each in enumerate(instructions) if each.op is Op.RECEIVE]
+    receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
@@ -71,7 +71,9 @@ def _in_order_of_sends(
         for place, i in reversed(places):
             before[place].append(i)
     return [
-        instructions[j] for i, each in enumerate(instructions) for j in (before[i] if each.op is Op.RECEIVE else [i])
+        instructions[j]
+        for i, instruction in enumerate(instructions)
+        for j in (before[i] if instruction.op is Op.RECEIVE else [i])
     ]
 
 
@@ -79,9 +81,9 @@ def _sent(placement: Placement, mode: Mode, sender: int, receiver: int) -> Itera
     stage = placement.stage_of[sender]
     for action in placement.actions(stage, mode):
         role = stage.role_of(action.micro_batch, action.visit)
-        for each in _of_action(placement.outline, stage, role, sender, action, mode):
-            if each.op is Op.SEND and each.peer == receiver:
-                yield each.reads[0]
+        for instruction in _of_action(placement.outline, stage, role, sender, action, mode):
+            if instruction.op is Op.SEND and instruction.peer == receiver:
+                yield instruction.reads[0]
 
 
 def _forward(

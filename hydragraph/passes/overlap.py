@@ -151,15 +151,23 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
 def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     stream_of: dict[Value, Stream] = {}
     waiting: list[Instruction] = []
-    for each in instructions:
-        after = (*waits(each, stream_of), *each.after)
+    for instruction in instructions:
+        after = (*waits(instruction, stream_of), *instruction.after)
         # `replace` takes several times as long, which matters for thousands of instructions.
         waiting.append(
-            Instruction(each.op, each.target, each.micro_batch, each.peer, each.reads, each.writes, after)
+            Instruction(
+                instruction.op,
+                instruction.target,
+                instruction.micro_batch,
+                instruction.peer,
+                instruction.reads,
+                instruction.writes,
+                after,
+            )
             if after
-            else each
+            else instruction
         )
-        stream = each.stream
-        for value in each.writes:
+        stream = instruction.stream
+        for value in instruction.writes:
             stream_of[value] = stream
     return tuple(waiting)

@@ -45,14 +45,14 @@ def shared_programs(
 
 
 def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Iterator[tuple[RankProgram, Body, Peers]]:
-    known: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
+    body_and_places: dict[Hashable, tuple[Body, tuple[int, ...]]] = {}
     for rank in range(ranks):
         decides, neighbours = _decides(placement, mode, rank)
-        if decides not in known:
+        if decides not in body_and_places:
             program = placed_program(placement, name, mode, rank, ranks)
             body, peers = numbered(program.instructions)
-            known[decides] = (body, tuple(map(neighbours.index, peers)))
-        body, places = known[decides]
+            body_and_places[decides] = (body, tuple(map(neighbours.index, peers)))
+        body, places = body_and_places[decides]
         yield _header(placement, name, rank, ranks), body, tuple(neighbours[place] for place in places)
 
 

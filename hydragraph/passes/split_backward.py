@@ -73,14 +73,14 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> Collection[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     left = list(nodes)
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             left += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _graph(

@@ -91,10 +91,10 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     """Add the pulls and pushes of an iteration with stages that stream; leave others to `overlap`."""
     if not placement.streams:
         return program
-    found = streaming(placement, mode)
+    exchanges = streaming(placement, mode)
     stage = placement.stage_of.get(program.rank)
     ranks = stage.ranks if stage else ()
-    waiting = deque(zip(found.turns, _exchanges(placement.outline, found.turns, ranks), strict=True))
+    waiting = deque(zip(exchanges.turns, _exchanges(placement.outline, exchanges.turns, ranks), strict=True))
     placed: list[Instruction] = []
     received: list[Instruction] = []  # what the next block needs, after the exchanges before that block
     for instruction in program.instructions:
@@ -103,10 +103,10 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
             continue
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
             key = _computation(instruction)
-            time = found.times[ranks][key]
+            time = exchanges.times[ranks][key]
             while waiting and _precedes(waiting[0][0], time):
                 placed.append(waiting.popleft()[1])
-            instruction = _renamed(instruction, found, ranks, key)
+            instruction = _renamed(instruction, exchanges, ranks, key)
         placed += [*received, instruction]
         received = []
     return replace(program, instructions=(*placed, *received, *(exchange for _, exchange in waiting)))
@@ -116,9 +116,9 @@ def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hash
     """Return what determines, beyond roles and blocks, the exchanges in the programs of a stage's ranks."""
     if stage is None or not placement.streams:
         return None
-    found = streaming(placement, mode)
-    taken = tuple(i for i, turn in enumerate(found.turns) if stage.ranks in turn.stages)
-    return taken, tuple(found.times[stage.ranks].values())
+    exchanges = streaming(placement, mode)
+    own_turn_numbers = tuple(i for i, turn in enumerate(exchanges.turns) if stage.ranks in turn.stages)
+    return own_turn_numbers, tuple(exchanges.times[stage.ranks].values())
 
 
 def _computation(instruction: Instruction) -> Computation:
@@ -198,7 +198,7 @@ def _streaming(placement: Placement, mode: Mode) -> Streaming:
         for moment, stage, served in _pushes(placement, times, places):
             moments[moment].append((stage, served))
     numbers: Counter[tuple[bool, str]] = Counter()
-    found: list[Turn] = []
+    ordered_turns: list[Turn] = []
     names: defaultdict[tuple[Ranks, Computation, Op], dict[str, str]] = defaultdict(dict)
     for moment in sorted(moments):
         op = Op.PUSH if moment.pushes else Op.PULL
@@ -210,8 +210,8 @@ def _streaming(placement: Placement, mode: Mode) -> Streaming:
             for computation in served:
                 names[stage.ranks, computation, op][moment.bucket] = name
         stages = tuple(stage.ranks for stage, _ in moments[moment])
-        found.append(Turn(op, moment.bucket, name, stages, moment.time))
-    return Streaming(tuple(found), times, dict(names))
+        ordered_turns.append(Turn(op, moment.bucket, name, stages, moment.time))
+    return Streaming(tuple(ordered_turns), times, dict(names))
 
 
 def _pulls(
@@ -223,16 +223,16 @@ def _pulls(
         return
     order = list(times)
     before = times[order[0]]  # time of the computation before
-    held: dict[str, tuple[Fraction, list[Computation]]] = {}
+    open_pulls: dict[str, tuple[Fraction, list[Computation]]] = {}
     for computation in order:
         needed = outline.weights[computation.block]
-        for bucket in [bucket for bucket in held if bucket not in needed]:
-            time, served = held.pop(bucket)
+        for bucket in [bucket for bucket in open_pulls if bucket not in needed]:
+            time, served = open_pulls.pop(bucket)
             yield time, bucket, tuple(served)
         for bucket in needed:
-            held.setdefault(bucket, (before, []))[1].append(computation)
+            open_pulls.setdefault(bucket, (before, []))[1].append(computation)
         before = times[computation]
-    for bucket, (time, served) in held.items():
+    for bucket, (time, served) in open_pulls.items():
         yield time, bucket, tuple(served)
 
 

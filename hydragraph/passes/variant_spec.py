@@ -63,6 +63,6 @@ class VariantSpec:
     @property
     def key(self) -> str:
         """64 hex digits that identify the graphs before a backend compiles them, equal in every process."""
-        made = [name for name in self.passes if name != COMPILE]
-        how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, made)
+        passes = [name for name in self.passes if name != COMPILE]
+        how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, passes)
         return hashlib.sha256(repr((self.template.content, list(self.shards), how)).encode()).hexdigest()

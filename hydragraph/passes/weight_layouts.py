@@ -35,16 +35,16 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
-    known: dict[Hashable, Layout] = {}
+    used_layouts: dict[Hashable, Layout] = {}
     result = []
     for bucket in program.buckets:
         stages = holders.get(bucket.name, ())
         parts = [placement.stage_of[members[0]].part_of(members[0]) for members in stages]
         kinds = [bucket_kinds(program, bucket, part, kinds_of) for part in parts]
-        key = (bucket.form, stages, tuple(tuple(each.values()) for each in kinds))
-        if key not in known:
-            known[key] = propagation(bucket, stages, kinds)
-        result.append(BucketLayouts(bucket, homes[bucket.name], known[key]))
+        key = (bucket.form, stages, tuple(tuple(kinds_by_name.values()) for kinds_by_name in kinds))
+        if key not in used_layouts:
+            used_layouts[key] = propagation(bucket, stages, kinds)
+        result.append(BucketLayouts(bucket, homes[bucket.name], used_layouts[key]))
     return result
 
 

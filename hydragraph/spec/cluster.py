@@ -212,9 +212,9 @@ class Cluster:
             for name in pair.types:
                 if name not in self.types:
                     raise ValueError(f"pairs: unknown device type {name!r}: use {', '.join(sorted(self.types))}")
-        known = Counter(frozenset(pair.types) for pair in self.pairs)
+        links_per_pair = Counter(frozenset(pair.types) for pair in self.pairs)
         for pair in self.pairs:
-            if known[frozenset(pair.types)] > 1:
+            if links_per_pair[frozenset(pair.types)] > 1:
                 a, b = pair.types
                 raise ValueError(f"pairs: {a} and {b} have more than one link: give one, for both directions")
 
@@ -485,12 +485,12 @@ def _number(name: str, value: object) -> float:
 
 def _positive(name: str, value: object) -> float:
     try:
-        found = _number(name, value)
+        number = _number(name, value)
     except ValueError:
-        found = 0
-    if not found:
+        number = 0
+    if not number:
         raise ValueError(f"{name} is {value!r}: give a finite number above 0")
-    return found
+    return number
 
 
 def _whole(name: str, value: float) -> int:

@@ -54,15 +54,15 @@ class Home:
             object.__setattr__(self, "shares", _shares("shares", self.shares))
         if not isinstance(self.buckets, Mapping):
             raise ValueError(f"buckets is {self.buckets!r}: give a mapping of bucket names to shares by rank")
-        buckets = {str(name): _shares(f"buckets.{name}", each) for name, each in sorted(self.buckets.items())}
+        buckets = {str(name): _shares(f"buckets.{name}", shares) for name, shares in sorted(self.buckets.items())}
         object.__setattr__(self, "buckets", buckets)
         if isinstance(self.copies, bool) or self.copies not in (1, 2):
             raise ValueError(f"copies is {self.copies!r}: use 1, or 2 for a second owner of everything")
         if self.nodes is not None:
             object.__setattr__(self, "nodes", _nodes(self.nodes))
-        counts = {len(each) for _, each in self._lists()}
+        counts = {len(numbers) for _, numbers in self._lists()}
         if len(counts) > 1:
-            lengths = ", ".join(f"{name} is for {len(each)} ranks" for name, each in self._lists())
+            lengths = ", ".join(f"{name} is for {len(numbers)} ranks" for name, numbers in self._lists())
             raise ValueError(f"{lengths}: give every list one number per rank")
 
     def __hash__(self) -> int:
@@ -71,8 +71,8 @@ class Home:
     def _lists(self) -> list[tuple[str, Sequence[float]]]:
         own = [("shares", self.shares), ("nodes", self.nodes)]
         return [
-            *((name, each) for name, each in own if each is not None),
-            *((f"buckets.{name}", each) for name, each in self.buckets.items()),
+            *((name, numbers) for name, numbers in own if numbers is not None),
+            *((f"buckets.{name}", shares) for name, shares in self.buckets.items()),
         ]
 
     def shares_of(self, bucket: str) -> Sequence[float] | None:
@@ -104,10 +104,10 @@ class Home:
         Raises:
             ValueError: it has shares for another number of ranks, or for a bucket that the model does not have.
         """
-        for name, each in self._lists():
-            if len(each) != ranks:
+        for name, numbers in self._lists():
+            if len(numbers) != ranks:
                 raise ValueError(
-                    f"home {self}: {name} has {len(each)} numbers, but the run has {ranks} rank{'s' * (ranks > 1)}: "
+                    f"home {self}: {name} has {len(numbers)} numbers, but the run has {ranks} rank{'s' * (ranks > 1)}: "
                     "give one number for each rank (0: the rank owns no state)"
                 )
         unknown = [] if buckets is None else [name for name in self.buckets if name not in buckets]
@@ -155,7 +155,7 @@ class Home:
             parts.append(f"copies={self.copies}")
         if self.nodes is not None:
             parts.append(f"nodes={_text(self.nodes)}")
-        return " ".join([*parts, *(f"{name}={_text(each)}" for name, each in self.buckets.items())])
+        return " ".join([*parts, *(f"{name}={_text(bucket_shares)}" for name, bucket_shares in self.buckets.items())])
 
     @classmethod
     def parse(cls, text: str) -> Home:
@@ -242,12 +242,12 @@ def _text(values: Sequence[float]) -> str:
 
 def _numbers(text: str, part: str) -> tuple[float, ...]:
     values: list[float] = []
-    for each in part.split(","):
-        count, times, number = each.rpartition("*")
+    for run in part.split(","):
+        count, times, number = run.rpartition("*")
         try:
             values += [float(number)] * (int(count) if times else 1)
         except ValueError:
             raise ValueError(
-                f"home {text!r}: {each!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
+                f"home {text!r}: {run!r} is not a share: write one number per rank, as in 3,3,1,0 or 4*1,2*0.5"
             ) from None
     return tuple(values)

@@ -45,13 +45,13 @@ def _owners(shares: Sequence[float] | None, ranks: int) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    found: list[str] = []
+    phrases: list[str] = []
     layers: list[int] = []
 
     def end() -> None:
         if layers:
             many = f"layers {layers[0]}-{layers[-1]}" if layers[0] != layers[-1] else f"layer {layers[0]}"
-            found.append(many)
+            phrases.append(many)
             layers.clear()
 
     for name in names:
@@ -62,6 +62,6 @@ def _names(names: Sequence[str]) -> str:
         if match is not None:
             layers.append(number)
         else:
-            found.append(name)
+            phrases.append(name)
     end()
-    return ", ".join(found)
+    return ", ".join(phrases)

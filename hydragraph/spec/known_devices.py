@@ -54,6 +54,6 @@ def reached(flops_per_s: float, memory_bytes_per_s: float) -> float:
     """Return the fraction of its peak that a device of this peak and bandwidth reaches in large products."""
     for sheet in KNOWN.values():
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
-        if all(abs(given - known) <= _NEAR * known for given, known in pairs):
+        if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
             return sheet.reached
     return UNKNOWN

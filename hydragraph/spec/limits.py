@@ -55,7 +55,7 @@ class Limit:
         """Return whether all sequences of a mini-batch are in range, in a few operations for any number of them."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
-        return not sequences or self._outside(torch.cat([self._values(each) for each in sequences])) is None
+        return not sequences or self._outside(torch.cat([self._values(s) for s in sequences])) is None
 
     def _values(self, sequence: Sequence) -> Tensor:
         return {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]

@@ -103,8 +103,8 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
         hint = records[0] if len(records) == 1 else hint  # an optional section
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
-            found: object = hint.parse(value)
-            return found
+            record: object = hint.parse(value)
+            return record
         return from_record(hint, value, path, hints=hints)
     if get_origin(hint) is Mapping and is_dataclass(item := get_args(hint)[1]) and isinstance(item, type):
         if not isinstance(value, dict):

@@ -198,8 +198,8 @@ class Strategy:
                     if owner == i and replace(other[1], layers=stage.layers) == stage:
                         continue  # interleaved stages
                     if other != (first, stage):
-                        known = (first, replace(other[1], layers=stage.layers)) if owner == i else other
-                        differs = _difference((first, stage), known)
+                        counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
+                        differs = _difference((first, stage), counterpart)
                         raise ValueError(
                             f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
                             "share one stage between pipelines, or let a pipeline return to the same devices with the "

@@ -324,10 +324,10 @@ class Schedule:
                 while len(begins[stage]) < len(row):
                     action = row[len(begins[stage])]
                     needs = _needed(places[action.pipeline], (stage, action.visit), action)
-                    if any(each not in ends for each in needs):
+                    if any(need not in ends for need in needs):
                         break
                     free = begins[stage][-1] + 1 if begins[stage] else 0
-                    begin = max([free, *(ends[each] for each in needs)])
+                    begin = max([free, *(ends[need] for need in needs)])
                     begins[stage].append(begin)
                     if action.work is not Work.WEIGHT_GRADIENT:
                         ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = begin + 1
