@@ -53,12 +53,12 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
     from hydragraph.train.model import adapted, check_vocabulary, skeleton
 
     quieten()
-    known = None
+    data_vocabulary = None
     with suppress(ValueError, OSError):  # of data that are on another machine
-        known = known_vocabulary(config)
-    vocabulary, end_of_text = known or (config.data.vocab_size, 0)
+        data_vocabulary = known_vocabulary(config)
+    vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)
-    if known is not None:
+    if data_vocabulary is not None:
         check_vocabulary(config.model, bare, vocabulary)
     model = adapted(bare, config.adapter, config.seed)
     program = program_of(config, model)
@@ -80,5 +80,5 @@ def costs_of_run(
     from hydragraph.train.plan_input import read_corrections
 
     pushed = getattr(torch, config.push_dtype).itemsize
-    known = read_corrections(corrections)
-    return Costs(profile, cluster, home=config.home, corrections=known, push_itemsize=pushed, **graphs)
+    factors = read_corrections(corrections)
+    return Costs(profile, cluster, home=config.home, corrections=factors, push_itemsize=pushed, **graphs)

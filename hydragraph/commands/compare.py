@@ -58,12 +58,12 @@ def compare_command(options: CompareOptions) -> None:
     trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)
     costs = run_costs(config, len(trace.ranks), options.profile, options.cluster, options.corrections)
-    found = compare(costs, trace)
-    found.corrections.save(folder.corrections)
+    comparison = compare(costs, trace)
+    comparison.corrections.save(folder.corrections)
     if options.as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        print(json.dumps(comparison.as_dict(), indent=1))
     else:
-        _print(found, folder.corrections)
+        _print(comparison, folder.corrections)
 
 
 def run_costs(

@@ -121,9 +121,9 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # of data that is elsewhere, which training will say
-        known = known_vocabulary(config)
-        if known is not None:
-            return known
+        data_vocabulary = known_vocabulary(config)
+        if data_vocabulary is not None:
+            return data_vocabulary
     if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
         print(
             f"hydragraph: the model's vocabulary is taken to be data.vocab_size, {config.data.vocab_size}: the "
@@ -184,7 +184,11 @@ def compile_quietly(
             compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
         write_folder(output, program, summary, compiler.variants, compiled, owners.home)
-        fitting = [each.programs.strategy for each in compiled if each.programs is not None]
+        fitting = [
+            compiled_strategy.programs.strategy
+            for compiled_strategy in compiled
+            if compiled_strategy.programs is not None
+        ]
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor")
         if mode_of(config.check) != "off":
             for strategy in fitting:

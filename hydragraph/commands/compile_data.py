@@ -82,7 +82,7 @@ class ModelData:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             blocks = {
-                name: tuple(from_record(BlockData, each, f"blocks.{name}") for each in variants)
+                name: tuple(from_record(BlockData, record, f"blocks.{name}") for record in variants)
                 for name, variants in data.pop("blocks").items()
             }
             return cls(**{**data, "sizes": ModelSizes.from_record(data["sizes"]), "blocks": blocks})
@@ -108,9 +108,9 @@ class ModelData:
 
     def block(self, name: str, part: StagePart) -> BlockData:
         """Return the data of a block on a rank."""
-        for each in self.blocks[self.templates[name]]:
-            if each.kind == part.kind.text and part.index in each.indices:
-                return each
+        for variant in self.blocks[self.templates[name]]:
+            if variant.kind == part.kind.text and part.index in variant.indices:
+                return variant
         raise ValueError(f"{DATA} does not describe {name} in {part}: write the folder again by hydragraph compile")
 
 
@@ -129,11 +129,11 @@ class RecordedBlocks:
         """See `cost.memory.Blocks`."""
         from hydragraph.cost.footprint import Footprint
 
-        known = self._data.block(block, part)
-        lines = known.held
+        block_data = self._data.block(block, part)
+        lines = block_data.held
         sizes = (at(line, batch.tokens) for line in (lines.output, lines.saved, lines.forward, lines.backward))
         output, saved, forward, backward = sizes
-        gradients = 0 if lines.added else known.gradients
+        gradients = 0 if lines.added else block_data.gradients
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
@@ -193,8 +193,8 @@ def _block(compiled: CompiledVariant) -> BlockData:
     from hydragraph.cost.footprint import MicroBatch, footprint, held_by
 
     part = StagePart(_kind(compiled), compiled.record.indices[0])
-    tokens = [each * part.tp for each in _TOKENS]
-    sent = [collective_bytes(compiled.variant, part, MicroBatch(each, 1)) for each in tokens]
+    tokens = [per_rank * part.tp for per_rank in _TOKENS]
+    sent = [collective_bytes(compiled.variant, part, MicroBatch(count, 1)) for count in tokens]
     return BlockData(
         part.kind.text,
         compiled.record.indices,
@@ -226,7 +226,7 @@ def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
     placement = place(data.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     replicas = {kind: frozenset(names) for kind, names in data.replicas.items()}
-    known: dict[object, Layout] = {}
+    layouts: dict[object, Layout] = {}
     placed = []
     for bucket in data.buckets:
         stages = holders.get(bucket.name, ())
@@ -235,8 +235,8 @@ def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
             same = replicas.get(placement.stage_of[members[0]].kind.text, frozenset())
             kind_of = {True: GradientKind.REPLICA, False: GradientKind.PARTIAL}
             kinds.append({p.name: kind_of[p.name in same] for p in bucket.parameters})
-        key = (bucket.form, stages, tuple(tuple(each.values()) for each in kinds))
-        if key not in known:
-            known[key] = propagation(bucket, stages, kinds)
-        placed.append(BucketLayouts(bucket, owners.of(bucket), known[key]))
+        key = (bucket.form, stages, tuple(tuple(stage_kinds.values()) for stage_kinds in kinds))
+        if key not in layouts:
+            layouts[key] = propagation(bucket, stages, kinds)
+        placed.append(BucketLayouts(bucket, owners.of(bucket), layouts[key]))
     return placed

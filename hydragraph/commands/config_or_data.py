@@ -46,11 +46,11 @@ def _is_config(path: Path) -> bool:
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:
     from hydragraph.train.starter_config import look
 
-    found = look(paths)
-    if not found.data:
-        raise ValueError(f"{found.model} is a model: also name the data to train it on, files or folders")
+    inspected = look(paths)
+    if not inspected.data:
+        raise ValueError(f"{inspected.model} is a model: also name the data to train it on, files or folders")
     check_written("--to", to)
-    text = first_config(found, to)
+    text = first_config(inspected, to)
     config = TrainConfig.parse(text, overrides)
     existing = to.read_text(encoding="utf-8") if to.is_file() else None
     if existing not in (None, text):
@@ -60,7 +60,9 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
         )
     if leads() and existing is None:
         write_whole(to, text)
-        new = "" if found.model is not None else "; no model was named: a new one of about 10 M parameters is trained"
+        new = (
+            "" if inspected.model is not None else "; no model was named: a new one of about 10 M parameters is trained"
+        )
         typer.echo(f"{to}: the config of this run{new}; to change it, edit it, then: hydragraph train {to}", err=True)
     return config
 

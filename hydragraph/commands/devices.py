@@ -46,12 +46,12 @@ def devices_command(options: DevicesOptions) -> None:
     check_written("--output", output)
     import torch
 
-    found = on_ranks(options.ranks or max(1, torch.cuda.device_count()), discover_rank, options.device)
+    discovered = on_ranks(options.ranks or max(1, torch.cuda.device_count()), discover_rank, options.device)
     if not leads():
         return
-    _print(found)
+    _print(discovered)
     if output is not None:
-        found.cluster.save(output)
+        discovered.cluster.save(output)
         print(f"{output}: edit it, or plan with it: hydragraph plan --cluster {output} --model run.yaml")
 
 

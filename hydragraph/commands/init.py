@@ -43,13 +43,13 @@ def init_command(options: InitOptions) -> None:
     from hydragraph.train.data import data_remarks
     from hydragraph.train.starter_config import look
 
-    found = look(options.paths or [])
-    write_whole(to, first_config(found, to))
+    inspected = look(options.paths or [])
+    write_whole(to, first_config(inspected, to))
     config = TrainConfig.load(to)
-    if found.data:
+    if inspected.data:
         for sentence in data_remarks(config.data.sources):
             print(sentence)
-    elif found.model is not None:
+    elif inspected.model is not None:
         print(f"first list your data in data.paths of {to}")
     print(f"{to} is for {devices_here().text}: train measures them and plans (strategies: auto)")
     print(f"read it; hydragraph check {to} predicts memory and seconds per step, hydragraph train {to} trains")

@@ -47,17 +47,17 @@ def plan_equal(options: PlanOptions) -> None:
     from hydragraph.report.plan_picture import write_plan_picture
     from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
 
-    given = "PlanOptions.check has found it"
-    assert options.profile, given
-    assert options.lengths, given
-    assert options.devices, given
-    assert options.context, given
+    reason = "PlanOptions.check has found it"
+    assert options.profile, reason
+    assert options.lengths, reason
+    assert options.devices, reason
+    assert options.context, reason
     strategies = read_candidates(options.strategies or ())
     constants = read_profile(options.profile[0])
-    known = read_corrections(options.corrections)
-    if known is not None:
-        constants = corrected(constants, known)
-    found = explain(
+    corrections = read_corrections(options.corrections)
+    if corrections is not None:
+        constants = corrected(constants, corrections)
+    report = explain(
         constants,
         read_lengths(options.lengths),
         options.devices,
@@ -68,8 +68,8 @@ def plan_equal(options: PlanOptions) -> None:
         seed=options.seed,
     )
     if options.as_json:
-        print(json.dumps(to_record(found), indent=1))
+        print(json.dumps(to_record(report), indent=1))
     else:
-        print(to_text(found, options.explain), end="")
+        print(to_text(report, options.explain), end="")
     if options.picture is not None:
-        write_plan_picture(found.example, options.picture)
+        write_plan_picture(report.example, options.picture)

@@ -91,33 +91,34 @@ def plan_devices(asked: PlanOptions) -> None:
 
         rented: list[RentalOffer] = []
         if asked.budget is None or prices is None:
-            found = planned(costs)
+            chosen_plan = planned(costs)
         else:
             rented = offers(costs, workload, prices, asked.budget, planned)
-            costs, found, prices = rented[0].costs, rented[0].plan, rented[0].prices
+            costs, chosen_plan, prices = rented[0].costs, rented[0].plan, rented[0].prices
         if asked.deadline is None:
             say("simulating the rivals")
-            found = with_causes(costs, workload, found, max(2.0, EXPLAINING * found.took_s))
-    written = [] if asked.output is None else [_write(found, asked.output)]
+            chosen_plan = with_causes(costs, workload, chosen_plan, max(2.0, EXPLAINING * chosen_plan.took_s))
+    written = [] if asked.output is None else [_write(chosen_plan, asked.output)]
     if asked.picture is not None:
-        write_device_picture(found, costs, asked.picture)
+        write_device_picture(chosen_plan, costs, asked.picture)
         written.append(f"{asked.picture}: nodes and their devices, by pipeline")
     if asked.report is not None:
-        written.append(_write_report(found, costs, source, asked.report))
+        written.append(_write_report(chosen_plan, costs, source, asked.report))
     if asked.as_json:
-        record = _record(found, costs, source)
+        record = _record(chosen_plan, costs, source)
         if prices is not None:
-            token = prices.million_tokens(found.strategy, found.seconds, workload)
-            record["price"] = {"per_hour": prices.hour(found.strategy), "per_million_tokens": token}
+            token = prices.million_tokens(chosen_plan.strategy, chosen_plan.seconds, workload)
+            record["price"] = {"per_hour": prices.hour(chosen_plan.strategy), "per_million_tokens": token}
         if rented:
             record["rented"] = [
-                {"devices": each.devices, "per_hour": each.per_hour, "seconds": each.plan.seconds} for each in rented
+                {"devices": offer.devices, "per_hour": offer.per_hour, "seconds": offer.plan.seconds}
+                for offer in rented
             ]
         print(json.dumps(record, indent=1))
         return
-    priced = [] if prices is None else prices.sentences(found, workload)
-    priced += [f"{'or' if i else 'rent'}: {each.sentence(workload)}" for i, each in enumerate(rented[:OFFERED])]
-    print("\n".join([source, found.explain(), *priced, *written]))
+    priced = [] if prices is None else prices.sentences(chosen_plan, workload)
+    priced += [f"{'or' if i else 'rent'}: {offer.sentence(workload)}" for i, offer in enumerate(rented[:OFFERED])]
+    print("\n".join([source, chosen_plan.explain(), *priced, *written]))
 
 
 def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
@@ -136,7 +137,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
     from hydragraph.spec.health import Health
     from hydragraph.train.plan_input import read_corrections
 
-    known = read_corrections(asked.corrections)
+    corrections = read_corrections(asked.corrections)
     rates = None if asked.health is None else Health.load(asked.health)
     last = len(cluster.devices) - 1
     for rank in rates or ():
@@ -146,7 +147,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
     measured = _merged(asked.profile, cluster) if asked.profile else None
     if config is None:
         assert measured is not None, "there is a profile or a model"
-        costs = Costs(measured, cluster, rates, home=owners, corrections=known)
+        costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
         return costs, f"{costs.source}; memory from the profile"
     say("capturing the model")
     _, program, variants = captured(config)
@@ -160,7 +161,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
             f"{len(program.blocks)}: measure this model with hydragraph profile"
         )
     blocks = CompiledBlocks(program, _told(variants.get, say))
-    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=known)
+    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=corrections)
     return costs, f"{costs.source}; memory from the sizes of compiled graphs"
 
 
@@ -216,16 +217,16 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
 
 def _told(compiled: VariantOf, say: Say) -> VariantOf:
     """Return a lookup of graphs that reports each first compilation, which takes a while."""
-    known: set[object] = set()
+    reported: set[object] = set()
 
     def get(block: Any, part: Any) -> Any:
         key = (block.template, part)
-        if key not in known:
-            known.add(key)
+        if key not in reported:
+            reported.add(key)
             say(f"compiling graphs for their memory: {block.name}, tensor-parallel degree {part.kind.tp}")
-            found = compiled(block, part)
+            variant = compiled(block, part)
             say("searching")
-            return found
+            return variant
         return compiled(block, part)
 
     return get
@@ -242,7 +243,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
     names = ", ".join(cluster.types)
     several = len(cluster.types) > 1 or len(texts) > 1
-    found = []
+    profiles = []
     for text in texts:
         profile = read_profile(text)
         if several and any(not part.type for part in (profile, *profile.others)):
@@ -250,8 +251,8 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
                 f"--profile {text} does not name its type of device, and the cluster has {names}: measure on each type "
                 "with hydragraph profile --type NAME"
             )
-        found.append(profile)
-    return Profile.merge(found)
+        profiles.append(profile)
+    return Profile.merge(profiles)
 
 
 def _running(text: str, costs: Costs) -> Strategy:

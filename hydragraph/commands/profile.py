@@ -142,7 +142,7 @@ def _print_profile(profile: Profile, ranks: int, path: Path) -> None:
     for scheme, k in profile.schemes.items():
         devices = max(ranks, scheme[0] * scheme[1])
         limit = schemes_of(profile, devices).max_len(scheme, devices)
-        near = ", ".join(f"{1e9 * each:.4g} ({reach})" for reach, each in k.near)
+        near = ", ".join(f"{1e9 * per_pair:.4g} ({reach})" for reach, per_pair in k.near)
         constants = (f"{1e9 * k.a:.4g}", f"{1e6 * k.b:.4g}", f"{1e3 * k.c:.4g}", *([near] if windows else []))
         numbers = (*constants, f"{profile.residuals[scheme]:.1%}")
         table.add_row(f"<tp{scheme[0]},pp{scheme[1]}>", *numbers, f"{limit:,}", f"{profile.util_len(scheme):,}")

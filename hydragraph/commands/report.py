@@ -87,15 +87,15 @@ def _of_config(options: ReportOptions) -> ReportContents:
     from hydragraph.report.simulation_price import PricedStrategy
     from hydragraph.report.simulation_report import simulation_report
 
-    given = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
-    step = StepOptions(config=options.source, **given)
+    step_options = {name: getattr(options, name) for name in _SIMULATED + _PRICED}
+    step = StepOptions(config=options.source, **step_options)
     config = step.load()
     strategies, costs = strategies_and_costs(step, config)
-    found = []
+    simulated = []
     for strategy in strategies:
         assignment = assigned(step, config, costs, strategy)
-        found.append(PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment)))
-    return simulation_report(options.source.name, costs, found)
+        simulated.append(PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment)))
+    return simulation_report(options.source.name, costs, simulated)
 
 
 def _of_plan(source: Path) -> ReportContents:

@@ -130,16 +130,16 @@ def _show_folder(path: Path, options: ShowOptions) -> None:
     folder = ShownFolder.open(path)
     rank = options.rank
     folder.check_rank(rank)
-    found = folder.chosen(options.strategies or ())
+    strategies = folder.chosen(options.strategies or ())
     if not options.looks and rank is not None:
-        print(*(to_text(each.program(rank)) for each in found), sep="\n")
+        print(*(to_text(strategy.program(rank)) for strategy in strategies), sep="\n")
         return
-    for lines in _views(folder, found, options):
+    for lines in _views(folder, strategies, options):
         print(*wrapped(lines), sep="\n")
     if options.output is not None:
         from hydragraph.commands.show_schedule import write_schedule
 
-        write_schedule(found, folder.data.outline, options.output, rank)
+        write_schedule(strategies, folder.data.outline, options.output, rank)
         print(options.output)
 
 
@@ -174,11 +174,11 @@ def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]
 
     if not found:
         yield from overview(folder)
-    for each in found:
-        yield f"{each.name}: {folder.summary.ranks} ranks run {len(each.programs.bodies)} kinds of program"
+    for strategy in found:
+        yield f"{strategy.name}: {folder.summary.ranks} ranks run {len(strategy.programs.bodies)} kinds of program"
         lines = []
-        for kind, body in enumerate(each.programs.bodies):
-            named = ranks_text(each.programs.of_kind(kind))
+        for kind, body in enumerate(strategy.programs.bodies):
+            named = ranks_text(strategy.programs.of_kind(kind))
             lines.append(f"  program_{kind}.txt: {len(body):,} instructions, {named}")
         yield from shortened(lines)
 

@@ -19,9 +19,9 @@ _LONG = 4000  # lines, above which files are compared as wholes
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
     """Yield what differs between two folders: the model, the graphs, the strategies and their programs."""
-    found = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
+    differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
-    yield from shortened(found or ["  the same model, graphs, strategies and programs"], rows=60)
+    yield from shortened(differences or ["  the same model, graphs, strategies and programs"], rows=60)
 
 
 def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
@@ -58,22 +58,22 @@ def _lines_changed(before: str, after: str) -> str:
 
 
 def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    before, after = ({each.name: each for each in folder.strategies} for folder in (one, other))
+    before, after = ({strategy.name: strategy for strategy in folder.strategies} for folder in (one, other))
     yield from (f"  strategy gone: {name}" for name in before if name not in after)
     yield from (f"  strategy new: {name}" for name in after if name not in before)
     for name in before:
         if name in after:
-            found = [*_facts(before[name], after[name]), *_programs(before[name], after[name])]
-            if found:
+            differences = [*_facts(before[name], after[name]), *_programs(before[name], after[name])]
+            if differences:
                 yield f"  under {name}"
-                yield from (f"  {line}" for line in found)
+                yield from (f"  {line}" for line in differences)
 
 
 def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
     """Yield what differs between two strategies: what they take, and which ranks do what else."""
     yield f"{one.name} -> {other.name}"
-    found = [*_facts(one, other), *_places(one, other)]
-    yield from shortened(found or ["  the same places, micro-batches and programs"], rows=40)
+    differences = [*_facts(one, other), *_places(one, other)]
+    yield from shortened(differences or ["  the same places, micro-batches and programs"], rows=40)
 
 
 def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:

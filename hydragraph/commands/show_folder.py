@@ -86,7 +86,7 @@ class ShownFolder:
             raise ValueError(f"{path}: no {SUMMARY} in it: name a folder that hydragraph compile --output wrote")
         summary = Summary.load(path)
         fitting = (record for record in summary.strategies if not record.problem)
-        return cls(path, summary, tuple(ShownStrategy(each, path / "strategies" / each.folder) for each in fitting))
+        return cls(path, summary, tuple(ShownStrategy(shown, path / "strategies" / shown.folder) for shown in fitting))
 
     @cached_property
     def data(self) -> ModelData:
@@ -103,11 +103,11 @@ class ShownFolder:
 
     def strategy(self, text: str) -> ShownStrategy:
         """Return one strategy; see `chosen`."""
-        for number, each in enumerate(self.strategies, start=1):
-            name, _, fingerprint = each.name.rpartition("@")
-            if text in (each.name, name, fingerprint, each.record.folder, str(number)) or self._same(each, text):
-                return each
-        names = [each.name.rpartition("@")[0] for each in self.strategies]
+        for number, shown in enumerate(self.strategies, start=1):
+            name, _, fingerprint = shown.name.rpartition("@")
+            if text in (shown.name, name, fingerprint, shown.record.folder, str(number)) or self._same(shown, text):
+                return shown
+        names = [shown.name.rpartition("@")[0] for shown in self.strategies]
         raise ValueError(unknown("strategy", text, names, f"{self.path} has"))
 
     def _same(self, each: ShownStrategy, text: str) -> bool:
@@ -143,9 +143,9 @@ def overview(folder: ShownFolder) -> Iterator[str]:
     for record in summary.strategies:
         if record.problem:
             yield f"     {record.strategy}: does not fit: {record.problem}"
-    for number, each in enumerate(folder.strategies, start=1):
-        record = each.record
-        count = len(list(each.folder.glob("program_*.txt")))
+    for number, strategy in enumerate(folder.strategies, start=1):
+        record = strategy.record
+        count = len(list(strategy.folder.glob("program_*.txt")))
         kinds = "one kind of rank" if count == 1 else f"{count} kinds of rank"
         yield f"  {number}. {record.strategy}"
         yield (

@@ -45,6 +45,6 @@ def _graph_row(graph: GraphRecord, arch: GpuArch) -> tuple[str, ...]:
 
 def _kernel_rows(file: KernelsFile) -> Iterator[tuple[str, ...]]:
     for graph in file.graphs:
-        for each in graph.kernels:
-            numbers = (each.launches, each.configurations, each.registers, each.spilled_bytes)
-            yield graph.name, each.name, *map(str, numbers), bytes_text(each.shared_bytes), bytes_text(each.bytes)
+        for kernel in graph.kernels:
+            numbers = (kernel.launches, kernel.configurations, kernel.registers, kernel.spilled_bytes)
+            yield graph.name, kernel.name, *map(str, numbers), bytes_text(kernel.shared_bytes), bytes_text(kernel.bytes)

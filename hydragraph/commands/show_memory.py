@@ -31,14 +31,14 @@ def memory_lines(
     yield "  activations: what forwards save; working: within a graph; messages: under way"
     if limit:
         yield f"  limit: of {bytes_text(limit)}; ! does not fit"
-    for each in strategies:
-        yield f"under {each.name}"
-        rows = _rows(folder, each, rank, tokens, limit)
+    for strategy in strategies:
+        yield f"under {strategy.name}"
+        rows = _rows(folder, strategy, rank, tokens, limit)
         head, *body = table(rows, left=1)
         yield head
         yield from shortened(body, more=": --rank N shows one")
         if rank is not None:
-            yield from _when(folder, each, rank, tokens)
+            yield from _when(folder, strategy, rank, tokens)
         elif folder.summary.ranks > FEW:
             yield "  the first rank of each kind of program stands for those of its kind; --rank N walks another one"
 

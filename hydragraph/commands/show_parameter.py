@@ -26,16 +26,16 @@ def parameter_lines(
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
     yield f"home ({folder.data.home}; fp32 weights and the optimizer's state, in the order in which it is cut)"
     yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
-    for each in strategies:
-        yield f"under {each.name}"
-        yield from shortened(list(_users(folder, each, bucket, parameter, rank)), more=": --rank N shows one")
+    for strategy in strategies:
+        yield f"under {strategy.name}"
+        yield from shortened(list(_users(folder, strategy, bucket, parameter, rank)), more=": --rank N shows one")
 
 
 def _find(folder: ShownFolder, name: str) -> tuple[Bucket, Parameter]:
-    known = {p.name: (bucket, p) for bucket in folder.data.buckets for p in bucket.parameters}
-    if name not in known:
-        raise ValueError(unknown("parameter", name, list(known), "the model has"))
-    return known[name]
+    by_name = {p.name: (bucket, p) for bucket in folder.data.buckets for p in bucket.parameters}
+    if name not in by_name:
+        raise ValueError(unknown("parameter", name, list(by_name), "the model has"))
+    return by_name[name]
 
 
 def _cut(parameter: Parameter) -> str:
@@ -63,9 +63,9 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
         members = list(group)
         ranks = [row[0] for row in members]
         second = " (second copy)" if copy else ""
-        each = f"{size:,} each, " if len(members) > 1 else ""
+        size_text = f"{size:,} each, " if len(members) > 1 else ""
         between = f"[{min(row[1] for row in members):,}, {max(row[2] for row in members):,})"
-        yield f"  {ranks_text(ranks)}: {each}elements {between}, {bytes_text(4 * size)} of weights{second}"
+        yield f"  {ranks_text(ranks)}: {size_text}elements {between}, {bytes_text(4 * size)} of weights{second}"
 
 
 def _users(
@@ -92,5 +92,5 @@ def _stage(stage: PlacedStage, parameter: Parameter, itemsize: int, rank: int | 
         return
     members = zip(stage.ranks, shapes, strict=True)
     parts = [(list(shape), [r for r, _ in group]) for shape, group in groupby(members, key=lambda row: row[1])]
-    held = "; ".join(f"{ranks_text(ranks)} {shape}{' each' * (len(ranks) > 1)}" for shape, ranks in parts)
-    yield f"  {where}: {held}"
+    shapes_text = "; ".join(f"{ranks_text(ranks)} {shape}{' each' * (len(ranks) > 1)}" for shape, ranks in parts)
+    yield f"  {where}: {shapes_text}"

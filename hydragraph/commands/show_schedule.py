@@ -73,12 +73,12 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
     for stage, tasks in zip(stages, timed, strict=True):
         role = stage.roles[0]
         rows.setdefault((role.depth, role.stage, len(stage.ranks), stage.layers, tasks), []).append(stage)
-    made = []
+    merged = []
     for members in rows.values():
         pipelines = tuple(sorted({role.pipeline for stage in members for role in stage.roles}))
         ranks = tuple(rank for stage in members for rank in stage.ranks)
-        made.append(StageRow(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
-    return sorted(made, key=lambda row: (row.pipelines[0], row.stage))
+        merged.append(StageRow(pipelines, members[0].roles[0].stage, ranks, timed[stages.index(members[0])]))
+    return sorted(merged, key=lambda row: (row.pipelines[0], row.stage))
 
 
 _Ordered = tuple[Work, int, int, int]  # kind of work, micro-batch, interleaved stage, number of blocks
@@ -130,7 +130,7 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> l
             behind = at.get((role.pipeline, role.stage - step))
             if behind is not None:
                 waiting.append(behind[0])
-    return [tuple(each) for each in tasks]
+    return [tuple(stage_tasks) for stage_tasks in tasks]
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
@@ -140,11 +140,11 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
         rank: only the stages that run what this one does; None: all.
     """
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
-    for each in strategies:
-        every = schedule(each, outline)
+    for strategy in strategies:
+        every = schedule(strategy, outline)
         end = max((row.tasks[-1].end for row in every if row.tasks), default=0)
         rows = _of_rank(every, rank)
-        yield f"under {each.name}"
+        yield f"under {strategy.name}"
         if not rows:
             yield f"  rank {rank} is in no stage: it holds its part of the weights"
             continue
@@ -213,7 +213,7 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
     check_drawn(path)
     from matplotlib.figure import Figure
 
-    grids = {each.name: schedule(each, outline) for each in strategies}
+    grids = {strategy.name: schedule(strategy, outline) for strategy in strategies}
     heights = [0.7 + 0.28 * min(len(_of_rank(rows, rank)), _TALLEST) for rows in grids.values()]  # inches
     figure = Figure(figsize=(12, 0.6 + sum(heights)), layout="constrained")
     panels = figure.subplots(len(grids), 1, sharex=True, squeeze=False, height_ratios=heights)

@@ -32,9 +32,9 @@ def traffic_lines(
         node: ranks of a node, which follow one another.
     """
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
-    for each in strategies:
-        yield f"under {each.name}"
-        by_kind = traffic_by_kind(folder, each, tokens)
+    for strategy in strategies:
+        yield f"under {strategy.name}"
+        by_kind = traffic_by_kind(folder, strategy, tokens)
         yield from _totals(by_kind, folder.summary.ranks, node)
         everything = _all(by_kind)
         if rank is not None:
@@ -86,24 +86,24 @@ def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> di
 
 
 def _all(by_kind: Mapping[str, Traffic]) -> Traffic:
-    src, dst, size = zip(*((each.src, each.dst, each.size) for each in by_kind.values()), strict=True)
+    src, dst, size = zip(*((traffic.src, traffic.dst, traffic.size) for traffic in by_kind.values()), strict=True)
     return Traffic(np.concatenate(src), np.concatenate(dst), np.concatenate(size), 0)
 
 
 def _totals(by_kind: Mapping[str, Traffic], ranks: int, node: int) -> Iterator[str]:
     rows = [("kind", "what", "in all", "between nodes", "most of a rank")]
-    for kind, each in by_kind.items():
-        apart = each.src // node != each.dst // node
-        row = (bytes_text(each.total), bytes_text(int(each.size[apart].sum())), bytes_text(each.most))
+    for kind, traffic in by_kind.items():
+        apart = traffic.src // node != traffic.dst // node
+        row = (bytes_text(traffic.total), bytes_text(int(traffic.size[apart].sum())), bytes_text(traffic.most))
         rows.append((kind, KINDS[kind], *row))
     yield from table(rows, left=2)
 
 
 def _of_rank(by_kind: Mapping[str, Traffic], rank: int) -> Iterator[str]:
     rows = [("kind", f"rank {rank} sends", "to ranks", "receives", "from ranks")]
-    for kind, each in by_kind.items():
-        out, into = each.src == rank, each.dst == rank
-        sizes = (bytes_text(int(each.size[which].sum())) for which in (out, into))
+    for kind, traffic in by_kind.items():
+        out, into = traffic.src == rank, traffic.dst == rank
+        sizes = (bytes_text(int(traffic.size[which].sum())) for which in (out, into))
         sent, received = zip(sizes, (str(int(out.sum())), str(int(into.sum()))), strict=True)
         rows.append((kind, *sent, *received))
     yield from table(rows)

@@ -116,7 +116,7 @@ class TrainOptions(CommonOptions):
         if resume and self.auto_resume:
             raise ValueError("--auto-resume also begins a run, and --resume requires a checkpoint: give one of them")
         asked: dict[Begin, bool] = {"resume": resume, "auto": self.auto_resume, "overwrite": self.overwrite}
-        return next((how for how, given in asked.items() if given), "new")
+        return next((how for how, chosen in asked.items() if chosen), "new")
 
 
 @verb
@@ -200,9 +200,9 @@ def _train(
             where = "this machine" if nodes is None else f"{nodes.count} machines"
             _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()
-            given = replace(nodes, again=again) if nodes is not None else None
+            restartable_nodes = replace(nodes, again=again) if nodes is not None else None
             work = (config.ranks, train_rank, config, begin, step, trace)
-            return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=given)
+            return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
             raise  # it would fail again
         except Exception as error:
@@ -292,13 +292,14 @@ def _print_events(outcome: RunOutcome) -> None:
         table.add_row(str(event.step), event.title, " ".join(map(str, event.ranks)), Text(event.why))
     console = Console(stderr=True)
     console.print(table)
-    found = account(outcome.history, every)
-    if found is None:
+    wall_time = account(outcome.history, every)
+    if wall_time is None:
         return
-    part = "" if found.goodput is None else f", {found.goodput:.0%} of the undisturbed {found.rate:,.0f}"
+    part = "" if wall_time.goodput is None else f", {wall_time.goodput:.0%} of the undisturbed {wall_time.rate:,.0f}"
     _print(
-        f"goodput: {found.tokens_per_s:,.0f} tokens/s over {found.seconds:,.1f} s{part}: {found.paused_s:.3g} s of "
-        f"pauses, {found.lost_s:.1f} s of lost work, {round(found.slower_s, 1) + 0.0} s by slower steps; "
+        f"goodput: {wall_time.tokens_per_s:,.0f} tokens/s over {wall_time.seconds:,.1f} s{part}: "
+        f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:.1f} s of lost work, "
+        f"{round(wall_time.slower_s, 1) + 0.0} s by slower steps; "
         f"all events are in {outcome.folder.happenings}"
     )
 

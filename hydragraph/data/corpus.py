@@ -152,19 +152,19 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
         ValueError: a first record cannot be used; it names the file and the line.
         OSError: a file cannot be read.
     """
-    found: set[Format] = set()
+    seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
         if suffix in tables.SUFFIXES:
-            found.add(_table_format(path, fields))
+            seen_formats.add(_table_format(path, fields))
             next(_read_table(path, fields, CorpusReport()), None)
         elif suffix in _LINES:
-            next(_read_jsonl(path, fields, CorpusReport(), found), None)
+            next(_read_jsonl(path, fields, CorpusReport(), seen_formats), None)
         else:
             with opened(path) as file:
                 if _is_text(file.read(_LOOKED_AT)):
-                    found.add("text")
-    return found
+                    seen_formats.add("text")
+    return seen_formats
 
 
 _LOOKED_AT_RECORDS = 100  # of a file, to find its fields

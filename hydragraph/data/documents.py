@@ -298,10 +298,12 @@ class Fields:
 
     def _before(self, record: Mapping[str, Any], place: str) -> Messages:
         """Return the messages that precede both answers; none if the record has them in the answers."""
-        given = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
-        if given is None:
+        prompt = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
+        if prompt is None:
             return ()
-        return ({"role": "user", "content": given},) if isinstance(given, str) else _messages(given, self.prompt, place)
+        return (
+            ({"role": "user", "content": prompt},) if isinstance(prompt, str) else _messages(prompt, self.prompt, place)
+        )
 
     def _system(self, record: Mapping[str, Any]) -> Messages:
         """Return the message of a record's own field for it; none without one."""
@@ -337,9 +339,9 @@ def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Message
 
 def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Preference:
     """Return a pair of answers from records of Alpaca's kind with the same instruction."""
-    found = [instruction for record in records if (instruction := _instruction(record, place)) is not None]
-    untrained = _prompts_untrained(*(instruction.messages for instruction in found))
-    return Preference(*(replace(i, messages=messages) for i, messages in zip(found, untrained, strict=True)))
+    instructions = [instruction for record in records if (instruction := _instruction(record, place)) is not None]
+    untrained = _prompts_untrained(*(instruction.messages for instruction in instructions))
+    return Preference(*(replace(i, messages=messages) for i, messages in zip(instructions, untrained, strict=True)))
 
 
 def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
@@ -349,7 +351,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
     output = _text(_field(record, name, place), name, place)
     if not output:
         raise ValueError(f"{place}: {name!r} is empty: leave it out")
-    given = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
+    input_text = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
     messages: list[Mapping[str, Any]] = []
     system = _text(record.get(_SYSTEM), _SYSTEM, place)
     if system:
@@ -359,10 +361,10 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise ValueError(f"{place}: {_HISTORY!r} has {turn!r}: give pairs of a prompt and its answer")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    messages.append({"role": "user", "content": "\n".join(text for text in (instruction, given) if text)})
+    messages.append({"role": "user", "content": "\n".join(text for text in (instruction, input_text) if text)})
     messages.append({"role": "assistant", "content": output})
-    paired = ", paired with an input that provides further context" if given else ""
-    prompt = _ALPACA.format(paired, instruction, f"### Input:\n{given}\n\n" if given else "")
+    paired = ", paired with an input that provides further context" if input_text else ""
+    prompt = _ALPACA.format(paired, instruction, f"### Input:\n{input_text}\n\n" if input_text else "")
     before = "".join(f"{message['content']}\n\n" for message in messages[:-2])
     return AlpacaRecord(tuple(messages), (), _arguments(record, place), Completion(before + prompt, output))
 
@@ -434,33 +436,33 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
     # Tables fill absent fields of messages with null, which templates would write out.
-    found = {name: value for name, value in message.items() if value is not None}
-    if "role" not in found and "from" in found:
-        speaker = found.pop("from")
-        found["role"] = _SPEAKERS.get(speaker, speaker)
-        if "value" in found:
-            found["content"] = found.pop("value")
+    converted = {name: value for name, value in message.items() if value is not None}
+    if "role" not in converted and "from" in converted:
+        speaker = converted.pop("from")
+        converted["role"] = _SPEAKERS.get(speaker, speaker)
+        if "value" in converted:
+            converted["content"] = converted.pop("value")
     for name in _UNTRAINED:
-        weight = found.pop(name, 1)
+        weight = converted.pop(name, 1)
         if weight not in (0, 1):
             raise ValueError(f"{where}: its {name} is {weight!r}: give 1, or 0 for a message that is not trained")
         if not weight:
-            found["weight"] = 0
-    role = found.get("role")
+            converted["weight"] = 0
+    role = converted.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has no role, but {sorted(map(str, message))}: give user, assistant, system or tool")
-    content = found.get("content")
+    content = converted.get("content")
     if isinstance(content, list):
-        content = found["content"] = _parts(content, where)
+        content = converted["content"] = _parts(content, where)
     if content is not None and not isinstance(content, str):
         raise ValueError(f"{where}: its content is a {type(content).__name__}: give a text")
-    calls = found.get("tool_calls")
+    calls = converted.get("tool_calls")
     if calls is not None:
-        found["tool_calls"] = _calls(calls, where)
+        converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} without content or tool_calls: give it a content")
-    found.setdefault("content", "")  # templates concatenate it with other texts
-    return found
+    converted.setdefault("content", "")  # templates concatenate it with other texts
+    return converted
 
 
 def _parts(parts: Sequence[object], where: str) -> str:
@@ -507,10 +509,10 @@ def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...
 def _json(text: str, name: str, place: str) -> object:
     """Parse a list stored as text in a table."""
     try:
-        found: object = json.loads(text)
+        parsed: object = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give a list") from error
-    return found
+    return parsed
 
 
 def shared_length(first: str, second: str) -> int:

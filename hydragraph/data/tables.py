@@ -59,11 +59,11 @@ def saved_files(folder: Path) -> list[Path] | None:
     state = folder / "state.json"
     if not state.is_file() or not (folder / "dataset_info.json").is_file():
         return None
-    found = [folder / part["filename"] for part in read_object(state, _REMEDY).get("_data_files", [])]
-    missing = [str(path) for path in found if not path.is_file()]
-    if missing or not found:
+    data_files = [folder / part["filename"] for part in read_object(state, _REMEDY).get("_data_files", [])]
+    missing = [str(path) for path in data_files if not path.is_file()]
+    if missing or not data_files:
         raise ValueError(f"{state} names {', '.join(missing) or 'no file'}, which is not there: {_REMEDY}")
-    return found
+    return data_files
 
 
 @contextmanager

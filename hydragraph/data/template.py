@@ -131,12 +131,12 @@ class _Way:
 
     def message(self, message: Message) -> Message:
         """Return a message in the form of the template."""
-        given = {name: value for name, value in message.items() if name != "weight"}
-        if self.parts and given["content"]:
-            given["content"] = [{"type": "text", "text": given["content"]}]
-        if given.get("tool_calls"):
-            given["tool_calls"] = [self._call(call) for call in given["tool_calls"]]
-        return given
+        converted = {name: value for name, value in message.items() if name != "weight"}
+        if self.parts and converted["content"]:
+            converted["content"] = [{"type": "text", "text": converted["content"]}]
+        if converted.get("tool_calls"):
+            converted["tool_calls"] = [self._call(call) for call in converted["tool_calls"]]
+        return converted
 
     def _call(self, call: Message) -> Message:
         function = call.get("function", call)
@@ -183,9 +183,9 @@ class _Written:
         at = 0
         for i, message in enumerate(self._plain):
             said = _said(message)
-            found = self.text.find(said, at) if said else -1
-            if found >= 0:
-                at = found + len(said)
+            position = self.text.find(said, at) if said else -1
+            if position >= 0:
+                at = position + len(said)
             elif said and self._region(self._messages, i) is None:
                 raise ValueError(
                     f"{self._place}: the chat template leaves out the content of messages[{i}] ({message['role']}): "
@@ -225,9 +225,9 @@ class _Written:
         at = 0
         for i in trained:
             said = _said(self._plain[i])
-            found = text.find(said, at)
-            if found >= 0:
-                at = found + len(said)
+            position = text.find(said, at)
+            if position >= 0:
+                at = position + len(said)
                 continue
             region = self._region(self._messages, i)
             if region is None or not any(start < region[1] and region[0] < end for start, end in spans):

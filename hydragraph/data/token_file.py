@@ -116,8 +116,8 @@ class TokenFile:
         if offsets[0] != 0 or offsets[-1] != header.tokens or (lengths < 1).any():
             raise ValueError(_corrupt(path, "its document offsets do not cover its tokens"))
         lengths.flags.writeable = False
-        known = (header.vocabulary, header.end_of_text, bool(header.targeted), header.digest.hex())
-        return cls(path, lengths, *known, tokens, offsets)
+        header_fields = (header.vocabulary, header.end_of_text, bool(header.targeted), header.digest.hex())
+        return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read the whole file, a part at a time, and compare its checksum.
@@ -177,9 +177,9 @@ class TokenFile:
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
         for at in range(0, len(self._tokens), _READ_BYTES):  # a part at a time: the file may exceed memory
-            found = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
-            before[0] += np.searchsorted(found, first + 1)
-            before[1] += np.searchsorted(found, first + lengths)
+            target_positions = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
+            before[0] += np.searchsorted(target_positions, first + 1)
+            before[1] += np.searchsorted(target_positions, first + lengths)
         counts: npt.NDArray[np.int64] = before[1] - before[0]
         return counts
 

@@ -121,9 +121,9 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
     """Return the id of an existing token."""
-    found = tokenizer.token_to_id(token)
-    assert found is not None, f"{token} was found in the vocabulary"
-    return int(found)
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, f"{token} was found in the vocabulary"
+    return int(token_id)
 
 
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
@@ -134,13 +134,13 @@ def end_id(tokenizer: Tokenizer, directory: Path) -> int:
 
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's configuration declares, by names such as "eos_token"."""
-    found: dict[str, str] = {}
+    tokens_by_name: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in _configuration(directory / name).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
-                found[key] = text
-    return found
+                tokens_by_name[key] = text
+    return tokens_by_name
 
 
 def chat_template(directory: Path) -> str | None:
@@ -148,10 +148,10 @@ def chat_template(directory: Path) -> str | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = _configuration(directory / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
-    return found if isinstance(found, str) else None
+    template = _configuration(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _configuration(path: Path) -> dict[str, Any]:

@@ -24,14 +24,14 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
     """Return the traffic between ranks, and between nodes if there are several; with many ranks only the latter."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
-    found = []
+    traffic = []
     several = len(set(nodes)) > 1
     if costs.ranks <= MOST or not several:
-        found.append(_grouped("ranks", "rank", moved, list(range(costs.ranks)), nodes))
+        traffic.append(_grouped("ranks", "rank", moved, list(range(costs.ranks)), nodes))
     if several:
         numbers = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        found.append(_grouped("nodes", "node", moved, [numbers[node] for node in nodes], list(numbers)))
-    return tuple(found)
+        traffic.append(_grouped("nodes", "node", moved, [numbers[node] for node in nodes], list(numbers)))
+    return tuple(traffic)
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
@@ -68,16 +68,16 @@ def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: 
         nodes: node of each group.
     """
     count = max(group) + 1
-    each = -(-count // MOST)  # groups merged into a row
-    rows = -(-count // each)
-    row_of = np.array(group) // each
+    per_row = -(-count // MOST)  # groups merged into a row
+    rows = -(-count // per_row)
+    row_of = np.array(group) // per_row
     sums = np.zeros((len(moved), rows, rows))
     for kind, between in enumerate(moved):
         src, dst = np.nonzero(between)
         np.add.at(sums[kind], (row_of[src], row_of[dst]), between[src, dst])
     names = []
     for row in range(rows):
-        first, last = row * each, min((row + 1) * each, count) - 1
+        first, last = row * per_row, min((row + 1) * per_row, count) - 1
         names.append(f"{word} {first}" if first == last else f"{word}s {first}–{last}")
     cells = tuple(tuple(map(tuple, kind)) for kind in sums.tolist())
-    return Matrix(title, tuple(names), tuple(nodes[row * each] for row in range(rows)), cells)
+    return Matrix(title, tuple(names), tuple(nodes[row * per_row] for row in range(rows)), cells)

@@ -261,10 +261,10 @@ def _candidates(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, tuning: Sequence[Sequence[int]]
 ) -> list[Strategy]:
     starts = [*propose(profile, lengths, devices, context), *homogeneous(profile, devices)]
-    found = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
+    candidates = [tuple(s) for s in refine(starts, profile, tuning, devices, context=context)]
     if isinstance(profile, Profile):
-        return found
-    return [s for i, s in enumerate(found) if i < SIMULATED or len(set(s)) == 1]
+        return candidates
+    return [s for i, s in enumerate(candidates) if i < SIMULATED or len(set(s)) == 1]
 
 
 def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:

@@ -82,7 +82,7 @@ def line_chart(
         zero: whether the y axis begins at 0.
         marks: lines below the series; those outside the x axis are omitted.
     """
-    points = [point for each in series for point in each.points if math.isfinite(point[1])]
+    points = [point for curve in series for point in curve.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
     low_x, high_x = _span(min(xs), max(xs))
@@ -114,8 +114,8 @@ def line_chart(
             line = tag("path", d=f"M{place:.1f} {TOP}V{HEIGHT - BOTTOM}")
             head = tag("path", d=f"M{place - 4:.1f} {TOP - 8}h8l-4 7z", class_="head")
             drawn.append(tag("g", tag("title", mark.title), line, head, class_=f"mark {mark.style}"))
-    for each in series:
-        drawn.append(_series(each, at, x_name, show))
+    for curve in series:
+        drawn.append(_series(curve, at, x_name, show))
     picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_="chart")
     return tag("figure", tag("figcaption", tag("b", y_name), legend(series)), tag("div", picture, class_="scroll"))
 

@@ -56,7 +56,7 @@ def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
 
 
 def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
-    found = []
+    stages = []
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
@@ -66,8 +66,8 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]
         marks += [f"tensor parallel over {stage.tp}"] if stage.tp > 1 else []
         marks += stage.kind.marks
-        found.append(DiagramStage(place.pipeline, place.stage, place.first_layer, place.last_layer, ", ".join(marks)))
-    return tuple(found)
+        stages.append(DiagramStage(place.pipeline, place.stage, place.first_layer, place.last_layer, ", ".join(marks)))
+    return tuple(stages)
 
 
 def _what(type_: str, rate: float) -> str:

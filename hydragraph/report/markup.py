@@ -29,10 +29,10 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
         content: texts, which are escaped, and markup, which is not; lists are joined; None is skipped.
         attributes: underscores become hyphens, except a trailing one (`class_`); None and False omit the attribute.
     """
-    given = "".join(_attribute(key, value) for key, value in attributes.items())
+    attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
-        return Markup(f"<{name}{given}>")
-    return Markup(f"<{name}{given}>{join(*content)}</{name}>")
+        return Markup(f"<{name}{attribute_text}>")
+    return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 
 def join(*content: Content) -> Markup:

@@ -56,7 +56,7 @@ class ComparedStep:
 
         Transfers count by their own duration, if observed: waits for them depend on the overlap.
         """
-        found: dict[tuple[TimeKind, int], float] = {}
+        ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
             sums: dict[TimeKind, tuple[float, float]] = {}
             for kind in CORRECTED:
@@ -65,8 +65,8 @@ class ComparedStep:
                 seen = [v for v in measured.transfers if v[0] in letters and predicted.transfers.get(v, 0.0) > 0]
                 whole = sum(measured.transfers[v] for v in seen)
                 sums[kind] = whole, sum(predicted.transfers[v] for v in seen)
-            found |= {(kind, rank): one / two for kind, (one, two) in sums.items() if one > 0 and two > 0}
-        return found
+            ratios |= {(kind, rank): one / two for kind, (one, two) in sums.items() if one > 0 and two > 0}
+        return ratios
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RunComparison:
     @property
     def corrections(self) -> Corrections:
         """Corrections for later predictions, from these and earlier steps."""
-        found = self.before if self.before.types == self.types else Corrections(self.types)
+        corrections = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:
             # Predictions already include corrections, so the error relative to the model is the product.
@@ -118,8 +118,8 @@ class RunComparison:
             for (kind, rank), ratio in step.ratios().items():
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
                 ratios[kind, rank] = ratio * self.before.factor(kind, _of(kind, self.types[rank])) * rate
-            found = found.with_step(ratios)
-        return found
+            corrections = corrections.with_step(ratios)
+        return corrections
 
     @property
     def ranks(self) -> int:
@@ -143,12 +143,12 @@ class RunComparison:
     @cached_property
     def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
         """For every strategy: text, number of steps, and the median seconds of a step, measured and predicted."""
-        found = []
+        summaries = []
         for strategy in dict.fromkeys(step.strategy for step in self.steps):
             of_it = [step for step in self.steps if step.strategy == strategy]
             middle = (median(step.measured_s for step in of_it), median(step.predicted_s for step in of_it))
-            found.append((strategy, len(of_it), *middle))
-        return tuple(found)
+            summaries.append((strategy, len(of_it), *middle))
+        return tuple(summaries)
 
     @property
     def sentence(self) -> str:

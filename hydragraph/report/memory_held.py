@@ -28,14 +28,14 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]
         step = max(1, -(-len(ranks) // MOST_CURVES))
         ranks = ranks[::step]
         note = f"{len(ranks)} of {costs.ranks} ranks: the first of each stage{', evenly chosen' * (step > 1)}."
-    found: dict[object, list[int]] = {}
+    ranks_by_memory: dict[object, list[int]] = {}
     curves: dict[object, MemoryCurve] = {}
     for rank in ranks:
         curve = timeline.memory[rank]
         key = (curve.peak, curve.points, costs.memory_of(rank))
-        found.setdefault(key, []).append(rank)
+        ranks_by_memory.setdefault(key, []).append(rank)
         curves[key] = curve
-    return tuple(_held(curves[key], who, costs.memory_of(who[0])) for key, who in found.items()), note
+    return tuple(_held(curves[key], who, costs.memory_of(who[0])) for key, who in ranks_by_memory.items()), note
 
 
 def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:

@@ -36,7 +36,7 @@ def html(report: ReportContents) -> str:
         style=_file("report.css"),
         contents=contents(shown),
         header=header(report),
-        sections=join(*(each.markup for each in shown)),
+        sections=join(*(section.markup for section in shown)),
         footer=tag("p", f"hydragraph {__version__}"),
         data=script_data([[course_data(course) for course in panel.courses] for panel in report.panels]),
         script=script,

@@ -31,7 +31,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
     figure = Figure(figsize=(10, 1.6 + 0.35 * min(rows, TALLEST)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    longest = [max(example.lengths[i] for i in m) for each in example.assignment.micro_batches for m in each]
+    longest = [max(example.lengths[i] for i in m) for batches in example.assignment.micro_batches for m in batches]
     least, most = min(longest), max(longest)
     shades = ScalarMappable(LogNorm(least, max(most, least + 1)), LinearSegmentedColormap.from_list("", _COLOURS))
     for row in range(rows):

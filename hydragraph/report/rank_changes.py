@@ -21,29 +21,29 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
     """
     if all(event.event == "saved" for event in events):
         return None
-    found = account(metrics, events)
+    wall_time = account(metrics, events)
     return Happened(
         begin_s=seconds_of(metrics[0].time or events[0].time),
         events=tuple(event for event in events if event.event != "saved"),
         counts=_counts(metrics, events),
-        parts=() if found is None else _parts(found),
+        parts=() if wall_time is None else _parts(wall_time),
     )
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
     """Return the numbers for the top of the page: goodput, and the costs of changes of ranks."""
-    found = account(metrics, events)
-    if found is None:
+    wall_time = account(metrics, events)
+    if wall_time is None:
         return ()
     facts = []
-    if found.goodput is not None:
-        note = f"of the undisturbed {number_format.rate(found.rate)} tokens/s"
-        facts.append(Fact("goodput", number_format.share(found.goodput), note))
-    if found.pauses:
-        worst = f"{len(found.pauses)}, at most {number_format.seconds(max(found.pauses))}"
-        undone = f"{found.lost_steps} step{'' if found.lost_steps == 1 else 's'} undone"
-        note = f"{worst}; {undone}, {number_format.size(found.moved_bytes)} moved"
-        facts.append(Fact("pauses", number_format.seconds(sum(found.pauses)), note))
+    if wall_time.goodput is not None:
+        note = f"of the undisturbed {number_format.rate(wall_time.rate)} tokens/s"
+        facts.append(Fact("goodput", number_format.share(wall_time.goodput), note))
+    if wall_time.pauses:
+        worst = f"{len(wall_time.pauses)}, at most {number_format.seconds(max(wall_time.pauses))}"
+        undone = f"{wall_time.lost_steps} step{'' if wall_time.lost_steps == 1 else 's'} undone"
+        note = f"{worst}; {undone}, {number_format.size(wall_time.moved_bytes)} moved"
+        facts.append(Fact("pauses", number_format.seconds(sum(wall_time.pauses)), note))
     return tuple(facts)
 
 
@@ -58,14 +58,14 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     """Return (step, number of ranks from then on); empty if the number never changed."""
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     change = 0  # net change by the events since the last "resumed"
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":
-            found.append((event.step, len(event.ranks)))
-            if len(found) == 1:
-                found.insert(0, (metrics[0].step, len(event.ranks) - change))
+            counts.append((event.step, len(event.ranks)))
+            if len(counts) == 1:
+                counts.insert(0, (metrics[0].step, len(event.ranks) - change))
             change = 0
-    last = {step: list(group)[-1] for step, group in groupby(found, key=lambda each: each[0])}
-    return (*last.values(), (metrics[-1].step, found[-1][1])) if len({count for _, count in found}) > 1 else ()
+    last = {step: list(group)[-1] for step, group in groupby(counts, key=lambda each: each[0])}
+    return (*last.values(), (metrics[-1].step, counts[-1][1])) if len({count for _, count in counts}) > 1 else ()

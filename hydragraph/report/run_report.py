@@ -39,11 +39,11 @@ def run_report(
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = tuple(metrics)
     contenders = _contenders(metrics)
-    told = happened(metrics, events)
-    facts = _facts(metrics) if told is None else (*_facts(metrics), *cost_facts(metrics, events))
+    changes = happened(metrics, events)
+    facts = _facts(metrics) if changes is None else (*_facts(metrics), *cost_facts(metrics, events))
     if traced is None:
         return ReportContents(
-            "run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=told, words=_explanations(metrics)
+            "run", title, (_UNTRACED,), facts, contenders, steps=steps, happened=changes, words=_explanations(metrics)
         )
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
@@ -51,7 +51,16 @@ def run_report(
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return ReportContents(
-        "run", title, (_TRACED,), facts, contenders, panels, steps, told, compare(costs, trace), _explanations(metrics)
+        "run",
+        title,
+        (_TRACED,),
+        facts,
+        contenders,
+        panels,
+        steps,
+        changes,
+        compare(costs, trace),
+        _explanations(metrics),
     )
 
 
@@ -76,18 +85,18 @@ def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
 def _facts(metrics: Sequence[Metrics]) -> tuple[Fact, ...]:
     first, last = metrics[0], metrics[-1]
     held_out = [m for m in metrics if m.eval_loss is not None]
-    found = [
+    facts = [
         Fact("steps", f"{last.step:,}", f"{sum(m.tokens for m in metrics):,} tokens, {_strategies(metrics)}"),
         Fact("loss", f"{last.loss:.3f}", f"from {first.loss:.3f}"),
     ]
     if held_out:
-        found.append(Fact("held-out loss", f"{held_out[-1].eval_loss:.3f}", f"after step {held_out[-1].step:,}"))
-    found += [
+        facts.append(Fact("held-out loss", f"{held_out[-1].eval_loss:.3f}", f"after step {held_out[-1].step:,}"))
+    facts += [
         Fact("tokens/s", number_format.rate(median(m.tokens_per_s for m in metrics)), "median of all steps"),
         Fact("a step", number_format.seconds(median(m.seconds for m in metrics)), "median of all steps"),
     ]
     peak = max(m.peak_memory_bytes for m in metrics)
-    return (*found, Fact("most memory", number_format.size(peak), "rank 0")) if peak else tuple(found)
+    return (*facts, Fact("most memory", number_format.size(peak), "rank 0")) if peak else tuple(facts)
 
 
 def _strategies(metrics: Sequence[Metrics]) -> str:
@@ -97,7 +106,7 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
 
 def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
     """Return the strategies of the steps by their median tokens per second, excluding the first step of each."""
-    found = []
+    contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
         warm = own[1:] or own
@@ -107,9 +116,9 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
         shares = tuple((kind, seconds / whole) for kind, seconds in waits)
         seconds = median(m.seconds for m in warm)
         rate = median(m.tokens_per_s for m in warm)
-        found.append(Contender(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps"))
-    found.sort(key=lambda row: -(row.tokens_per_s or 0.0))
-    return (found[0], *(replace(row, why=_slower(row, found[0])) for row in found[1:]))
+        contenders.append(Contender(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps"))
+    contenders.sort(key=lambda row: -(row.tokens_per_s or 0.0))
+    return (contenders[0], *(replace(row, why=_slower(row, contenders[0])) for row in contenders[1:]))
 
 
 def _slower(row: Contender, best: Contender) -> str:
@@ -126,7 +135,7 @@ def _slower(row: Contender, best: Contender) -> str:
 def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     simulated = PricedStrategy(strategy, step.assignment, costs.simulate(strategy, step.assignment))
-    found = panel(costs, simulated)
+    simulated_panel = panel(costs, simulated)
     measured = measured_course(f"measured, step {step.step}", trace.of(step.step))
-    predicted = replace(found.courses[0], title=f"simulated, step {step.step}")
-    return replace(found, courses=(measured, predicted))
+    predicted = replace(simulated_panel.courses[0], title=f"simulated, step {step.step}")
+    return replace(simulated_panel, courses=(measured, predicted))

@@ -73,7 +73,7 @@ class Section:
 
 def contents(shown: Sequence[Section]) -> Markup:
     """Return links to the sections."""
-    links = [tag("a", each.name, href=f"#{each.anchor}") for each in shown]
+    links = [tag("a", shown_section.name, href=f"#{shown_section.anchor}") for shown_section in shown]
     return tag("span", links, class_="links")
 
 
@@ -272,37 +272,37 @@ def _critical(course: IterationView) -> Markup | None:
 
 def _memory(held: Sequence[RankMemory], seconds: float, note: str) -> Markup:
     cards = []
-    for each in sorted(held, key=lambda one: one.ranks):
-        used = number_format.share(each.peak / each.limit)
-        name = f"rank{'s' * (len(each.ranks) > 1)} {number_format.ranks_text(each.ranks, 3)}"
-        text = f"most {number_format.size(each.peak)}, {used} of {number_format.size(each.limit)}"
+    for memory in sorted(held, key=lambda one: one.ranks):
+        used = number_format.share(memory.peak / memory.limit)
+        name = f"rank{'s' * (len(memory.ranks) > 1)} {number_format.ranks_text(memory.ranks, 3)}"
+        text = f"most {number_format.size(memory.peak)}, {used} of {number_format.size(memory.limit)}"
         picture = (
-            memory_chart(each.points, seconds, each.limit, each.peak, f"{name}: {text}", number_format.size)
-            if each.points
+            memory_chart(memory.points, seconds, memory.limit, memory.peak, f"{name}: {text}", number_format.size)
+            if memory.points
             else None
         )
-        meter = tag("div", tag("i", style=f"width:{min(100.0, 100 * each.peak / each.limit):.2f}%"), class_="meter")
-        full = " tight" * (each.peak > 0.9 * each.limit)
+        meter = tag("div", tag("i", style=f"width:{min(100.0, 100 * memory.peak / memory.limit):.2f}%"), class_="meter")
+        full = " tight" * (memory.peak > 0.9 * memory.limit)
         cards.append(tag("div", tag("b", name), tag("span", text), picture, meter, class_=f"card{full}"))
     intro = f"Bytes held over the iteration; the bar below is the peak as a part of the limit. {note}".strip()
-    if not any(each.points for each in held):
+    if not any(memory.points for memory in held):
         intro = "What each rank holds when it holds most, as a part of what it may hold."
     return _block("Memory", intro, tag("div", cards, class_="cards"), _memory_table(held))
 
 
 def _memory_table(held: Sequence[RankMemory]) -> Markup | None:
-    if not any(each.parts for each in held):
+    if not any(memory.parts for memory in held):
         return None
     names = [name for name, _ in held[0].parts]
     rows = [
         tag(
             "tr",
-            tag("td", number_format.ranks_text(each.ranks, 4), class_="left"),
-            [tag("td", number_format.size(size)) for _, size in each.parts],
-            tag("td", tag("b", number_format.size(each.peak))),
-            tag("td", number_format.size(each.limit)),
+            tag("td", number_format.ranks_text(memory.ranks, 4), class_="left"),
+            [tag("td", number_format.size(size)) for _, size in memory.parts],
+            tag("td", tag("b", number_format.size(memory.peak))),
+            tag("td", number_format.size(memory.limit)),
         )
-        for each in sorted(held, key=lambda one: one.ranks)
+        for memory in sorted(held, key=lambda one: one.ranks)
     ]
     shown = table(["ranks", *names, "peak", "limit"], rows, left=["ranks"])
     return tag("details", tag("summary", "What the peaks consist of"), shown)
@@ -358,8 +358,8 @@ def _cell(matrix: Matrix, i: int, j: int, x: float, y: float, side: float, most:
     total = sum(kinds.values())
     if not total:
         return tag("rect", x=x, y=y, width=side - 1.5, height=side - 1.5, class_="none")
-    told = [f"{_KIND_NAMES[kind]}: {number_format.size(size)}" for kind, size in kinds.items() if size]
-    title = tag("title", "\n".join([f"{matrix.names[i]} to {matrix.names[j]}: {number_format.size(total)}", *told]))
+    lines = [f"{_KIND_NAMES[kind]}: {number_format.size(size)}" for kind, size in kinds.items() if size]
+    title = tag("title", "\n".join([f"{matrix.names[i]} to {matrix.names[j]}: {number_format.size(total)}", *lines]))
     sizes = {f"data_{kind}": f"{size:.6g}" for kind, size in kinds.items() if size}
     return tag(
         "rect", title, x=x, y=y, width=side - 1.5, height=side - 1.5, fill_opacity=f"{0.08 + 0.92 * total / most:.3f}",
@@ -391,7 +391,7 @@ def _training(report: ReportContents) -> Markup:
     def points(value: Callable[[Metrics], float | None], strategy: str | None = None) -> tuple[Point, ...]:
         """Return a value over the steps, of one strategy or of all, without steps that have none."""
         rows = ((s.step, value(s)) for s in steps if strategy in (None, s.strategy))
-        return tuple((step, each) for step, each in rows if each is not None)
+        return tuple((step, number) for step, number in rows if number is not None)
 
     names = list(dict.fromkeys(step.strategy for step in steps))
     marks = () if report.happened is None else marks_of(report.happened)
@@ -428,8 +428,8 @@ def _training(report: ReportContents) -> Markup:
     )
 
     memory = Series("rank 0", points(lambda s: float(s.peak_memory_bytes)), "s-0")
-    held = line_chart("peak memory", [memory], "step", "most memory so far", number_format.size, zero=True)
-    charts = tag("div", mark_keys(marks), loss, speed, where, held, class_="charts")
+    peak_memory = line_chart("peak memory", [memory], "step", "most memory so far", number_format.size, zero=True)
+    charts = tag("div", mark_keys(marks), loss, speed, where, peak_memory, class_="charts")
     return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
 
 

@@ -27,8 +27,8 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrate
     """
     ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
     best = ordered[0]
-    panels = tuple(panel(costs, each) for each in ordered[:MOST_PANELS])
-    contenders = tuple(contender(each, best) for each in ordered)
+    panels = tuple(panel(costs, priced) for priced in ordered[:MOST_PANELS])
+    contenders = tuple(contender(priced, best) for priced in ordered)
     return ReportContents("simulation", title, (costs.source,), facts(costs, best, panels[0]), contenders, panels)
 
 
@@ -97,7 +97,7 @@ def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
     if longer < 5e-4:
         return "as good as the best"
     least = 0.05 * longer * best.timeline.seconds
-    told = sorted(((s, kind) for kind, s in differences.items() if abs(s) > least), key=lambda pair: -pair[0])
-    parts = ", ".join(f"{'+' if s > 0 else ''}{number_format.seconds(s)} {kind}" for s, kind in told)
+    terms = sorted(((s, kind) for kind, s in differences.items() if abs(s) > least), key=lambda pair: -pair[0])
+    parts = ", ".join(f"{'+' if s > 0 else ''}{number_format.seconds(s)} {kind}" for s, kind in terms)
     slower = f"{longer:.1%} longer" if longer < 1 else f"{longer + 1:.2g} × as long"
     return f"takes {slower} per token: {parts}"

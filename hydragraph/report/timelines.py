@@ -122,10 +122,10 @@ def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str,
 
 
 def _by_stream(bars: Iterable[tuple[str, TimeBar]]) -> tuple[tuple[TimeBar, ...], ...]:
-    found: dict[str, list[TimeBar]] = {stream: [] for stream in STREAMS}
+    by_stream: dict[str, list[TimeBar]] = {stream: [] for stream in STREAMS}
     for stream, bar in bars:
-        found[stream].append(bar)
-    return tuple(tuple(found[stream]) for stream in STREAMS)
+        by_stream[stream].append(bar)
+    return tuple(tuple(by_stream[stream]) for stream in STREAMS)
 
 
 def _kind(op: Op) -> str:

@@ -36,14 +36,14 @@ class Callbacks:
         Raises:
             RuntimeError: a callback raised an error; this error names it.
         """
-        for each in self._objects:
-            method = getattr(each, event, None)
+        for callback in self._objects:
+            method = getattr(callback, event, None)
             if method is None:
                 continue
             try:
                 method(*arguments)
             except Exception as error:
-                name = type(each).__name__
+                name = type(callback).__name__
                 raise RuntimeError(f"callbacks: {name}.{event} raises {type(error).__name__}: {error}") from error
 
 
@@ -59,17 +59,17 @@ def load_callback(name: str) -> object:
     path = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module)
+        callback: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
-        found = found() if isinstance(found, type) else found
+            callback = getattr(callback, part)
+        callback = callback() if isinstance(callback, type) else callback
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"callbacks: {name!r} cannot be loaded ({error}): name an object, or a class") from error
     finally:
         sys.path[:] = path
-    if not any(callable(getattr(found, event, None)) for event in EVENTS):
+    if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         raise ValueError(f"callbacks: {name!r} has none of {', '.join(EVENTS)}: give it one of these methods")
-    return found
+    return callback
 
 
 class WeightsAndBiases:

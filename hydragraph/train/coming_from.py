@@ -12,9 +12,9 @@ TABLES = Path(__file__).with_suffix(".md")  # shipped with the package; docs/com
 @cache
 def remedies() -> dict[str, str]:
     """Return a remedy for each field, by name; the first framework that has it decides."""
-    found: dict[str, str] = {}
+    by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?`) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""
         for name in re.findall(r"`(\w+)`", fields):
-            found.setdefault(name, f"{use}{sentence.replace('`', '')} (docs/coming_from.md)")
-    return found
+            by_field.setdefault(name, f"{use}{sentence.replace('`', '')} (docs/coming_from.md)")
+    return by_field

@@ -543,8 +543,8 @@ class TrainConfig:
         self._check_determinism()
         self._check_data()
         self._check_ranks()
-        given: object = self.callbacks  # also null or a list, from YAML
-        self._set("callbacks", () if given in (None, (), []) else check_texts("callbacks", given))
+        callbacks: object = self.callbacks  # also null or a list, from YAML
+        self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
         if self.adapter is not None and self.model.weights is not None:
@@ -571,8 +571,8 @@ class TrainConfig:
             every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
             if every and per_epoch:
                 raise ValueError(f"{what}_every is {every}, {what}_per_epoch is {per_epoch}: give one of them")
-        for name, given in (("keep_best", self.keep_best), ("patience", self.patience)):
-            if given and not self.evaluates:
+        for name, setting in (("keep_best", self.keep_best), ("patience", self.patience)):
+            if setting and not self.evaluates:
                 raise ValueError(f"{name} needs evaluations: set evaluate_every or evaluate_per_epoch")
         if self.min_improvement and self.patience is None:
             raise ValueError("min_improvement has no effect without patience: also set patience, or leave it out")

@@ -170,8 +170,11 @@ def remarks(
             f"each step passes over it {passes:.1f} times"
         )
     elif config.epochs:
-        each = steps / config.epochs
-        yield f"{config.epochs:g} passes over the data's {tokens:,} tokens are {steps:,} steps, {each:,.1f} each"
+        steps_per_epoch = steps / config.epochs
+        yield (
+            f"{config.epochs:g} passes over the data's {tokens:,} tokens are {steps:,} steps, "
+            f"{steps_per_epoch:,.1f} each"
+        )
     elif (budget := config.steps * config.data.tokens_per_step) > tokens:
         yield (
             f"{config.steps:,} steps of {config.data.tokens_per_step:,} tokens are {budget:,}, and all the data has "

@@ -134,8 +134,8 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         said = {**said, "description": _said(hints[field.name], docs.get(field.name, ""))}
         properties[field.name] = said
     required = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
-    found: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
-    return {**found, "required": required} if required else found
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
+    return {**schema, "required": required} if required else schema
 
 
 def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
@@ -146,12 +146,12 @@ def _value(cls: type, name: str, hint: Any, definitions: dict[str, Any]) -> dict
     if choices := _choices(cls, name):
         off = [False] if "off" in choices else []  # YAML reads off as false
         return {"enum": [*choices, *off, *([None] if optional else [])]}
-    found = _type(_present(hint), definitions)
+    schema = _type(_present(hint), definitions)
     if not optional:
-        return found
-    if isinstance(found.get("type"), str):
-        return {**found, "type": [found["type"], "null"]}
-    return {"anyOf": [found, {"type": "null"}]}
+        return schema
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:

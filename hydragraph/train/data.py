@@ -80,13 +80,13 @@ def check_data(config: TrainConfig) -> None:
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
-        found = corpus.formats(*_read_from(source))
-        if source.format in ("chat", "completion") and "text" in found:
+        formats = corpus.formats(*_read_from(source))
+        if source.format in ("chat", "completion") and "text" in formats:
             raise ValueError(
                 f"data.format is {source.format}, which .jsonl files and tables hold, and there are text files: leave "
                 "format out, or take only the others by data.suffixes"
             )
-        holds |= found
+        holds |= formats
     if not holds:
         raise ValueError(_NO_TEXT)
     if "preference" in holds and config.objective is None:
@@ -175,12 +175,12 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
 
 def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: Progress) -> None:
     if not (partial / _TOKENIZER).is_file():
-        made = partial / "tokenizer"
-        shutil.rmtree(made, ignore_errors=True)
-        _make_tokenizer(config, existing, made, progress)
-        for file in sorted(made.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer comes last
+        directory = partial / "tokenizer"
+        shutil.rmtree(directory, ignore_errors=True)
+        _make_tokenizer(config, existing, directory, progress)
+        for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer comes last
             file.replace(partial / file.name)
-        made.rmdir()
+        directory.rmdir()
     encoder = _encoder(config, partial)
     for name, source in _token_files(config.data).items():
         if (partial / name).is_file():
@@ -386,13 +386,13 @@ def evaluation_batches(
     config: TrainConfig, tokens: Tokens, scores: Scores | None = None
 ) -> dict[str, list[list[Drawn]]]:
     """Return the mini-batches of every evaluation set of a run, by its name; arguments as for `mini_batches`."""
-    found: dict[str, list[list[Drawn]]] = {}
+    batches_by_set: dict[str, list[list[Drawn]]] = {}
     for name, streams in evaluation_streams(config, tokens).items():
         for i, stream in enumerate(streams):
             stream.scores = None if scores is None else scores[evaluation_name(name, i)]
         batches = chain.from_iterable(stream.single_pass() for stream in streams)
-        found[name] = list(islice(batches, config.evaluate_batches))
-    return found
+        batches_by_set[name] = list(islice(batches, config.evaluate_batches))
+    return batches_by_set
 
 
 def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:

@@ -89,8 +89,8 @@ def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: f
     if rate is None:
         rate = sum(gap.tokens for gap in whole) / sum(gap.seconds for gap in whole) if whole else 0.0
     full = [gap.tokens / rate if rate else gap.seconds - gap.paused_s for gap in gaps]
-    rest = [gap.seconds - gap.paused_s - each for gap, each in zip(gaps, full, strict=True)]
-    lost_s = sum(each for gap, each in zip(gaps, rest, strict=True) if gap.broken)
+    rest = [gap.seconds - gap.paused_s - full_s for gap, full_s in zip(gaps, full, strict=True)]
+    lost_s = sum(rest_s for gap, rest_s in zip(gaps, rest, strict=True) if gap.broken)
     return WallTime(
         seconds,
         sum(gap.tokens for gap in gaps),
@@ -149,10 +149,10 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
 
 
 def _joined(pauses: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
+    joined: list[tuple[float, float]] = []
     for since, till in sorted(pauses):
-        if found and since <= found[-1][1]:
-            found[-1] = (found[-1][0], max(till, found[-1][1]))
+        if joined and since <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(till, joined[-1][1]))
         else:
-            found.append((since, till))
-    return found
+            joined.append((since, till))
+    return joined

@@ -74,17 +74,17 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     Args:
         weight: of the next neighbour, in [0, 1).
     """
-    given = np.asarray(values, dtype=np.float64)
-    sums = given.copy()
-    weights = np.ones(len(given))
+    curve = np.asarray(values, dtype=np.float64)
+    sums = curve.copy()
+    weights = np.ones(len(curve))
     # More distant neighbours have less than a thousandth of the weight.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
-    for distance in range(1, min(reach, len(given) - 1) + 1):
+    for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance
-        sums[distance:] += part * given[:-distance]
+        sums[distance:] += part * curve[:-distance]
         weights[distance:] += part
-        inner = slice(distance, len(given) - distance)  # with the same number of values before them
-        sums[inner] += part * given[2 * distance :]
+        inner = slice(distance, len(curve) - distance)  # with the same number of values before them
+        sums[inner] += part * curve[2 * distance :]
         weights[inner] += part
     return [float(value) for value in sums / weights]
 
@@ -136,7 +136,7 @@ def _draw_events(
 def _title(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> str:
     count = len({m.strategy for m in metrics})
     title = f"{count} strateg{'y' if count == 1 else 'ies'}, {sum(m.tokens for m in metrics):,} tokens"
-    found = account(metrics, events) if events else None
-    if found is None or found.goodput is None:
+    wall_time = account(metrics, events) if events else None
+    if wall_time is None or wall_time.goodput is None:
         return title
-    return f"{title}; goodput {found.goodput:.0%} of the undisturbed {found.rate:,.0f} tokens/s"
+    return f"{title}; goodput {wall_time.goodput:.0%} of the undisturbed {wall_time.rate:,.0f} tokens/s"

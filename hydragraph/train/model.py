@@ -69,13 +69,13 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+            peft_model: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
     except ValueError as error:
         linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
             f"adapter.lora.targets is {targets}: {error}; set it to some of {linear}, or all-linear"
         ) from error
-    return found
+    return peft_model
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
@@ -84,8 +84,8 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                known = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
-                hint = similar(target, known, f"set it to some of {known}")
+                layer_names = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
+                hint = similar(target, layer_names, f"set it to some of {layer_names}")
                 raise ValueError(f"adapter.lora.{field}: no layer of the model is called {target!r}: {hint}")
 
 
@@ -223,14 +223,14 @@ def _changed_config(config: ModelConfig) -> Any:
     if not config.config:
         return settings
     kind = type(settings)
-    given = settings.to_dict()
+    original = settings.to_dict()
     aliases = getattr(kind, "attribute_map", {})
     changes = {aliases.get(name, name): value for name, value in config.config.items()}
-    _check_known(changes, given, aliases, kind.__name__)
+    _check_known(changes, original, aliases, kind.__name__)
     # Mappings are merged: {rope_parameters: {rope_theta: 1e6}} keeps the other rotary settings.
-    merged = {n: {**given[n], **v} if isinstance(v, Mapping) and given[n] else v for n, v in changes.items()}
+    merged = {n: {**original[n], **v} if isinstance(v, Mapping) and original[n] else v for n, v in changes.items()}
     with _refused_by(kind):
-        return kind.from_dict({**given, **merged})
+        return kind.from_dict({**original, **merged})
 
 
 @contextmanager

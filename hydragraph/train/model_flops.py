@@ -50,5 +50,5 @@ def step_flops(program: Program, lengths: Sequence[int]) -> float:
     attention = Counter[Reach]()
     for block in blocks:
         attention.update(block.attention)  # type: ignore[arg-type]
-    pairs = sum(each * sum(map(reach.pairs, lengths)) for reach, each in attention.items())
+    pairs = sum(per_pair * sum(map(reach.pairs, lengths)) for reach, per_pair in attention.items())
     return 3 * float(pairs + linear * sum(lengths))

@@ -88,9 +88,9 @@ class ObjectiveConfig:
     orpo: OrpoConfig | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-        if len(given) != 1:
-            what = "is empty" if not given else f"has {' and '.join(given)}"
+        objectives = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(objectives) != 1:
+            what = "is empty" if not objectives else f"has {' and '.join(objectives)}"
             raise ValueError(f"objective {what}: give one of dpo, simpo and orpo, such as {{dpo: {{beta: 0.1}}}}")
 
     @classmethod

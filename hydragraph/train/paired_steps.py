@@ -53,14 +53,14 @@ class PairedSteps:
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began
         report = self.executor.step(_weighted(sequences, pairs.weights), strategy, divide_by=len(sequences) // 2)
-        known = {each.name: getattr(report, each.name) for each in fields(StepReport)}
-        return PairReport(**{**known, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
+        step_fields = {f.name: getattr(report, f.name) for f in fields(StepReport)}
+        return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
         """Return a mini-batch as the first step trains on it, where scores are those of the reference."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
-        known = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
-        return _weighted(known, self.evaluate(known, None).weights)
+        scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
+        return _weighted(scored, self.evaluate(scored, None).weights)
 
     def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairResult:
         """Return the losses of a mini-batch without updating anything."""

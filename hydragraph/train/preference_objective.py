@@ -119,8 +119,8 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     scores = scores.double().requires_grad_()
     columns = scores, targets.double(), reference.double()
     chosen, rejected = (Answers(*(column[i::2] for column in columns)) for i in (0, 1))
-    each = losses(loss, chosen, rejected)
-    (slopes,) = torch.autograd.grad(each.sum(), scores)
+    pair_losses = losses(loss, chosen, rejected)
+    (slopes,) = torch.autograd.grad(pair_losses.sum(), scores)
     with torch.no_grad():
         better, worse = rewards(loss, chosen), rewards(loss, rejected)
         figures = {
@@ -131,4 +131,4 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
         }
         if isinstance(loss, DpoConfig):
             figures["log_ratio"] = (scores - reference.double()).mean().item()
-    return PairResult(len(each), each.mean().item(), (-slopes).tolist(), figures)
+    return PairResult(len(pair_losses), pair_losses.mean().item(), (-slopes).tolist(), figures)

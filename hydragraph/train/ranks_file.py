@@ -33,4 +33,4 @@ def ranks_of(world: World) -> list[RankPlace]:
 
 def write_ranks(path: Path, ranks: Sequence[RankPlace]) -> None:
     """Replace the file."""
-    write_whole(path, json.dumps([asdict(each) for each in ranks]) + "\n")
+    write_whole(path, json.dumps([asdict(place) for place in ranks]) + "\n")

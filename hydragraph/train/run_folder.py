@@ -234,12 +234,12 @@ class RunFolder:
 
     def chosen(self, step: int | None) -> Checkpoint:
         """Return the checkpoint after a step, or the latest; a ValueError lists the existing ones."""
-        found = self._chosen(step)
-        if found is None:
+        checkpoint = self._chosen(step)
+        if checkpoint is None:
             raise ValueError(
                 f"{self.path} holds no complete checkpoint: name the output folder of a run that saved one"
             )
-        return found
+        return checkpoint
 
     def _all(self) -> list[Checkpoint]:
         return [Checkpoint(path, step) for step, path in complete(self.checkpoints)]
@@ -247,10 +247,10 @@ class RunFolder:
     def _chosen(self, step: int | None) -> Checkpoint | None:
         if step is None:
             return self.last()
-        found = {checkpoint.step: checkpoint for checkpoint in self._all()}
-        if step in found:
-            return found[step]
-        steps = " or ".join(f"step-{number}" for number in found) or "none"
+        by_step = {checkpoint.step: checkpoint for checkpoint in self._all()}
+        if step in by_step:
+            return by_step[step]
+        steps = " or ".join(f"step-{number}" for number in by_step) or "none"
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:

@@ -50,15 +50,15 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
     """Return this rank's places of pieces for the run in the folder; None: its config names none. All ranks call it."""
-    given = config.checkpoint.pieces
-    if given is None:
+    pieces = config.checkpoint.pieces
+    if pieces is None:
         return None
     identity = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0]
     assert identity is not None, "rank 0 has read it"
     directory, run = identity
     local, shared = _local(config), _shared(config)
     return Pieces(
-        memory=given.peers,
+        memory=pieces.peers,
         disk=None if local is None else Path(local) / directory,
         store=None if shared is None else f"{shared.rstrip('/')}/{directory}",
         run=run,
@@ -81,20 +81,21 @@ def _local(config: TrainConfig) -> str | None:
     Raises:
         ValueError: a variable in it is not set.
     """
-    given = config.checkpoint.pieces
-    if given is None or given.local is None:
+    pieces = config.checkpoint.pieces
+    if pieces is None or pieces.local is None:
         return None
-    expanded = os.path.expandvars(Path(given.local).expanduser())
+    expanded = os.path.expandvars(Path(pieces.local).expanduser())
     if unset := _VARIABLE.search(expanded):
         raise ValueError(
-            f"checkpoint.pieces.local is {given.local!r}, and {unset[0]} is not set here: set it, or name the directory"
+            f"checkpoint.pieces.local is {pieces.local!r}, and {unset[0]} is not set here: set it, or name the "
+            "directory"
         )
     return expanded
 
 
 def _shared(config: TrainConfig) -> str | None:
     """Return the shared place as an absolute path or URL."""
-    given = config.checkpoint.pieces
-    if given is None or given.shared is None:
+    pieces = config.checkpoint.pieces
+    if pieces is None or pieces.shared is None:
         return None
-    return given.shared if "://" in given.shared else str(Path(given.shared).expanduser().absolute())
+    return pieces.shared if "://" in pieces.shared else str(Path(pieces.shared).expanduser().absolute())

@@ -63,12 +63,12 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         write_run_ranks(run)
         moved = sum(world.gather(survived.received))
         read: Counter[str] = Counter()
-        for each in world.gather(survived.read):
-            read.update(each)
-        told, state.untold = state.untold, []
-        took = max(world.gather(paused(told, world.rank)))
+        for bytes_read in world.gather(survived.read):
+            read.update(bytes_read)
+        meetings, state.untold = state.untold, []
+        took = max(world.gather(paused(meetings, world.rank)))
         if run.watcher is not None:
-            for event in (*changes_of(told), resumed(told, world.ranks, lost_to, moved, took or idle_s, read)):
+            for event in (*changes_of(meetings), resumed(meetings, world.ranks, lost_to, moved, took or idle_s, read)):
                 tell(run, event)
         if not survived.ending and _unsaved(run, state):
             checkpoint(run, state)
@@ -83,8 +83,10 @@ def _known_rates(run: Run, state: TrainState) -> dict[int, float]:
     if not run.config.watches:
         return {}
     slow = read_slow(run.folder, state.began)
-    late = Lateness(learned={member: each.learned for member, each in slow.items() if each.learned is not None})
-    health = late.planned(Health({member: each.rate for member, each in slow.items() if each.rate > 1}))
+    late = Lateness(
+        learned={member: straggler.learned for member, straggler in slow.items() if straggler.learned is not None}
+    )
+    health = late.planned(Health({member: straggler.rate for member, straggler in slow.items() if straggler.rate > 1}))
     return {member: health.rate(member) for member in health}
 
 
@@ -121,7 +123,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
         members = tuple(peer.member for peer in survived.peers)
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}
         written = read_slow(run.folder, run.folder.began) if watching is None else {}
-        slow = {members.index(m): each for m, each in written.items() if m in members}
+        slow = {members.index(m): straggler for m, straggler in written.items() if m in members}
         controller = controller_of(run.config, run.world, run.executor, watching, numbers, hurried, slow)
         owned.callback(controller.close)
         run = replace(run, controller=controller, watched=members)
@@ -130,8 +132,8 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 def _find_position(run: Run, state: TrainState) -> None:
     """Return to the position after the last mini-batch that counts, and share it with ranks that joined."""
-    known = run.world.gather(state.positions.get(state.done))
-    position = next((each for each in known if each is not None), None)
+    positions = run.world.gather(state.positions.get(state.done))
+    position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:  # all ranks that knew it are gone: draw all mini-batches again
         state.batches = state.anew()
         for _ in range(state.done):
@@ -146,9 +148,9 @@ def _find_position(run: Run, state: TrainState) -> None:
 def _write_down(run: Run, state: TrainState) -> None:
     missing = run.log is not None and (run.log.history[-1].step if run.log.history else 0) < state.done
     mine = state.last if state.last is not None and state.last[0] == state.done else None
-    told = run.world.gather((missing, mine))
-    last = next((each for _, each in told if each is not None), None)
-    if told[0][0] and last is not None:
+    gathered = run.world.gather((missing, mine))
+    last = next((step_report for _, step_report in gathered if step_report is not None), None)
+    if gathered[0][0] and last is not None:
         # Its ranks had other numbers, so the controller must not use it.
         log_step(replace(run, controller=None), *last)
 

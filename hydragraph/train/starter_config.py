@@ -226,8 +226,8 @@ _FINE_TUNING = [
 
 def _positions(model: Path) -> int:
     config = read_object(model / "config.json", "name a directory that save_pretrained wrote")
-    found = config.get("max_position_embeddings") or config.get("n_positions") or 0
-    return found if isinstance(found, int) else 0
+    max_positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    return max_positions if isinstance(max_positions, int) else 0
 
 
 def _has_template(model: Path) -> bool:

@@ -90,12 +90,12 @@ class Metrics:
     @property
     def by_set(self) -> dict[str, float]:
         """Figures of the evaluation sets and of pairs, by the names that trackers show."""
-        found = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
-        found |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
-        found |= {f"pairs/{name}": value for name, value in self.pairs.items()}
+        by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
+        by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
+        by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
         for name, figures in self.eval_pairs.items():
-            found |= {f"eval_{name}/{figure}": value for figure, value in figures.items()}
-        return found
+            by_name |= {f"eval_{name}/{figure}": value for figure, value in figures.items()}
+        return by_name
 
 
 def perplexity(loss: float) -> float:

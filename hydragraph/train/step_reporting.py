@@ -74,7 +74,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
             run.expectation.restart()
     slow = run.controller.slow if run.watched else {}
     if slow != before:
-        write_slow(run.folder, {run.watched[rank]: each for rank, each in slow.items()})
+        write_slow(run.folder, {run.watched[rank]: straggler for rank, straggler in slow.items()})
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -106,8 +106,8 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
     """Return the peak FLOP/s of all ranks' GPUs together; None if one of the datasheets is not known."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
-    known = [peak for peak in peaks if peak is not None]
-    return sum(known) if len(known) == len(peaks) else None
+    known_peaks = [peak for peak in peaks if peak is not None]
+    return sum(known_peaks) if len(known_peaks) == len(peaks) else None
 
 
 def _mfu(run: Run, report: StepResult, seconds: float) -> float | None:

@@ -19,7 +19,7 @@ from hydragraph.train.stragglers.straggler_state import Slow
 
 def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
     """Replace the file."""
-    members = {str(member): asdict(each) for member, each in sorted(slow.items())}
+    members = {str(member): asdict(straggler) for member, straggler in sorted(slow.items())}
     write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
 
 
@@ -30,10 +30,10 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
         began: value of `RunFolder.began` for this run; None: it was never read.
     """
     try:
-        found = json.loads(folder.slow.read_text(encoding="utf-8"))
-        if found["began"] != began:
+        written = json.loads(folder.slow.read_text(encoding="utf-8"))
+        if written["began"] != began:
             return {}
-        return {int(member): _read(each) for member, each in found["members"].items()}
+        return {int(member): _read(record) for member, record in written["members"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # slow ranks will be detected again
 
@@ -41,6 +41,6 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
 def _read(each: Mapping[str, Any]) -> Slow:
     learned = each["learned"]
     if learned is not None:
-        known, planned = learned
-        learned = float(known), float(planned)
+        known_rate, planned = learned
+        learned = float(known_rate), float(planned)
     return Slow(float(each["device"]), float(each["core"]), learned)

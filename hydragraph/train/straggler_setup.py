@@ -39,11 +39,11 @@ def controller_of(
         slow: slow ranks known to a lost controller; used if `before` is None.
     """
     slow = slow or {}
-    known, home = executor.profile, executor.owners  # of the current ranks
-    if isinstance(known, Costs):
-        costs = known.changed(home=home)
-    elif known is not None:
-        costs = Costs(known, known.cluster(world.ranks), home=home)
+    profile, home = executor.profile, executor.owners  # of the current ranks
+    if isinstance(profile, Costs):
+        costs = profile.changed(home=home)
+    elif profile is not None:
+        costs = Costs(profile, profile.cluster(world.ranks), home=home)
     else:
         cluster = default_cluster(world.ranks)
         costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
@@ -56,7 +56,9 @@ def controller_of(
         return Controller(monitor)
     switched = hurried and bool(monitor.health.rates)
     if before is None:
-        late = Lateness(switched, {rank: each.learned for rank, each in slow.items() if each.learned is not None})
+        late = Lateness(
+            switched, {rank: straggler.learned for rank, straggler in slow.items() if straggler.learned is not None}
+        )
     else:
         late = before.late_among(numbers or {}, switched)
 

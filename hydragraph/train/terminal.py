@@ -115,8 +115,8 @@ class Screen:
         """Return the remaining time as text, from the steps of this session except the first, which waits."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
-        each = (now - self._first[1]) / (step - self._first[0])
-        return f"{duration_text(each * (self._steps - step))} left"
+        seconds_per_step = (now - self._first[1]) / (step - self._first[0])
+        return f"{duration_text(seconds_per_step * (self._steps - step))} left"
 
     def _begin(self, what: str, total: int | None) -> None:
         if self._task is not None:

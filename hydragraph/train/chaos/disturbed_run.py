@@ -293,14 +293,14 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
     calm = account(undisturbed.metrics)
-    found = account(disturbed.metrics, disturbed.events, None if calm is None else calm.tokens_per_s)
-    if found is not None and calm is not None:
-        if found.pauses:
-            middle, longest = median(found.pauses), max(found.pauses)
-            yield "pauses", f"{len(found.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
+    wall_time = account(disturbed.metrics, disturbed.events, None if calm is None else calm.tokens_per_s)
+    if wall_time is not None and calm is not None:
+        if wall_time.pauses:
+            middle, longest = median(wall_time.pauses), max(wall_time.pauses)
+            yield "pauses", f"{len(wall_time.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
         back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
-        yield "times that state was lost", f"{back}; {found.lost_steps} steps were trained again"
-        yield "state that moved", f"{found.moved_bytes / 1e6:,.0f} MB"
+        yield "times that state was lost", f"{back}; {wall_time.lost_steps} steps were trained again"
+        yield "state that moved", f"{wall_time.moved_bytes / 1e6:,.0f} MB"
         restores = [event for event in disturbed.events if sum(event.read_bytes.values())]
         if restores:
             places = Counter[str]()
@@ -309,10 +309,13 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             sizes = ", ".join(f"{size / 1e6:,.1f} MB from {place}" for place, size in places.items())
             seconds = median(event.seconds for event in restores)
             yield "read in pieces", f"{sizes}; {len(restores)} times, median {seconds:.2f} s"
-        yield "wall time", f"{found.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
-        stopped = f"{found.paused_s:.1f} s of pauses, {found.lost_s:.1f} s of lost work"
-        yield "of it", f"{found.full_s:.1f} s at full speed, {stopped}, {found.slower_s:.1f} s by slower steps"
-        yield "goodput", f"{found.tokens_per_s:,.0f} tokens/s, {found.goodput or 0.0:.0%} of {found.rate:,.0f}"
+        yield "wall time", f"{wall_time.seconds:.1f} s for {calm.seconds:.1f} s undisturbed"
+        stopped = f"{wall_time.paused_s:.1f} s of pauses, {wall_time.lost_s:.1f} s of lost work"
+        yield "of it", f"{wall_time.full_s:.1f} s at full speed, {stopped}, {wall_time.slower_s:.1f} s by slower steps"
+        yield (
+            "goodput",
+            f"{wall_time.tokens_per_s:,.0f} tokens/s, {wall_time.goodput or 0.0:.0%} of {wall_time.rate:,.0f}",
+        )
     yield "steps", f"{len(disturbed.metrics)} of {len(undisturbed.metrics)}"
     yield "largest difference of a loss", f"{disturbed.difference(undisturbed):.1e} of it"
     yield "processes left behind", str(len(disturbed.left))

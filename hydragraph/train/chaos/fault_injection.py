@@ -59,8 +59,8 @@ class Victim:
     @property
     def supervisor(self) -> int:
         """The process that starts the ranks: the launcher, or the process that torchrun started."""
-        found = self._below(self.depth - 1)
-        return found[0] if found else self.launcher.pid
+        pids = self._below(self.depth - 1)
+        return pids[0] if pids else self.launcher.pid
 
     @property
     def server(self) -> int | None:
@@ -71,7 +71,7 @@ class Victim:
     def ranks(self) -> list[int]:
         """Return the live processes of the current ranks, by rank."""
         with suppress(OSError, ValueError, KeyError):
-            pids = [int(each["pid"]) for each in json.loads(self.folder.ranks.read_text())]
+            pids = [int(place["pid"]) for place in json.loads(self.folder.ranks.read_text())]
             self.pids.update(pids)
             return [pid for pid in pids if lives(pid)]
         return []
@@ -91,10 +91,10 @@ class Victim:
             above[pid] = int(fields[1])
             if fields[0] not in "ZX":
                 born[pid] = int(fields[19])
-        found = {self.launcher.pid}
+        level = {self.launcher.pid}
         for _ in range(levels):
-            found = {pid for pid, parent in above.items() if parent in found}
-        return sorted(found & born.keys(), key=lambda pid: (born[pid], pid))
+            level = {pid for pid, parent in above.items() if parent in level}
+        return sorted(level & born.keys(), key=lambda pid: (born[pid], pid))
 
     def step(self) -> int:
         """Return the last logged step."""
@@ -236,10 +236,10 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
     """Kill a rank, then another one or its replacement, at some moment before the replacement has joined."""
-    known, joined = set(run.children()), len(run.happened("join"))
+    children_before, joined = set(run.children()), len(run.happened("join"))
     _end(target)
-    run.until(lambda: set(run.children()) - known, _MOMENT_S)
-    new = sorted(set(run.children()) - known)
+    run.until(lambda: set(run.children()) - children_before, _MOMENT_S)
+    new = sorted(set(run.children()) - children_before)
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, 3.0))
     else:

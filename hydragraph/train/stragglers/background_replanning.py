@@ -111,8 +111,8 @@ def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
     """
     began = time.perf_counter()
     costs = costs or costs_of(question)
-    found = _at_once(question, costs) if question.at_once else _at_length(question, costs)
-    return replace(found, took_s=time.perf_counter() - began)
+    replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
+    return replace(replanned, took_s=time.perf_counter() - began)
 
 
 def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
@@ -123,18 +123,18 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
     workload = Workload(lengths=question.lengths)
     others = (*question.running, *question.first)
     try:
-        found = plan_at_once(costs, workload, others)
+        estimate = plan_at_once(costs, workload, others)
     except Unsupported as error:
         return Replanned(refused=str(error))
-    if found is None:
+    if estimate is None:
         return Replanned(refused=_NONE_FITS)
     choice = question.request.choose(sample(workload))
     try:
         before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
     except Unsupported:
         before = math.inf  # it uses a lost rank
-    request = PlanRequest((found.pipelines,), (found.charge,), question.policy.seed)
-    return Replanned((found.strategy,), request, 0, before, found.seconds)
+    request = PlanRequest((estimate.pipelines,), (estimate.charge,), question.policy.seed)
+    return Replanned((estimate.strategy,), request, 0, before, estimate.seconds)
 
 
 def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
@@ -151,11 +151,11 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
             running=question.running[0],
             deadline_s=question.deadline_s,
         )
-        found = planned.strategies
+        strategies = planned.strategies
     except Unsupported as error:
-        found = ()
+        strategies = ()
         _LOG.info("no other plan: %s", error)
-    every = tuple(dict.fromkeys((*question.running, *question.first, *found)))
+    every = tuple(dict.fromkeys((*question.running, *question.first, *strategies)))
     able = tuple(s for s in every if _takes(costs, s))
     if not able:
         return Replanned(refused=_NONE_FITS)
@@ -179,8 +179,8 @@ def _as_now(question: ReplanQuestion, costs: Costs) -> float:
     """Return the seconds of steps planned as now, at the current rates; infinite if one of the ranks is lost."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
-    for each in lengths:
-        choice = question.request.choose(each)
+    for mini_batch in lengths:
+        choice = question.request.choose(mini_batch)
         try:
             total += costs.seconds(question.running[choice.index], choice.assignment)
         except Unsupported:

@@ -179,16 +179,16 @@ class Controller:
     @property
     def health(self) -> Health:
         """The rates for decisions: those of the monitor, increased for ranks that others wait for."""
-        known = self.monitor.health
-        return known if self._replanning is None else self._lateness.planned(known)
+        measured = self.monitor.health
+        return measured if self._replanning is None else self._lateness.planned(measured)
 
     @property
     def slow(self) -> Mapping[int, Slow]:
         """The slow ranks, with what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
-        known = self.monitor.slow
-        ranks = sorted({*known, *learned})
-        return {rank: replace(known.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
+        measured = self.monitor.slow
+        ranks = sorted({*measured, *learned})
+        return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
         """Plan again with the measured seconds of blocks; return whether there is a planner."""
@@ -272,20 +272,20 @@ class Controller:
 
     def _ask(self, step: int) -> None:
         """Request another plan if rates or costs have changed, or if the last one was found in a hurry."""
-        given = self._replanning
-        assert given is not None, "asked of those that plan"
+        replanning = self._replanning
+        assert replanning is not None, "asked of those that plan"
         health = self.health
-        if given.planner.busy:
+        if replanning.planner.busy:
             return
-        if health != self._asked_for and self._may_switch(given, step, health):
-            self._at_once = given.switch is not None  # a dry run waits for the best
+        if health != self._asked_for and self._may_switch(replanning, step, health):
+            self._at_once = replanning.switch is not None  # a dry run waits for the best
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
         else:
             return
         self._asked_for = health
         self._asked_at = step
-        given.planner.ask(self._question(given, health, self._at_once))
+        replanning.planner.ask(self._question(replanning, health, self._at_once))
 
     def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
         if health.lost and health.lost != self._planned_for.lost:
@@ -343,8 +343,8 @@ class Controller:
 
     def _waited_for(self) -> str:
         """Describe the ranks that are planned as slower than they compute because others waited for them."""
-        known = self.monitor.health
-        late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > known.rate(rank) > 1}
+        measured = self.monitor.health
+        late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(
             f"; others waited for rank {rank}: it is planned as {x:.3g} times as slow" for rank, x in late.items()
         )

@@ -58,7 +58,7 @@ class Lateness:
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
-        self._learned = {rank: _Learned(*each) for rank, each in (learned or {}).items()}
+        self._learned = {rank: _Learned(*rates) for rank, rates in (learned or {}).items()}
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
@@ -74,15 +74,15 @@ class Lateness:
         Args:
             numbers: new rank numbers by old ones; ranks without one are gone.
         """
-        found = Lateness(switched, {numbers[rank]: each for rank, each in self.learned.items() if rank in numbers})
-        found._usual.extend(self._usual)
-        return found
+        late = Lateness(switched, {numbers[rank]: rates for rank, rates in self.learned.items() if rank in numbers})
+        late._usual.extend(self._usual)
+        return late
 
     @property
     def learned(self) -> Mapping[int, tuple[float, float]]:
         """The learned values, as the `learned` argument of a new instance; without a correction on trial."""
         learned = self._learned if self._before is None else self._before[1]
-        return {rank: (each.known, each.planned) for rank, each in learned.items()}
+        return {rank: (rates.known, rates.planned) for rank, rates in learned.items()}
 
     def planned(self, health: Health) -> Health:
         """Return the rates for planning."""
@@ -156,8 +156,8 @@ def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> b
 
     def same(rank: int) -> bool:
         then, now = before.rate(rank), health.rate(rank)
-        known = (_Learned(then, then), learned.get(rank, _Learned(then, then)))
-        return any(each.goes_for(then) and each.goes_for(now) for each in known)
+        alternatives = (_Learned(then, then), learned.get(rank, _Learned(then, then)))
+        return any(rates.goes_for(then) and rates.goes_for(now) for rates in alternatives)
 
     return set(health) == set(before) and all(map(same, health))
 

@@ -59,11 +59,15 @@ class Monitor:
     def __init__(
         self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
     ) -> None:
-        known = (slow or {}).items()
+        slow_ranks = (slow or {}).items()
         self._costs = costs.changed(health=Health())
         self._templates = tuple(dict.fromkeys(costs.profile.blocks))
-        self._device = Estimator(sensitivity, held={rank: each.device for rank, each in known if each.device > 1})
-        self._core = Estimator(sensitivity, CROWDED, {rank: each.core for rank, each in known if each.core > 1})
+        self._device = Estimator(
+            sensitivity, held={rank: straggler.device for rank, straggler in slow_ranks if straggler.device > 1}
+        )
+        self._core = Estimator(
+            sensitivity, CROWDED, {rank: straggler.core for rank, straggler in slow_ranks if straggler.core > 1}
+        )
         self._strategy: Strategy | None = None
         self._probed: dict[int, float] = {}  # the first probe of each rank
         self._corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
@@ -74,10 +78,10 @@ class Monitor:
         Args:
             numbers: new rank numbers by old ones, for the ranks that stay.
         """
-        found = Monitor(costs)
-        found._device, found._core = self._device.among(numbers), self._core.among(numbers)
-        found._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
-        return found
+        monitor = Monitor(costs)
+        monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
+        monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
+        return monitor
 
     @property
     def slow(self) -> Mapping[int, Slow]:
@@ -89,7 +93,7 @@ class Monitor:
     @property
     def health(self) -> Health:
         """The rates of ranks known now."""
-        return Health({rank: each.rate for rank, each in self.slow.items()})
+        return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
 
     @property
     def corrections(self) -> Corrections:
@@ -129,7 +133,7 @@ class Monitor:
                 self._corrections = self._corrections.with_step({(part, rank): whole for part in COMPUTING})
         # Idle ranks count by their probes; otherwise what is known about their cores would never change.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
-        changed = self._device.observe({rank: each for rank, each in work.items() if each}, self._idle(ranks))
+        changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)
         named = sorted({change.rank for change in changed})
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
@@ -140,13 +144,13 @@ class Monitor:
 
     def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
         """Return the slowdown of each idle rank's probe relative to its peers."""
-        found = {}
+        slowdowns = {}
         for rank, times in enumerate(ranks):
             type_ = self._costs.cluster.type_of(rank)
             peers = [p for r, p in self._probed.items() if self._costs.cluster.type_of(r) == type_]
             if times.probe > 0 and peers:
-                found[rank] = median_low(peers) / times.probe
-        return found
+                slowdowns[rank] = median_low(peers) / times.probe
+        return slowdowns
 
 
 def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predicted:

@@ -151,13 +151,13 @@ class Estimator:
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
 
-        found = Estimator(self._sensitivity, self._certain)
-        found._kinds = deepcopy(self._kinds)
-        found._held = anew(self._held)
-        found._residuals = anew(self._residuals)
-        found._recent = deque(map(anew, self._recent))
-        found._healthy = deque(map(anew, self._healthy), maxlen=WINDOW)
-        return found
+        estimator = Estimator(self._sensitivity, self._certain)
+        estimator._kinds = deepcopy(self._kinds)
+        estimator._held = anew(self._held)
+        estimator._residuals = anew(self._residuals)
+        estimator._recent = deque(map(anew, self._recent))
+        estimator._healthy = deque(map(anew, self._healthy), maxlen=WINDOW)
+        return estimator
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
         """Record one iteration.
@@ -168,8 +168,8 @@ class Estimator:
         Returns:
             The ranks whose rate has changed.
         """
-        known = self._known(work)
-        logs = {rank: math.log(measured / expected) for rank, (measured, expected) in known.items()}
+        rank_seconds = self._known(work)
+        logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
         common = self._common(logs)
         residuals = {rank: log - common for rank, log in logs.items()}
         self._learn(work, residuals, common)
@@ -179,30 +179,30 @@ class Estimator:
             # Delayed by OF iterations: residuals of a rank found slow in the meantime must not count as noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
-        little = LITTLE * max((expected for _, expected in known.values()), default=0.0)
-        for rank, held in self._held.items():
-            if rank in known and known[rank][1] < little:
-                residuals[rank] = min(residuals[rank], math.log(held))
+        little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
+        for rank, rate in self._held.items():
+            if rank in rank_seconds and rank_seconds[rank][1] < little:
+                residuals[rank] = min(residuals[rank], math.log(rate))
         residuals |= {rank: math.log(ratio) for rank, ratio in (idle or {}).items()}
         return tuple(change for rank in sorted(residuals) if (change := self._judged(rank, residuals[rank])))
 
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
         """Return measured and expected seconds of ranks with enough known kinds of work."""
-        found = {}
+        rank_seconds = {}
         for rank, kinds in work.items():
-            known = {kind: each for kind, each in kinds.items() if self._kind(kind).known}
-            measured = sum(m for m, _ in known.values())
+            known_kinds = {kind: kind_seconds for kind, kind_seconds in kinds.items() if self._kind(kind).known}
+            measured = sum(m for m, _ in known_kinds.values())
             whole = sum(predicted for _, predicted in kinds.values())
-            if known and sum(predicted for _, predicted in known.values()) >= SHARED * whole:
-                expected = sum(self._kinds[kind].factor * predicted for kind, (_, predicted) in known.items())
-                found[rank] = measured, expected
-        return found
+            if known_kinds and sum(predicted for _, predicted in known_kinds.values()) >= SHARED * whole:
+                expected = sum(self._kinds[kind].factor * predicted for kind, (_, predicted) in known_kinds.items())
+                rank_seconds[rank] = measured, expected
+        return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
         # Stragglers count only if there are no other ranks: a wrong rate must not make other ranks look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
-        held = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
-        return median_low(healthy or held) if logs else 0.0
+        stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
+        return median_low(healthy or stragglers) if logs else 0.0
 
     def _learn(self, work: Work, residuals: Mapping[int, float], common: float) -> None:
         """Update factors from the ranks that are as fast as their known rates."""
@@ -215,12 +215,12 @@ class Estimator:
         for kind, logs in by_kind.items():
             samples = []
             for rank, log in logs.items():
-                held = math.log(self._held.get(rank, 1.0))
+                log_rate = math.log(self._held.get(rank, 1.0))
                 if rank in residuals:
-                    if abs(residuals[rank] - held) < within:
-                        samples.append(log - held - common)
+                    if abs(residuals[rank] - log_rate) < within:
+                        samples.append(log - log_rate - common)
                 else:
-                    samples.append(log - held - strange.get(rank, 0.0))
+                    samples.append(log - log_rate - strange.get(rank, 0.0))
             if samples:
                 self._kind(kind).logs.append(median_low(samples))
 
@@ -248,22 +248,22 @@ class Estimator:
         every.append(residual)
         if len(self._healthy) < NEEDED:
             return None  # the noise is not known yet
-        held = self._held.get(rank, 1.0)
+        before = self._held.get(rank, 1.0)
         noise = self._certain * self.scatter
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
         # Never so high that the straggler's own rate would count as healthy.
-        leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(held)) if held > 1 else 0.0
-        if held > 1 and sum(value < leave for value in last) >= needed:
-            return self._changed(rank, held, 1.0)
-        margin = max(math.log(self._sensitivity.change if held > 1 else self._sensitivity.enter), noise)
-        beyond = [value for value in last if value - math.log(held) > margin]
-        below = [value for value in last if value - math.log(held) < -margin] if held > 1 else []
+        leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
+        if before > 1 and sum(value < leave for value in last) >= needed:
+            return self._changed(rank, before, 1.0)
+        margin = max(math.log(self._sensitivity.change if before > 1 else self._sensitivity.enter), noise)
+        beyond = [value for value in last if value - math.log(before) > margin]
+        below = [value for value in last if value - math.log(before) < -margin] if before > 1 else []
         for values in (beyond, below):
             if len(values) >= needed:
                 rate = self._rate(values)
-                return self._changed(rank, held, rate if math.log(rate) > leave else 1.0)
+                return self._changed(rank, before, rate if math.log(rate) > leave else 1.0)
         return None
 
     def _changed(self, rank: int, before: float, rate: float) -> Change:

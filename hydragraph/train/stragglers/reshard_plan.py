@@ -108,12 +108,12 @@ def rehoming(
         exchanged = 0.0 if question is None else expected_s(question, home)
         return _seconds(home, ranks, buckets, health, costs) + exchanged
 
-    held = [home for home in homes if _fits(home, ranks, buckets, costs)]
-    home = min(held or homes, key=seconds)
+    fitting = [home for home in homes if _fits(home, ranks, buckets, costs)]
+    home = min(fitting or homes, key=seconds)
     before, after = seconds(running), seconds(home)
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
-    if fits and (not held or (before - after) * steps <= GAIN * moving):
+    if fits and (not fitting or (before - after) * steps <= GAIN * moving):
         return None
     slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
     waited = f"owners wait for {slow or 'the one with most'}"
@@ -141,7 +141,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
-    found: list[Home] = []
+    homes: list[Home] = []
     for count in range(len(slowest) + 1):
         without = slowest[:count]
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
@@ -149,12 +149,12 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         try:
             for rounded in (True, False):  # if memory is tight, exact shares may fit where rounded ones do not
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
-                found.append(Home(shares, running.copies, nodes=running.nodes))
+                homes.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:
             if not count:
                 raise
             break
-    return found
+    return homes
 
 
 def best_shares(
@@ -189,9 +189,9 @@ def best_shares(
     share = np.zeros(ranks)
     full = room <= 0
     while not np.isclose(share.sum(), 1):  # each iteration fills at least one rank, or is the last
-        wanted = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
-        over = ~full & (wanted > room)
-        share = np.where(over, room, np.where(full, share, 0 if over.any() else wanted))
+        by_speed = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
+        over = ~full & (by_speed > room)
+        share = np.where(over, room, np.where(full, share, 0 if over.any() else by_speed))
         full |= over
     if not rounded:
         return tuple((share / share.max()).tolist())

@@ -56,10 +56,10 @@ def with_room(
         most = [min(costs.max_len(pipeline, strategy), tokens) for pipeline in strategy.pipelines]
         beside = list(map(max, beside, costs.beside(strategy, most)))
     replicas = max((len(strategy.pipelines) for strategy in strategies), default=0)
-    held = costs.state_bytes + GRADIENT_BYTES + replicas * (costs.sizes.itemsize + GRADIENT_BYTES)
+    held_bytes = costs.state_bytes + GRADIENT_BYTES + replicas * (costs.sizes.itemsize + GRADIENT_BYTES)
     free = [costs.memory_of(rank) - need for rank, need in enumerate(beside)]
-    room = [max(left, float(size * held)) for left, size in zip(free, owned, strict=True)]
-    return replace(state, free_bytes=room, held_bytes=held)
+    room = [max(left, float(size * held_bytes)) for left, size in zip(free, owned, strict=True)]
+    return replace(state, free_bytes=room, held_bytes=held_bytes)
 
 
 class Following:

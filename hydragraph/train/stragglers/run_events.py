@@ -119,6 +119,6 @@ def _parse(line: str, place: str) -> RunEvent:
         record = json.loads(line)
         record["ranks"] = tuple(record["ranks"])
         record["rates"] = {int(rank): float(rate) for rank, rate in record.get("rates", {}).items()}
-        return RunEvent(**{each.name: record[each.name] for each in fields(RunEvent) if each.name in record})
+        return RunEvent(**{f.name: record[f.name] for f in fields(RunEvent) if f.name in record})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{place}: no event ({error}): delete the line") from None
