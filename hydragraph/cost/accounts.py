@@ -109,15 +109,15 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
     sums = []
     commits = []
     for rank, events in enumerate(ranks):
-        found, commit = _measured(rank, events, issued)
-        sums.append(found)
+        open_account, commit = _measured(rank, events, issued)
+        sums.append(open_account)
         commits.append(commit)
     # The last rank at the commit does not wait: its time there is the cost of the commit.
     own = min(commits, default=0.0)
-    for found, commit in zip(sums, commits, strict=True):
-        found.seconds[TimeKind.COMMIT] += own
-        found.seconds[TimeKind.LATE] += commit - own
-    return tuple(found.account() for found in sums)
+    for open_account, commit in zip(sums, commits, strict=True):
+        open_account.seconds[TimeKind.COMMIT] += own
+        open_account.seconds[TimeKind.LATE] += commit - own
+    return tuple(open_account.account() for open_account in sums)
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
@@ -148,9 +148,9 @@ def _measured(
             value = parse_value(event.name.removeprefix("wait "))
             kind = _OF_STREAM[_stream_of(value)]
             since = issued(value, rank)
-            known = since > float("-inf")
-            sums.wait(kind, event.begin, event.end, since if known else event.begin)
-            if known and event.end > max(event.begin, since):
+            was_issued = since > float("-inf")
+            sums.wait(kind, event.begin, event.end, since if was_issued else event.begin)
+            if was_issued and event.end > max(event.begin, since):
                 sums.transfers[value] = event.end - since
             continue
         kind = _OF_OP[parse_instruction(event.name, 0).op]

@@ -142,13 +142,13 @@ class Actor:
     @cached_property
     def _receivers(self) -> Mapping[StageMessage, tuple[int, ...]]:
         # The block of layer i is at position i + 1.
-        found = {}
+        receivers = {}
         for role in self.roles:
             first, end = self.layers[role.visit]
             for m in role.micro_batches:
-                found[StageMessage(True, m, end)] = role.following
-                found[StageMessage(False, m, first)] = role.previous
-        return found
+                receivers[StageMessage(True, m, end)] = role.following
+                receivers[StageMessage(False, m, first)] = role.previous
+        return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
         """Return the (sender, receiver) pairs of a send and its equals: rank i of t serves receivers i, i + t, ..."""

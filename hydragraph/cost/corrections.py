@@ -138,7 +138,9 @@ class Corrections:
         """
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            samples = {(TimeKind(kind), int(rank)): tuple(map(float, each)) for kind, rank, each in record["samples"]}
+            samples = {
+                (TimeKind(kind), int(rank)): tuple(map(float, ratios)) for kind, rank, ratios in record["samples"]
+            }
             return cls(tuple(map(str, record["types"])), samples)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

@@ -143,8 +143,8 @@ class Costs(Pricing):
         for strategy in strategies:
             longest = [tokens or max(SHORTEST, self.useful_tokens(p)) for p in strategy.pipelines]
             beside = list(map(max, beside, self.beside(strategy, longest)))
-        held = self.state_bytes + GRADIENT_BYTES
-        room = tuple((self.memory_of(rank) - need - messages) / held for rank, need in enumerate(beside))
+        element_bytes = self.state_bytes + GRADIENT_BYTES
+        room = tuple((self.memory_of(rank) - need - messages) / element_bytes for rank, need in enumerate(beside))
         return HomeQuestion(
             self.outline,
             self.buckets,

@@ -56,7 +56,7 @@ class Constants:
     def failed(self) -> bool:
         """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0, except with windows."""
         attends = self.a > 0 or bool(self.near)
-        return not (attends and (self.b > 0 or any(each > 0 for _, each in self.near)) and self.c >= 0)
+        return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Return the seconds of a micro-batch with sequences of these lengths."""
@@ -65,15 +65,15 @@ class Constants:
     def at(self, load: Load) -> float:
         """Return the seconds of a micro-batch."""
         seconds = self.a * load.squared + self.b * load.tokens + self.c
-        for reach, each in self.near:
-            seconds += each * load.pairs(reach)
+        for reach, pair_s in self.near:
+            seconds += pair_s * load.pairs(reach)
         return seconds
 
     def work(self, length: Any) -> Any:
         """Return the seconds that a sequence of `length` tokens adds, or each of an array of lengths."""
         seconds = (self.a * length + self.b) * length
-        for reach, each in self.near:
-            seconds = seconds + each * reach.pairs(length)
+        for reach, pair_s in self.near:
+            seconds = seconds + pair_s * reach.pairs(length)
         return seconds
 
     def times(self, factor: float) -> Constants:
@@ -195,7 +195,7 @@ def curve_record(curve: Curve) -> Any:
         return [list(row) for row in curve.rows]
     record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}
     if curve.near:
-        record["near"] = [{"window": r.window, "chunk": r.chunk, "seconds": each} for r, each in curve.near]
+        record["near"] = [{"window": r.window, "chunk": r.chunk, "seconds": pair_s} for r, pair_s in curve.near]
     return record
 
 
@@ -206,7 +206,7 @@ def read_curve(data: Any) -> Curve:
 
 def read_constants(data: Mapping[str, Any]) -> Constants:
     """Read constants written by `curve_record`."""
-    near = tuple((Reach(each["window"], each["chunk"]), each["seconds"]) for each in data.get("near", ()))
+    near = tuple((Reach(term["window"], term["chunk"]), term["seconds"]) for term in data.get("near", ()))
     return Constants(**{**data, "near": near})
 
 

@@ -130,8 +130,8 @@ def _of_type(
 
 def _expected_error(mixed: bool) -> str:
     kinds = ["on mixed GPUs"] if mixed else ["without pipelines", "with pipelines"]
-    each = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
-    return f"the mean error of such predictions is {' and '.join(each)}"
+    errors = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
+    return f"the mean error of such predictions is {' and '.join(errors)}"
 
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
@@ -192,7 +192,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         work = operations(program, block, kind.tp)
     except Unsupported:  # this degree does not cut this block; lowering reports it
         work = operations(program, block, 1).divided(kind.tp)
-    attention = {reach: each / rates.attention for reach, each in work.attention.items()}
+    attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = sum(times * rates.product(n, k) for times, n, k in work.products)
     c = rates.launches(len(work.products))
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
@@ -229,7 +229,7 @@ class Operations:
 
     def divided(self, parts: int) -> Operations:
         """Return an equal part of the work."""
-        attention = {reach: each / parts for reach, each in self.attention.items()}
+        attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
         products = tuple((times / parts, n, k) for times, n, k in self.products)
         return Operations(attention, products, self.parameters // parts, self.frozen // parts)
 
@@ -257,18 +257,20 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
         if node.target in ATTENDING:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
-    return Operations({reach: each / tp for reach, each in attention.items()}, tuple(products), parameters, frozen)
+    return Operations(
+        {reach: per_pair / tp for reach, per_pair in attention.items()}, tuple(products), parameters, frozen
+    )
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
     """Return, by their weight, the number of experts' matrices that a token is multiplied by."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
-    found = {}
+    rows_by_weight = {}
     for node in graph.nodes:
         if hidden is not None and is_grouped(node):
             parts = known_product(node)
-            found[parts.weight.name] = hint_of(shape(parts.x)[0]) / hint_of(shape(hidden)[1])
-    return found
+            rows_by_weight[parts.weight.name] = hint_of(shape(parts.x)[0]) / hint_of(shape(hidden)[1])
+    return rows_by_weight
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:

@@ -80,7 +80,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
     first, second = split_backward(variant)
     saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
     origins = _origins(variant, sizes)
-    taken = {
+    input_by_storage = {
         key: name
         for name, node in zip(first.needs, _nodes(first.backward, "placeholder"), strict=True)
         for key in sizes.storages(node)
@@ -89,7 +89,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
     keeps = set()
     for node in _results(first.backward)[len(first.gradients) :]:
         for key, size in sizes.storages(node).items():
-            name = taken.get(key)
+            name = input_by_storage.get(key)
             if name is None:
                 own[key] = size
             elif name == "tangent":
@@ -113,8 +113,8 @@ def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
     """Return what a forward's inputs and output are kept as, by storage: "hidden", "aux", "output" or ""."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
-    found = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
-    return dict.fromkeys(sizes.storages(_results(variant.forward)[0]), "output") | found
+    origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
+    return dict.fromkeys(sizes.storages(_results(variant.forward)[0]), "output") | origins
 
 
 def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
@@ -232,10 +232,10 @@ class Sizes:
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
     """Return the peak of a graph's own values; each is freed after its last use, results stay."""
     lives = _lives_of(graph, sizes.tokens)
-    held = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
+    value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)
-    np.add.at(change, lives.begin, held)
-    np.add.at(change, lives.end + 1, -held)
+    np.add.at(change, lives.begin, value_bytes)
+    np.add.at(change, lives.end + 1, -value_bytes)
     alive = np.cumsum(change)
     if lives.heads:
         nodes = list(graph.graph.nodes)
@@ -271,18 +271,18 @@ class _Lives:
         order = {node: i for i, node in enumerate(nodes)}
         begin: dict[int, int] = {}
         end: dict[int, int] = {}
-        made: dict[int, tuple[float, int, int]] = {}
+        terms_by_storage: dict[int, tuple[float, int, int]] = {}
         foreign: set[int] = set()
         for i, node in enumerate(nodes):
             for key, tensor in storages_of(node):
                 begin.setdefault(key, i)
                 end[key] = max([end.get(key, 0), i, *(order[user] for user in node.users)])
-                if key not in made:
-                    made[key] = _terms(tensor, tokens)
+                if key not in terms_by_storage:
+                    terms_by_storage[key] = _terms(tensor, tokens)
                 if node.op in ("placeholder", "get_attr"):
                     foreign.add(key)
         own = [key for key in begin if key not in foreign]
-        terms = np.array([made[key] for key in own], np.float64).reshape(-1, 3)
+        terms = np.array([terms_by_storage[key] for key in own], np.float64).reshape(-1, 3)
         heads = tuple(i for i, node in enumerate(nodes) if head_operands(node) is not None)
         first, last = (np.array([of[key] for key in own], np.int64) for of in (begin, end))
         return _Lives(len(nodes), first, last, terms[:, 0], terms[:, 1], terms[:, 2], heads)
@@ -292,11 +292,11 @@ _KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, int], _Lives]] = WeakK
 
 
 def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
-    known = _KNOWN.setdefault(graph, {})
+    lives_by_key = _KNOWN.setdefault(graph, {})
     key = (tokens, len(graph.graph.nodes))
-    if key not in known:
-        known[key] = _Lives.of(graph, tokens)
-    return known[key]
+    if key not in lives_by_key:
+        lives_by_key[key] = _Lives.of(graph, tokens)
+    return lives_by_key[key]
 
 
 def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:

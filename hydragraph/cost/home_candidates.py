@@ -48,12 +48,12 @@ def candidates(
         if ranks <= FEW:
             every += subsets(ranks)
     able = [parts * ability for parts in every]
-    found = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
+    fractions = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
     if copies > 1:
         # Shares by ability where no other node can hold a second copy.
-        second = [twice for parts in found for twice in with_second_copy(parts, ability, nodes)]
-        found = second or [ability / ability.sum()]
-    return unlike(found)
+        second = [twice for parts in fractions for twice in with_second_copy(parts, ability, nodes)]
+        fractions = second or [ability / ability.sum()]
+    return unlike(fractions)
 
 
 def needed(stages: Stages, ranks: int) -> Parts:

@@ -96,7 +96,7 @@ def choose_home(question: HomeQuestion) -> Home:
     home.check(len(question.cluster.devices))
     choice = _Choice(question)
     parts = choice.parts()
-    plain = {name: numbers(each) for name, each in parts.items()}
+    plain = {name: numbers(bucket_parts) for name, bucket_parts in parts.items()}
     equal = (1.0,) * choice.ranks
     if len({*plain.values()}) == 1 and not home.buckets:
         (shares,) = {*plain.values()}
@@ -110,10 +110,10 @@ def expected_s(question: HomeQuestion, home: Home) -> float:
     """Return the expected seconds of exchanges of an iteration under a home: the sum of e_b."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
-    for each in choice.classes(without=()):
-        for bucket in each.buckets:
+    for bucket_class in choice.classes(without=()):
+        for bucket in bucket_class.buckets:
             shares = np.asarray(home.shares_of(bucket.name) or (1.0,) * choice.ranks, float)
-            total += choice.price(each, shares / shares.sum())[0]
+            total += choice.price(bucket_class, shares / shares.sum())[0]
     return total
 
 
@@ -140,17 +140,17 @@ class _Choice:
     @property
     def usual(self) -> tuple[float, ...] | None:
         """The home's shares, without those of lost ranks: for buckets that no block uses."""
-        given = self._question.home.shares
+        shares = self._question.home.shares
         if not self._question.health.lost:
-            return None if given is None else tuple(given)
-        return numbers(np.where(self._ability > 0, given or (1.0,) * self.ranks, 0.0))
+            return None if shares is None else tuple(shares)
+        return numbers(np.where(self._ability > 0, shares or (1.0,) * self.ranks, 0.0))
 
     def parts(self) -> dict[str, Parts]:
         """Return the parts of every chosen bucket."""
         classes = self.classes(without=tuple(self._question.home.buckets))
         narrow = self._question.home.rule == "stages"
-        ranked = [self._ranked(each, wide=not narrow and self._mixed(each)) for each in classes]
-        best = {b.name: row[0] for each, row in zip(classes, ranked, strict=True) for b in each.buckets}
+        ranked = [self._ranked(bucket_class, wide=not narrow and self._mixed(bucket_class)) for bucket_class in classes]
+        best = {b.name: row[0] for bucket_class, row in zip(classes, ranked, strict=True) for b in bucket_class.buckets}
         if narrow or self._question.room is None or self._fits(classes, best):
             return best
         return self._repaired(classes) or best
@@ -162,15 +162,19 @@ class _Choice:
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
             for strategy in question.strategies
         ]
-        found: dict[object, list[Bucket]] = {}
+        buckets_by_key: dict[object, list[Bucket]] = {}
         users: dict[object, dict[int, Stages]] = {}
         for bucket in question.buckets:
-            used = {number: each[bucket.name] for number, each in enumerate(holders) if bucket.name in each}
+            used = {
+                number: strategy_holders[bucket.name]
+                for number, strategy_holders in enumerate(holders)
+                if bucket.name in strategy_holders
+            }
             if used and bucket.name not in without:
                 key = (bucket.form, bucket.learns, tuple(used.items()))
-                found.setdefault(key, []).append(bucket)
+                buckets_by_key.setdefault(key, []).append(bucket)
                 users[key] = used
-        return [BucketClass(tuple(buckets), users[key]) for key, buckets in found.items()]
+        return [BucketClass(tuple(buckets), users[key]) for key, buckets in buckets_by_key.items()]
 
     def _mixed(self, each: BucketClass) -> bool:
         cluster = self._question.cluster
@@ -184,13 +188,13 @@ class _Choice:
         return candidates(each.users, self._weights, self._ability, copies, self._nodes, wide)
 
     def _ranked(self, each: BucketClass, wide: bool) -> list[Parts]:
-        found = self._candidates(each, wide)
-        if len(found) == 1 or self._question.home.rule == "stages":
-            return found
-        priced = [(*self.price(each, parts), float(parts.max())) for parts in found]
+        choices = self._candidates(each, wide)
+        if len(choices) == 1 or self._question.home.rule == "stages":
+            return choices
+        priced = [(*self.price(each, parts), float(parts.max())) for parts in choices]
         units = [max((row[i] for row in priced), default=0.0) * SAME or 1.0 for i in range(3)]
-        order = sorted(range(len(found)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
-        return [found[i] for i in order]
+        order = sorted(range(len(choices)), key=lambda i: [round(v / u) for v, u in zip(priced[i], units, strict=True)])
+        return [choices[i] for i in order]
 
     def price(self, each: BucketClass, parts: Parts) -> tuple[float, float]:
         """Return the expected seconds and bytes of a bucket of a class in an iteration."""
@@ -234,7 +238,10 @@ class _Choice:
     def _fits(self, classes: Sequence[BucketClass], parts: dict[str, Parts]) -> bool:
         room = self._question.room
         assert room is not None, "asked where memory is known"
-        owned = sum((self._copied(b) * parts[b.name] for each in classes for b in each.buckets), np.zeros(self.ranks))
+        owned = sum(
+            (self._copied(b) * parts[b.name] for bucket_class in classes for b in bucket_class.buckets),
+            np.zeros(self.ranks),
+        )
         return bool((owned <= np.asarray(room)).all())
 
     def _copied(self, bucket: Bucket) -> int:
@@ -247,18 +254,22 @@ class _Choice:
         if not able.sum():
             return None
         choices = []
-        for each in classes:
-            found = self._candidates(each, wide=True)
+        for bucket_class in classes:
+            class_choices = self._candidates(bucket_class, wide=True)
             if self._question.home.copies == 1:
-                found += [one for rank, one in enumerate(np.eye(self.ranks)) if able[rank]]
+                class_choices += [one for rank, one in enumerate(np.eye(self.ranks)) if able[rank]]
             elif len({node for node, free in zip(self._nodes, able, strict=True) if free}) > 1:
-                found += candidates({0: ()}, [1.0], able, 2, self._nodes, wide=True)
-            choices.append([*found, able / able.sum()] if self._question.home.copies == 1 else found)
-        seconds = [[self.price(each, p)[0] for p in row] for each, row in zip(classes, choices, strict=True)]
-        counts = [len(each.buckets) for each in classes]
-        sizes = [self._copied(each.buckets[0]) for each in classes]
+                class_choices += candidates({0: ()}, [1.0], able, 2, self._nodes, wide=True)
+            choices.append([*class_choices, able / able.sum()] if self._question.home.copies == 1 else class_choices)
+        seconds = [
+            [self.price(bucket_class, p)[0] for p in row] for bucket_class, row in zip(classes, choices, strict=True)
+        ]
+        counts = [len(bucket_class.buckets) for bucket_class in classes]
+        sizes = [self._copied(bucket_class.buckets[0]) for bucket_class in classes]
         dealt = within(counts, sizes, choices, seconds, room)
         if dealt is None:
             return None
         every = zip(classes, dealt, strict=True)
-        return {b.name: parts for each, row in every for b, parts in zip(each.buckets, row, strict=True)}
+        return {
+            b.name: parts for bucket_class, row in every for b, parts in zip(bucket_class.buckets, row, strict=True)
+        }

@@ -41,7 +41,7 @@ def within(
     from scipy.optimize import linprog  # only needed if the best owners do not fit
 
     flat = [(k, parts, cost) for k, row in enumerate(choices) for parts, cost in zip(row, seconds[k], strict=True)]
-    cost = np.array([counts[k] * each for k, _, each in flat])
+    cost = np.array([counts[k] * candidate_s for k, _, candidate_s in flat])
     owned = np.array([counts[k] * sizes[k] * parts for k, parts, _ in flat]).T
     whole = np.zeros((len(counts), len(flat)))
     whole[[k for k, _, _ in flat], np.arange(len(flat))] = 1.0
@@ -51,11 +51,11 @@ def within(
     solved = linprog(cost / scale, owned / unit, limit / unit, whole, np.ones(len(counts)), method="highs")
     if not solved.success:
         return None
-    found: list[list[Parts]] = []
+    fractions: list[list[Parts]] = []
     for k, count in enumerate(counts):
         chosen = [(parts, count * x) for (at, parts, _), x in zip(flat, solved.x, strict=True) if at == k]
-        found.append(dealt(chosen, count))
-    return found
+        fractions.append(dealt(chosen, count))
+    return fractions
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:

@@ -71,9 +71,11 @@ def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: i
         if direction == "pull" or bucket.bucket.learns:
             alike.setdefault((id(bucket.home), id(bucket.used)), []).append(bucket)
     parts = [np.zeros((3, 0), np.int64)]
-    for (each, *_), count in ((buckets, len(buckets)) for buckets in alike.values()):
+    for (layouts, *_), count in ((buckets, len(buckets)) for buckets in alike.values()):
         pulls = direction == "pull"
-        links = [copy(each.home, each.used)] if pulls else [reduce(each.used, each.home), hand_on(each.home)]
+        links = (
+            [copy(layouts.home, layouts.used)] if pulls else [reduce(layouts.used, layouts.home), hand_on(layouts.home)]
+        )
         size = (pulled_bytes if pulls else GRADIENT_BYTES) * count
         parts += [_by_pair(slices.src, slices.dst, (slices.hi - slices.lo) * size) for slices in links]
     src, dst, size = _by_pair(*np.concatenate(parts, axis=1))

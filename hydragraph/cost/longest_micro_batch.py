@@ -52,16 +52,18 @@ class LongestMicroBatch:
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
         """See `Costs.beside`."""
-        found = [0.0] * self._costs.ranks
+        bytes_by_rank = [0.0] * self._costs.ranks
         for pipeline, most in zip(strategy.pipelines, tokens, strict=True):
             for at, stage in enumerate(pipeline.stages):
                 sharing = [p for p in strategy.pipelines if stage in p.stages]
                 for rank in stage.devices:
                     peak = self._stage_peak(pipeline, at, rank)
-                    found[rank] = max(found[rank], peak.needs(most))
+                    bytes_by_rank[rank] = max(bytes_by_rank[rank], peak.needs(most))
                     if len(sharing) > 1:
-                        found[rank] = max(found[rank], self._shared_peak(stage, sharing, rank).needs(most))
-        return found
+                        bytes_by_rank[rank] = max(
+                            bytes_by_rank[rank], self._shared_peak(stage, sharing, rank).needs(most)
+                        )
+        return bytes_by_rank
 
     def _alone(self, pipeline: Pipeline, beside: float) -> int:
         profile = self._costs.piece_profile(pipeline.devices[0])
@@ -75,8 +77,8 @@ class LongestMicroBatch:
             # Most stages do not determine the limit, which a single evaluation shows.
             left = self._left(rank) - beside
             if most is None or not peak.holds(most, left):
-                found = peak.most(left)
-                most = found if most is None else min(most, found)
+                fitting_tokens = peak.most(left)
+                most = fitting_tokens if most is None else min(most, fitting_tokens)
         assert most is not None, "a pipeline has stages, and a stage ranks"
         return most
 
@@ -90,7 +92,8 @@ class LongestMicroBatch:
             for rank in self._unlike(stage):
                 left = self._left(rank)
                 if between and any(
-                    kind == alike and contents[at] <= held and room <= left for kind, held, room in looked
+                    kind == alike and contents[at] <= earlier_contents and room <= left
+                    for kind, earlier_contents, room in looked
                 ):
                     continue
                 if between:

@@ -28,8 +28,8 @@ def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
     Args:
         plain, partial, full: graphs of one block without recomputation, within a budget and with full recomputation.
     """
-    least, found, most = (_operations(variant.backward) for variant in (plain, partial, full))
-    return min(max((found - least) / (most - least), 0.0), 1.0) if most > least else 0.0
+    least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
+    return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 
 
 def _operations(graph: torch.fx.GraphModule) -> float:
@@ -56,7 +56,7 @@ def within_budget(
 def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) -> BlockPiece:
     forward, before = plain.parts(False)
     _, after = full.parts(True)
-    held = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
+    memory_lines = None if plain.held is None or full.held is None else _held(plain.held, full.held, budget)
     kept = full.kept + budget * (plain.kept - full.kept)
     return BlockPiece.apart(
         forward,
@@ -67,7 +67,7 @@ def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) ->
         fixed=max(plain.fixed, full.fixed),
         frozen=plain.frozen,
         reduced=plain.reduced,
-        held=held,
+        held=memory_lines,
     )
 
 

@@ -200,7 +200,7 @@ class CompiledBlocks:
     def repeated(self, block: str, kind: StageKind) -> float:
         """See `PricedBlocks`; of the stage's first rank."""
         kinds = (kind._replace(recompute=False), kind, kind._replace(recompute=True))
-        plain, partial, full = (self._variant(block, StagePart(each)) for each in kinds)
+        plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
         return repeated(plain, partial, full)
 
     def _variant(self, block: str, part: StagePart) -> Variant:
@@ -455,8 +455,8 @@ class Walk:
         key = (bucket.form, users, id(owners))
         if key not in self._known_layouts:
             kinds = [self._kind(ranks) for ranks in users]
-            each = [{p.name: kind for p in bucket.parameters} for kind in kinds]
-            self._known_layouts[key] = owners, propagation(bucket, users, each)
+            kinds_by_user = [{p.name: kind for p in bucket.parameters} for kind in kinds]
+            self._known_layouts[key] = owners, propagation(bucket, users, kinds_by_user)
         self._layouts_of[op, name] = self._known_layouts[key]
         return self._layouts_of[op, name]
 

@@ -64,8 +64,8 @@ def total(parts: Iterable[tuple[float, Near]]) -> Near:
     """Return the sum of these coefficients, each multiplied by its factor."""
     sums: dict[Reach, float] = {}
     for factor, near in parts:
-        for reach, each in near:
-            sums[reach] = sums.get(reach, 0.0) + factor * each
+        for reach, pair_s in near:
+            sums[reach] = sums.get(reach, 0.0) + factor * pair_s
     return ordered(sums)
 
 

@@ -77,7 +77,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
         seconds[k, :stages, ranks:] = array[:, :1]  # a repeated kind of rank has no effect
     return StageTerms(
         seconds,
-        np.array([each.order for each in reaches], dtype=np.float64).reshape(-1, 2),
+        np.array([reach.order for reach in reaches], dtype=np.float64).reshape(-1, 2),
         np.array([len(array) for array, _ in arrays], dtype=np.int64),
         _tables(
             tuple((kind.schedule, kind.rows or len(array)) for kind, (array, _) in zip(kinds, arrays, strict=True)),

@@ -33,7 +33,10 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
     ]
     varied = Varied(costs, workload.batches)
     usual = _usual(varied, plan.strategy)
-    return (*lines, *(f"{name}: {each.name} {_verdict(varied, plan, each)[0]}" for name, each in usual.items()))
+    return (
+        *lines,
+        *(f"{name}: {strategy.name} {_verdict(varied, plan, strategy)[0]}" for name, strategy in usual.items()),
+    )
 
 
 def _in_words(costs: Costs, plan: Plan) -> str:
@@ -55,22 +58,22 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
     """Return plain data parallelism, plain tensor parallelism, and the best other strategy of equal pipelines."""
     costs = varied.costs
     equal = _equal(costs)
-    found = {}
+    strategies = {}
     if (1, 1) in equal:
-        found["plain data parallelism"] = equal[1, 1]
+        strategies["plain data parallelism"] = equal[1, 1]
     widest = max((tp for tp, stages in equal if stages == 1), default=1)
     if widest > 1:
-        found["plain tensor parallelism"] = equal[widest, 1]
+        strategies["plain tensor parallelism"] = equal[widest, 1]
     seconds = {}
     for strategy in equal.values():
-        if strategy not in found.values() and strategy != chosen:
+        if strategy not in strategies.values() and strategy != chosen:
             try:
                 seconds[strategy] = varied.seconds(strategy)
             except Unsupported:
                 continue
     if seconds:
-        found["best other equal pipelines"] = min(seconds, key=lambda strategy: seconds[strategy])
-    return found
+        strategies["best other equal pipelines"] = min(seconds, key=lambda strategy: seconds[strategy])
+    return strategies
 
 
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
@@ -79,15 +82,15 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
     nodes = Counter(device.node for device in costs.cluster.devices)
     kinds = [costs.profile.of(name).pieces for name in costs.cluster.types]
     degrees = set.intersection(*({kind.tp for kind in pieces} for pieces in kinds))
-    found = {}
+    strategies = {}
     for tp in sorted(degrees):
         if not costs.sizes.allows(tp) or any(count % tp for count in nodes.values()):
             continue
         for stages in range(1, min(layers, costs.ranks // tp) + 1):
             if costs.ranks % (tp * stages) == 0:
                 text = f"{costs.ranks // (tp * stages)}*<tp{tp},pp{stages}>"
-                found[tp, stages] = Strategy.parse(text, layers)
-    return found
+                strategies[tp, stages] = Strategy.parse(text, layers)
+    return strategies
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:

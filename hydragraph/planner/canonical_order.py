@@ -31,23 +31,23 @@ def order_of(costs: Costs) -> list[int]:
     nodes: dict[int, list[int]] = {}
     for rank in range(costs.ranks):
         nodes.setdefault(costs.cluster.node_of(rank), []).append(rank)
-    found = []
+    keyed_nodes = []
     for number, ranks in nodes.items():
         ordered = _of_node(costs, ranks)
         devices = [_device(costs, rank) for rank in ordered]
-        found.append((devices[0][:TYPE], _node(costs, number), devices, ordered))
-    found.sort(key=lambda each: each[:3])
-    return [rank for *_, ordered in found for rank in ordered]
+        keyed_nodes.append((devices[0][:TYPE], _node(costs, number), devices, ordered))
+    keyed_nodes.sort(key=lambda each: each[:3])
+    return [rank for *_, ordered in keyed_nodes for rank in ordered]
 
 
 def _of_node(costs: Costs, ranks: Sequence[int]) -> list[int]:
     """Return a node's ranks in order. Cards are defined by position, so runs keep their sizes."""
     cards = [
-        sorted(each, key=lambda rank: _device(costs, rank)) for _, each in groupby(ranks, key=costs.cluster.card_of)
+        sorted(card, key=lambda rank: _device(costs, rank)) for _, card in groupby(ranks, key=costs.cluster.card_of)
     ]
-    sizes = [len(each) for each in cards]
+    sizes = [len(card) for card in cards]
     cards.sort(key=lambda each: [_device(costs, rank) for rank in each])
-    by_size = {size: [each for each in cards if len(each) == size] for size in sizes}
+    by_size = {size: [card for card in cards if len(card) == size] for size in sizes}
     return [rank for size in sizes for rank in by_size[size].pop(0)]
 
 
@@ -73,8 +73,8 @@ def _device(costs: Costs, rank: int) -> Key:
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
     """Convert the results from canonical order to the given ranks."""
     names = dict(enumerate(order))
-    settled = tuple(as_told(each, order) for each in found.settled)
-    passed = tuple(_proposal(each, names) for each in found.passed)
+    settled = tuple(as_told(plan, order) for plan in found.settled)
+    passed = tuple(_proposal(proposal, names) for proposal in found.passed)
     short = tuple(Shortage(_named(e.strategy, names)[0], names[e.rank], e.bytes) for e in found.short)
     return Finalists(settled, passed, short)
 

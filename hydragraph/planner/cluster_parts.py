@@ -40,7 +40,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
     for node in nodes:
         kinds.setdefault(kind_of(costs, node), []).append(node)
     ends = [1 << i for i in range(len(nodes).bit_length())]
-    ends += [nodes.index(each[-1]) + 1 for each in kinds.values()]
+    ends += [nodes.index(kind_nodes[-1]) + 1 for kind_nodes in kinds.values()]
     for count in sorted(set(ends)):
         if count < len(nodes):
             yield frozenset(nodes[:count])

@@ -90,7 +90,7 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
         kind = costs.cluster.type_of(stage.devices[0]) or "device"
         rate = max(costs.rate(rank) for rank in stage.devices)
         slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
-        layers = " + ".join(str(each.layers) for each in mine)
+        layers = " + ".join(str(own_stage.layers) for own_stage in mine)
         streams = () if not stage.stream else (STREAMS[stage.stream],)
         marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams))
         stages.append(f"{stage.tp} {kind}{slow}: {layers} layers{marks}")

@@ -135,23 +135,23 @@ def proposals(
     simple: Sequence[Simple],
 ) -> list[Proposal]:
     """Return strategies on ranks with assigned sequences, the most promising first; duplicates keep the first."""
-    found: dict[Strategy, Proposal] = {}
+    by_strategy: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         strategy, across = strategies_of(candidate)
-        if strategy not in found:
+        if strategy not in by_strategy:
             assignment, last = share_out(costs, strategy, lengths, candidate.together)
             expected = last + candidate.exposed_s()
-            found[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, across)
-    for each in simple:
-        if each.strategy not in found:
-            assignment, last = share_out(costs, each.strategy, lengths, each.together)
-            found[each.strategy] = Proposal(each.strategy, assignment, last, last, "simple")
+            by_strategy[strategy] = Proposal(strategy, assignment, last, expected, candidate.origin, across)
+    for simple_plan in simple:
+        if simple_plan.strategy not in by_strategy:
+            assignment, last = share_out(costs, simple_plan.strategy, lengths, simple_plan.together)
+            by_strategy[simple_plan.strategy] = Proposal(simple_plan.strategy, assignment, last, last, "simple")
     for one in stages:
-        if one.strategy not in found:
-            found[one.strategy] = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
+        if one.strategy not in by_strategy:
+            by_strategy[one.strategy] = Proposal(one.strategy, one.assignment, one.seconds, one.seconds, "search")
     every: dict[Strategy, Proposal] = {}
     cards = Cards(costs)
-    carried = (_carried(cards, _busy(each)) for each in found.values())
+    carried = (_carried(cards, _busy(first_proposal)) for first_proposal in by_strategy.values())
     for proposal in sorted(carried, key=lambda each: each.expected_s):
         every.setdefault(proposal.strategy, proposal)
     return list(every.values())
@@ -159,7 +159,9 @@ def proposals(
 
 def _carried(cards: Cards, proposal: Proposal) -> Proposal:
     """Raise the expected time to the time that cards need for their traffic."""
-    strategies = [each for each in (proposal.strategy, proposal.across) if each is not None and not each.shares]
+    strategies = [
+        strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None and not strategy.shares
+    ]
     least = min(map(cards.least_s, strategies), default=0.0)
     return replace(proposal, expected_s=max(proposal.expected_s, least), least_s=max(proposal.last_s, least))
 
@@ -171,10 +173,10 @@ def _busy(proposal: Proposal) -> Proposal:
     if all(runs):
         return proposal
     strategies = (proposal.strategy, proposal.across)
-    strategy, across = (None if each is None else _some(each, runs) for each in strategies)
+    strategy, across = (None if whole is None else _some(whole, runs) for whole in strategies)
     assert strategy is not None, "some pipeline runs micro-batches"
-    given = tuple(compress(assignment.micro_batches, runs))
-    return replace(proposal, strategy=strategy, assignment=Assignment(given, assignment.lengths), across=across)
+    micro_batches = tuple(compress(assignment.micro_batches, runs))
+    return replace(proposal, strategy=strategy, assignment=Assignment(micro_batches, assignment.lengths), across=across)
 
 
 def _some(strategy: Strategy, kept: Sequence[bool]) -> Strategy:
@@ -208,7 +210,7 @@ def finalists(
     each_s = (time.monotonic() - began) / max(1, len(estimates))
     # Proposals without an estimate are settled only while no plan fits.
     estimated = {one.strategy for one in estimates}
-    others = [each for each in found if each.strategy not in estimated]
+    others = [other for other in found if other.strategy not in estimated]
     queue = _Queue(costs, clock, estimates, others, until, near, moved)
     settled: dict[Strategy, Settled] = {}
     short: list[Shortage] = []
@@ -236,7 +238,7 @@ def finalists(
             short.append(one)
         else:
             settled[proposal.strategy] = one
-    passed = [each for each in queue.left() if each.strategy not in settled]
+    passed = [waiting for waiting in queue.left() if waiting.strategy not in settled]
     return Finalists(tuple(settled.values()), tuple(passed), tuple(short))
 
 
@@ -271,12 +273,12 @@ class _Queue:
         self._numbers = count()
         # Seconds, insertion number to break ties, whether it is still to be cut, and the proposal.
         self._heap: list[tuple[float, int, bool, Proposal]] = []
-        for each in estimates:
-            self._add(each.expected_s, each)
-        for each in estimates:
-            if not each.strategy.shares and not is_late(until):
-                best = promised(costs, each.strategy, each.assignment.lengths)
-                self._add(PROMISED * clock.seconds(each.strategy, best), each, uncut=True)
+        for proposal in estimates:
+            self._add(proposal.expected_s, proposal)
+        for proposal in estimates:
+            if not proposal.strategy.shares and not is_late(until):
+                best = promised(costs, proposal.strategy, proposal.assignment.lengths)
+                self._add(PROMISED * clock.seconds(proposal.strategy, best), proposal, uncut=True)
         self._others = deque(others)
 
     def _add(self, seconds: float, proposal: Proposal, uncut: bool = False) -> None:
@@ -285,14 +287,14 @@ class _Queue:
     def next(self, limit: float) -> Proposal | None:
         """Return the next proposal that may take less than `limit` seconds; `others` only without a limit."""
         while self._heap and self._heap[0][0] < limit:
-            uncut, each = self._pop(limit)
+            uncut, proposal = self._pop(limit)
             if not uncut:
-                return each
+                return proposal
             # A cut proposal is settled next, which takes about as long as the cut.
             if self._cut < CUT and not is_late(self._until, 2 * self._cut_s):
                 self._cut += 1
                 began = time.monotonic()
-                self._try(each)
+                self._try(proposal)
                 self._cut_s = max(self._cut_s, time.monotonic() - began)
         return self._others.popleft() if self._others and math.isinf(limit) else None
 
@@ -302,7 +304,7 @@ class _Queue:
             return heappop(self._heap)[2:]
         limit = min(limit, self._heap[0][0] * (1 + self._near))
         equal = [entry for entry in self._heap if entry[0] < limit] or self._heap[:1]
-        homes = [self._clock.home(each.strategy) for *_, each in equal]
+        homes = [self._clock.home(proposal.strategy) for *_, proposal in equal]
         _, entry = min(zip(map(self._moved, homes), equal, strict=True), key=lambda two: (two[0], *two[1][:2]))
         self._heap.remove(entry)
         heapify(self._heap)
@@ -320,8 +322,8 @@ class _Queue:
 
     def left(self) -> list[Proposal]:
         """Return the proposals that were never settled, the most promising first."""
-        found = [each for _, _, uncut, each in self._heap if not uncut]
-        return sorted([*found, *self._others], key=lambda each: each.expected_s)
+        queued = [proposal for _, _, uncut, proposal in self._heap if not uncut]
+        return sorted([*queued, *self._others], key=lambda each: each.expected_s)
 
 
 def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
@@ -343,9 +345,9 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
         return one
     equal = _equal_home(costs, one)
     if equal is not None and seconds(equal) < best_s * (1 - SAVES):
-        found = owners(costs, strategy, assignment, equal)
-        if not isinstance(found, Shortage):
-            one = replace(one, home=equal, memory=found[1])
+        choice = owners(costs, strategy, assignment, equal)
+        if not isinstance(choice, Shortage):
+            one = replace(one, home=equal, memory=choice[1])
             best_s = seconds(equal)
     by_block = owners_by_block(costs, strategy, assignment)
     if by_block is not None and by_block[0] != one.home and seconds(by_block[0]) < best_s * (1 - SAVES):
@@ -397,36 +399,36 @@ class _Clock:
         if strategy not in self._known:
             homes = homes_of(self._costs, strategy)
             self._known[strategy] = [Iterations(self._costs.changed(home=home), strategy) for home in homes]
-        return min(each.seconds(assignment) for each in self._known[strategy])
+        return min(iterations.seconds(assignment) for iterations in self._known[strategy])
 
     def home(self, strategy: Strategy) -> Home:
         """Return the expected owners of the state."""
         if strategy not in self._homes:
-            found = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
-            self._homes[strategy] = found or self._costs.home
+            fitting_home = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
+            self._homes[strategy] = fitting_home or self._costs.home
         return self._homes[strategy]
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
     """Remove pipelines from the best estimates as long as that gains time."""
-    known = {each.strategy for each in estimates}
-    found: list[Proposal] = []
+    seen_strategies = {proposal.strategy for proposal in estimates}
+    improved: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:
         now = start
         while not now.strategy.shares:
             tried = []
-            for each in _leaner(costs, now):
+            for leaner in _leaner(costs, now):
                 if is_late(until):
-                    return found
-                if each.strategy not in known:
-                    known.add(each.strategy)
-                    tried.append(replace(each, expected_s=clock.seconds(each.strategy, each.assignment)))
+                    return improved
+                if leaner.strategy not in seen_strategies:
+                    seen_strategies.add(leaner.strategy)
+                    tried.append(replace(leaner, expected_s=clock.seconds(leaner.strategy, leaner.assignment)))
             best = min(tried, key=lambda each: each.expected_s, default=now)
             if best.expected_s >= now.expected_s * (1 - SAVES):
                 break
-            found.append(best)
+            improved.append(best)
             now = best
-    return found
+    return improved
 
 
 def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
@@ -436,16 +438,16 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
     kinds = [(form, frozenset(on)) for form, on in zip(forms, nodes, strict=True)]
     without = [tuple(node not in on for on in nodes) for node in unlike(costs, forms, nodes)]
-    alone = [tuple(kind == each for each in kinds) for kind in dict.fromkeys(kinds)]
+    alone = [tuple(kind == other for other in kinds) for kind in dict.fromkeys(kinds)]
     together = max(len(batch) for batches in assignment.micro_batches for batch in batches)
-    each = sum(assignment.counts) / len(nodes)
+    per_pipeline = sum(assignment.counts) / len(nodes)
     filling = max(len(pipeline.stages) for pipeline in strategy.pipelines) - 1
     for kept in dict.fromkeys([*without, *alone]):
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
         # The remaining pipelines run proportionally more micro-batches, and fill once.
-        longer = (each / share + filling) / (each + filling)
+        longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
         left = _some(strategy, kept)

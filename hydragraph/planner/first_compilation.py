@@ -107,10 +107,10 @@ def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
     if name == AUX:
         return BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
     forward = Constants(2e-9 if name == "layer" else 0.0, 3e-6 / kind.tp, 1e-4).times(factor)
-    held = MemoryLines((0.0, 512.0), (64.0, 900.0 / kind.tp), (0.0, 2000.0 / kind.tp), (0.0, 2500.0 / kind.tp))
+    memory_lines = MemoryLines((0.0, 512.0), (64.0, 900.0 / kind.tp), (0.0, 2000.0 / kind.tp), (0.0, 2500.0 / kind.tp))
     count = 1000 if name == "layer" else 4000
     return BlockPiece.apart(
-        forward, forward.times(2.0 + kind.recompute), parameters=count // kind.tp, kept=1400.0, held=held
+        forward, forward.times(2.0 + kind.recompute), parameters=count // kind.tp, kept=1400.0, held=memory_lines
     )
 
 

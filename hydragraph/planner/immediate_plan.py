@@ -80,22 +80,22 @@ def plan_at_once(
     promising = _promising(costs, workload, began + SEARCHING * deadline_s)
     near = [s for s in _near(costs, workload, others) if s not in promising]
     in_turns = [s for pair in zip_longest(near, promising) for s in pair if s is not None]
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for strategy in in_turns:
-        if len(found) >= FEWEST and time.monotonic() > began + deadline_s:
+        if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
             break
         # The search's own memory estimate says that all of its pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
-            found.append(_estimate(costs, strategy, pipelines, batch, QUICK))
-    for each in sorted(found, key=lambda one: one.seconds):
+            estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))
+    for estimate in sorted(estimates, key=lambda one: one.seconds):
         try:
-            pipelines = costs.pipelines(each.strategy)
+            pipelines = costs.pipelines(estimate.strategy)
         except Unsupported:
             continue
         limits = [p.max_len for p in pipelines]
         if min(limits) > 0 and max(limits) >= workload.longest:
-            return _estimate(costs, each.strategy, pipelines, batch, None)  # assigned as it will be
+            return _estimate(costs, estimate.strategy, pipelines, batch, None)  # assigned as it will be
     return None
 
 
@@ -140,8 +140,8 @@ def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]
         unlike.setdefault(candidate.shape, candidate)
     sizes, _ = sizes_of(costs, count, length)
     plain = simple(costs, count, length, sizes, workload.longest, SAFETY)
-    found = proposals(costs, typical.batches[0], list(unlike.values())[:MOST], [], plain)
-    return [each.strategy for each in found[:MOST]]
+    ranked_proposals = proposals(costs, typical.batches[0], list(unlike.values())[:MOST], [], plain)
+    return [proposal.strategy for proposal in ranked_proposals[:MOST]]
 
 
 def _estimate(

@@ -79,9 +79,9 @@ class Yard:
 
     def pace(self, strategy: Strategy) -> float:
         """Return approximate seconds of an iteration: all pipelines busy all the time, plus exposed traffic."""
-        each = [self._pace(pipeline) for pipeline in strategy.pipelines]
-        busy = self._bench.micro_batches / sum(speed for speed, _ in each)
-        return busy + WAITED * max(traffic for _, traffic in each)
+        paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
+        busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
+        return busy + WAITED * max(traffic for _, traffic in paces)
 
     def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
         """Return a pipeline's typical sequences per second, and the seconds of its ranks' pull and push."""
@@ -108,10 +108,10 @@ class Yard:
             alike.setdefault(form_of(self._costs, pipeline), []).append(pipeline)
         count = max(1, self._bench.micro_batches // len(strategy.pipelines))
         yield from self._nodes_split(strategy, count)
-        for each in alike.values():
-            for some in {1: each[:1], len(each): each}.values():
+        for pipelines in alike.values():
+            for some in {1: pipelines[:1], len(pipelines): pipelines}.values():
                 yield from _with(strategy, some, [])
-                for parts in (1, 2) if len(each[0].devices) > 1 else (1,):
+                for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
                         # Take every other device of each stage, so that the parts are in the same nodes.
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
@@ -124,21 +124,21 @@ class Yard:
             )
             for joined in {1: pairs[:1], len(pairs): pairs}.values():
                 for degree in self._all_degrees():
-                    made = [self._pipeline((*a.devices, *b.devices), degree, count) for a, b in joined]
-                    yield from _with(strategy, [p for pair in joined for p in pair], made)
+                    merged = [self._pipeline((*a.devices, *b.devices), degree, count) for a, b in joined]
+                    yield from _with(strategy, [p for pair in joined for p in pair], merged)
 
     def _nodes_split(self, strategy: Strategy, count: int) -> Iterator[Strategy]:
         """Yield strategies that regroup a node's single-group pipelines and idle devices."""
         single: dict[NodeDevices, list[Pipeline]] = {node: [] for node in self._nodes}
-        taken: set[int] = set()
+        multi_stage_ranks: set[int] = set()
         for pipeline in strategy.pipelines:
             if len(pipeline.stages) == 1:
                 single[self._node[pipeline.devices[0]]].append(pipeline)
             else:
-                taken.update(pipeline.devices)
+                multi_stage_ranks.update(pipeline.devices)
         alike: dict[Hashable, list[tuple[Devices, list[Pipeline]]]] = {}
         for node, pipelines in single.items():
-            devices = tuple(rank for rank in node.devices if rank not in taken)
+            devices = tuple(rank for rank in node.devices if rank not in multi_stage_ranks)
             shape = tuple(sorted(tuple(sorted(self._rate[rank] for rank in p.devices)) for p in pipelines))
             key = node.site, tuple(self._rate[rank] for rank in devices), shape
             if devices:
@@ -168,8 +168,10 @@ class Yard:
         self, strategy: Strategy, nodes: Sequence[tuple[Devices, Sequence[int], list[Pipeline]]], count: int
     ) -> Iterator[Strategy]:
         """Yield a strategy in which these devices form groups of these sizes, each a pipeline, instead of theirs."""
-        made = [self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)]
-        yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], made)
+        new_pipelines = [
+            self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)
+        ]
+        yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
         """Return a pipeline of some of its devices with layers by their rates; None if they do not hold the model.

@@ -69,11 +69,11 @@ def nothing_fits(
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)
-    found = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
+    changes = f"it would fit with {' or with '.join(wishes)}; " if wishes else ""
     return Unsupported(
         f"nothing fits: {why}",
         where=f"plan of {costs.ranks} devices for {workload}",
-        remedy=f"{found}{first}allow recomputation and higher tensor-parallel degrees (a measured profile needs them "
+        remedy=f"{changes}{first}allow recomputation and higher tensor-parallel degrees (a measured profile needs them "
         "measured: hydragraph profile --recompute), shorten the sequences, or add devices, which share the state",
     )
 
@@ -91,18 +91,18 @@ def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) ->
         whole = fits(costs, workload.typical.sequences, length, times * safety)
         return whole or (streaming and streaming_fits(costs, length, times))
 
-    found = []
+    wishes = []
     memory = _least(lambda times: able(costs, times=times), MOST)
     if 1 < memory < math.inf:
-        found.append(f"{memory:.3g} times the memory in each device")
+        wishes.append(f"{memory:.3g} times the memory in each device")
     shorter = _least(lambda times: able(costs, max(1, int(longest / times))), longest)
     if 1 < shorter < math.inf:
-        found.append(f"sequences of at most {max(1, int(longest / shorter)):,} tokens")
+        wishes.append(f"sequences of at most {max(1, int(longest / shorter)):,} tokens")
     for times in (2, 4, MANY):
         if able(_several(costs, times)):
-            found.append(f"{times} times as many such devices")
+            wishes.append(f"{times} times as many such devices")
             break
-    return found
+    return wishes
 
 
 def _least(able: Callable[[float], bool], most: float) -> float:

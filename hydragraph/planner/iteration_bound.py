@@ -35,9 +35,9 @@ def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
     Args:
         batches: sequence lengths of each mini-batch.
     """
-    found = [_bound(costs, Counter(batch)) for batch in dict.fromkeys(tuple(sorted(b)) for b in batches)]
+    bounds = [_bound(costs, Counter(batch)) for batch in dict.fromkeys(tuple(sorted(b)) for b in batches)]
     weights = Counter(tuple(sorted(b)) for b in batches)
-    return sum(s * n for s, n in zip(found, weights.values(), strict=True)) / len(batches)
+    return sum(s * n for s, n in zip(bounds, weights.values(), strict=True)) / len(batches)
 
 
 def _bound(costs: Costs, lengths: Counter[int]) -> float:

@@ -43,8 +43,8 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
         return costs.pipelines(strategy)
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
     first = dict(zip(forms, strategy.pipelines, strict=True))
-    known = {form: costs.pipeline(pipeline, strategy.schedule, limit) for form, pipeline in first.items()}
-    return tuple(known[form] for form in forms)
+    cost_by_form = {form: costs.pipeline(pipeline, strategy.schedule, limit) for form, pipeline in first.items()}
+    return tuple(cost_by_form[form] for form in forms)
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
@@ -69,8 +69,8 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
         Unsupported: they are too long for all pipelines.
     """
     kinds = _kinds(pipelines, lengths)
-    known = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
-    ends = [known[pipeline] for pipeline in pipelines]
+    ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
+    ends = [ends_by_pipeline[pipeline] for pipeline in pipelines]
     counts = _counts(kinds, len(lengths))
     every = range(len(kinds))
     while True:
@@ -82,7 +82,7 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
             break
         counts[last] -= 1
         counts[taker] += 1
-    best = [each.at(n) for each, n in zip(ends, counts, strict=True)]
+    best = [pipeline_ends.at(n) for pipeline_ends, n in zip(ends, counts, strict=True)]
     return _assignment([sizes for _, sizes in best], lengths), max(end for end, _ in best)
 
 
@@ -106,8 +106,8 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
             where="planner",
             remedy="truncate them, or give more devices to a pipeline",
         )
-    known = {pipeline: _PipelineKind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
-    return [known[pipeline] for pipeline in pipelines]
+    kind_by_pipeline = {pipeline: _PipelineKind.of(pipeline, lengths[0]) for pipeline in dict.fromkeys(pipelines)}
+    return [kind_by_pipeline[pipeline] for pipeline in pipelines]
 
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
@@ -131,7 +131,7 @@ def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
 def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assignment:
     """Return the assignment of sequences in order, by the sizes of each pipeline's micro-batches."""
     numbers = iter(range(len(lengths)))
-    batches = tuple(tuple(tuple(islice(numbers, size)) for size in each) for each in sizes)
+    batches = tuple(tuple(tuple(islice(numbers, size)) for size in pipeline_sizes) for pipeline_sizes in sizes)
     return Assignment(batches, tuple(lengths))
 
 
@@ -209,8 +209,8 @@ class _PipelineKind:
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
         """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
-        each = max(LEAST_S, float(pipeline.envelope.work(length)))
-        return cls(pipeline.stages, each, max(0.0, pipeline.c), pipeline.max_len // length)
+        sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
+        return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 
     def least(self, n: int) -> int:
         """Return the least number of micro-batches of n sequences."""

@@ -275,17 +275,17 @@ def _plan(
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
     # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
-    able = [each for each in looked.settled if math.isfinite(each.seconds)]
+    able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
     least = bound_of(costs, workload.batches)
-    best = min(each.seconds for each in able)
+    best = min(settled.seconds for settled in able)
 
     def preference(each: Settled) -> tuple[float, ...]:
         streams = each.strategy.streams
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
-    chosen = min((each for each in able if each.seconds <= best * (1 + near)), key=preference)
+    chosen = min((settled for settled in able if settled.seconds <= best * (1 + near)), key=preference)
     # If lengths vary, the simulation used the planning order.
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
@@ -296,9 +296,9 @@ def _plan(
     return Plan(
         chosen.strategy,
         chosen.home,
-        tuple(each.strategy for each in useful),
+        tuple(settled.strategy for settled in useful),
         chosen.seconds,
-        mean([min(seconds) for seconds in zip(*(each.by_batch for each in useful), strict=True)]),
+        mean([min(seconds) for seconds in zip(*(settled.by_batch for settled in useful), strict=True)]),
         chosen.memory,
         tuple(costs.memory_of(rank) for rank in range(costs.ranks)),
         least,
@@ -348,8 +348,8 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
 
     def exactly(each: Settled) -> Settled:
         """Simulate on the ranks as given: ownership follows their order, and traffic follows ownership."""
-        found = simulated(costs, each if listed else as_told(each, order))
-        return replace(each, by_batch=found.by_batch, simulated=True)
+        exact_plan = simulated(costs, each if listed else as_told(each, order))
+        return replace(each, by_batch=exact_plan.by_batch, simulated=True)
 
     ask = partial(
         _looked_at, moved=moved and (lambda home: moved(home if listed else home.reordered(places))), exactly=exactly
@@ -387,13 +387,13 @@ def _extended(
         schedules: schedules to try on the best plans, with memory budgets; None: neither is tried.
     """
     if streaming:
-        below_s = min((each.seconds for each in looked.settled), default=math.inf)
-        found = streamed(costs, workload, below_s, until)
-        settled = tuple(each for each in found if isinstance(each, Settled))
-        short = tuple(each for each in found if isinstance(each, Shortage))
+        below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
+        streamed_plans = streamed(costs, workload, below_s, until)
+        settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Settled))
+        short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)
     if schedules is not None:
-        able = [each for each in looked.settled if math.isfinite(each.seconds)]
+        able = [candidate for candidate in looked.settled if math.isfinite(candidate.seconds)]
         looked = replace(looked, settled=(*looked.settled, *refined(costs, able, schedules, until)))
     return looked
 
@@ -425,12 +425,12 @@ def _looked_at(
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
     if workload.lengths:
         return _varying(costs, workload, every, plain, method == "auto", until, safety)
-    known: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
+    outcomes: dict[tuple[Strategy, Assignment], Settled | Shortage] = {}
     passed: list[Proposal] = []
     for candidates, stages in every:
-        found = proposals(costs, workload.batches[0], candidates, stages, plain)
-        passed += finalists(costs, found, asked.near, until, known, moved, exactly).passed
-    return Finalists.of(known.values(), passed)
+        ranked_proposals = proposals(costs, workload.batches[0], candidates, stages, plain)
+        passed += finalists(costs, ranked_proposals, asked.near, until, outcomes, moved, exactly).passed
+    return Finalists.of(outcomes.values(), passed)
 
 
 def _on_fewer(
@@ -445,7 +445,7 @@ def _on_fewer(
     passed = list(looked.passed)
     took_s = 0.0
     for some, part in with_fewer(costs):
-        best = min((each.seconds for each in settled), default=0.0)
+        best = min((candidate.seconds for candidate in settled), default=0.0)
         if is_late(until, took_s or part * whole_s) or least >= part * best:
             continue
         began = time.monotonic()
@@ -466,12 +466,12 @@ def _pooled(
     costs: Costs, workload: Workload, candidates: Sequence[SearchCandidate], until: float | None
 ) -> list[SearchCandidate]:
     """Return variants of the candidates whose layers use all memory, where the search's own do not."""
-    found: list[SearchCandidate] = []
+    variants: list[SearchCandidate] = []
     for candidate in candidates:
         if is_late(until):
             break
-        found += pooled(costs, candidate, workload.typical.sequences * workload.typical.length)
-    return found
+        variants += pooled(costs, candidate, workload.typical.sequences * workload.typical.length)
+    return variants
 
 
 def _check_copies(costs: Costs) -> None:
@@ -496,24 +496,24 @@ def _reaches(workload: Workload) -> list[int]:
 def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
     """Return the most promising candidates, with few of each shape."""
     shapes: Counter[object] = Counter()
-    found = []
+    unlike_candidates = []
     for candidate in candidates:
         shapes[candidate.shape] += 1
         if shapes[candidate.shape] <= ALIKE:
-            found.append(candidate)
-    return found[:SETTLED]
+            unlike_candidates.append(candidate)
+    return unlike_candidates[:SETTLED]
 
 
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
     """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
-        found = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
+        plans = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
         # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
         if method != "auto":
             raise
         return []
-    return found[:STAGED] if method == "auto" else found
+    return plans[:STAGED] if method == "auto" else plans
 
 
 def _varying(
@@ -527,25 +527,25 @@ def _varying(
 ) -> Finalists:
     """Settle each search's results on the actual mini-batches; then improve the best of them if requested."""
     varied = Varied(costs, workload.batches)
-    known: dict[Strategy, Settled | Shortage] = {}
+    outcomes: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
     for candidates, stages in every:
-        found = _origins(candidates, stages, plain)
-        settle_best(varied, found, until, known)
-        origins = {**found, **origins}
-    able = [s for s, each in known.items() if isinstance(each, Settled) and math.isfinite(each.seconds)]
+        search_origins = _origins(candidates, stages, plain)
+        settle_best(varied, search_origins, until, outcomes)
+        origins = {**search_origins, **origins}
+    able = [s for s, outcome in outcomes.items() if isinstance(outcome, Settled) and math.isfinite(outcome.seconds)]
     if improving and able:
         yards = [Yard(costs, workload, reach, safety) for reach in _reaches(workload)]
         for start in _starts(varied):
             climbed(varied, yards, start, until)
         better = {s: "auto" for s in sorted(varied.priced, key=varied.seconds) if s not in origins}
-        settle_best(varied, better, until, known)
+        settle_best(varied, better, until, outcomes)
     passed = [
         Proposal(s, Assignment(()), mean(seconds), mean(seconds), origins.get(s, "auto"))
         for s, seconds in varied.priced.items()
-        if s in origins and s not in known
+        if s in origins and s not in outcomes
     ]
-    return Finalists.of(known.values(), passed)
+    return Finalists.of(outcomes.values(), passed)
 
 
 def _starts(varied: Varied) -> list[Strategy]:
@@ -566,30 +566,30 @@ def _origins(
     candidates: Sequence[SearchCandidate], stages: Sequence[Staged], plain: Sequence[Simple]
 ) -> dict[Strategy, str]:
     """Return strategies, the most promising first, and the search that each came from."""
-    found: dict[Strategy, str] = {}
+    origins: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
-        found.setdefault(strategies_of(candidate)[0], candidate.origin)
-    for each in stages:
-        found.setdefault(each.strategy, "search")
+        origins.setdefault(strategies_of(candidate)[0], candidate.origin)
+    for staged_plan in stages:
+        origins.setdefault(staged_plan.strategy, "search")
     for one in plain:
-        found.setdefault(one.strategy, "simple")
-    return found
+        origins.setdefault(one.strategy, "simple")
+    return origins
 
 
 def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
     rivals = []
-    for each in sorted(looked.settled, key=lambda one: one.seconds):
-        if each.strategy != chosen.strategy:
-            more = each.seconds / chosen.seconds - 1
+    for settled in sorted(looked.settled, key=lambda one: one.seconds):
+        if settled.strategy != chosen.strategy:
+            more = settled.seconds / chosen.seconds - 1
             why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
-            rivals.append(Rival(each.strategy, each.seconds, each.origin, why))
+            rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
         why = (
             f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
         )
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
-    rivals += [Rival(each.strategy, math.inf, "", f"does not fit: {each}") for each in looked.short]
+    rivals += [Rival(shortage.strategy, math.inf, "", f"does not fit: {shortage}") for shortage in looked.short]
     return tuple(rivals)
 
 
@@ -601,13 +601,18 @@ def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence
     left = list(settled)
     while len(kept) < CANDIDATES:
         saved = {
-            i: sum(max(0.0, a - b) for a, b in zip(now, each.by_batch, strict=True)) for i, each in enumerate(left)
+            i: sum(max(0.0, a - b) for a, b in zip(now, candidate.by_batch, strict=True))
+            for i, candidate in enumerate(left)
         }
         best = max(saved, key=lambda i: (saved[i], -i), default=None)
         if best is None or saved[best] <= WORTH * sum(now):
             break
-        each = left.pop(best)
-        owned = each if each.home == chosen.home else varied.settle(each.strategy, each.origin, chosen.home)
+        candidate = left.pop(best)
+        owned = (
+            candidate
+            if candidate.home == chosen.home
+            else varied.settle(candidate.strategy, candidate.origin, chosen.home)
+        )
         if isinstance(owned, Shortage):
             continue
         kept.append(owned)
@@ -621,11 +626,11 @@ def moved_bytes(costs: Costs, before: Home, after: Home) -> int:
         return 0
     nodes = [device.node for device in costs.cluster.devices]
     old, new = (HomeLayouts(home.on(nodes), costs.ranks) for home in (before, after))
-    known: dict[int, int] = {}
+    moved_elements: dict[int, int] = {}
     total = 0
     for bucket in costs.buckets:
-        if bucket.size not in known:
+        if bucket.size not in moved_elements:
             there = copy(old.of(bucket), new.of(bucket)).travelling
-            known[bucket.size] = int((there.hi - there.lo).sum())
-        total += MOVED_BYTES * known[bucket.size]
+            moved_elements[bucket.size] = int((there.hi - there.lo).sum())
+        total += MOVED_BYTES * moved_elements[bucket.size]
     return total

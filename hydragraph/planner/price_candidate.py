@@ -80,12 +80,12 @@ class SearchCandidate:
     def laid(self) -> list[Laid]:
         """Return the layout of every pipeline."""
         kinds = zip(self.laid_by_kind(), self.partition.pipelines, strict=True)
-        return [each for each, (_, times) in kinds for _ in range(times)]
+        return [layout for layout, (_, times) in kinds for _ in range(times)]
 
     def exposed_s(self) -> float:
         """Return the largest time of pull and push that a pipeline cannot overlap."""
         laid = self.laid()
-        return max(each.exposed_s + more for each, more in zip(laid, self.bench.awaited(laid), strict=True))
+        return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,17 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
     for group in candidate.groups:
         waiting.setdefault(index[group.form], []).append(group)
-    places = [(p, s) for p, each in enumerate(laid) for s in range(len(each.order))]
+    places = [(p, s) for p, layout in enumerate(laid) for s in range(len(layout.order))]
     if by_stage:
         places.sort(key=lambda place: (place[1], place[0]))
     chosen: dict[tuple[int, int], Group] = {}
     for p, s in places:
         chosen[p, s] = waiting[laid[p].order[s]].pop(0)
     pipelines = []
-    for p, each in enumerate(laid):
+    for p, layout in enumerate(laid):
         stages = tuple(
             Stage(chosen[p, s].devices, layers, kind.sequence_parallel, kind.recompute)
-            for s, (layers, kind) in enumerate(zip(each.layers, each.kinds, strict=True))
+            for s, (layers, kind) in enumerate(zip(layout.layers, layout.kinds, strict=True))
         )
         pipelines.append(Pipeline(stages))
     # Canonical order, so that the same strategy found in different ways compares equal.
@@ -187,8 +187,8 @@ class Ends:
         every = range(len(self._forms))
         # Once full, a pipeline takes one more step of its slowest stage for each further micro-batch.
         first = np.array([self.end(p, 1) for p in every])
-        each = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
-        counts = [int(n) for n in shares(micro_batches, first, each)]
+        further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
+        counts = [int(n) for n in shares(micro_batches, first, further)]
         for _ in range(MOVES):
             slowest = max(every, key=lambda p: self.end(p, counts[p]))
             others = (p for p in every if p != slowest)
@@ -245,10 +245,10 @@ def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
     """Walk the memory of a strategy for equal sequences, and choose the owners of the state."""
-    found = owners(costs, strategy, assignment)
-    if isinstance(found, Shortage):
-        return found
-    home, memory = found
+    choice = owners(costs, strategy, assignment)
+    if isinstance(choice, Shortage):
+        return choice
+    home, memory = choice
     return Settled(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
 
 
@@ -276,14 +276,14 @@ def owners(
         decisive = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
         equal = costs.changed(home=Home(copies=costs.home.copies, nodes=costs.home.nodes))
         total = _walked_whole(equal, strategy, decisive)
-        left = [limit - held + equal.owned_bytes(r) for r, (limit, held) in enumerate(zip(limits, total, strict=True))]
-        room = [each / state for each in left]
+        left = [limit - peak + equal.owned_bytes(r) for r, (limit, peak) in enumerate(zip(limits, total, strict=True))]
+        room = [free_bytes / state for free_bytes in left]
         lacked = state / costs.ranks
     else:
         needed = needs(costs, strategy, assignment)
         lines = _lines(costs, strategy, needed)
         left = [limit - need for limit, need in zip(limits, needed, strict=True)]
-        room = [min((limit - held) / per for held, per in two) for limit, two in zip(limits, lines, strict=True)]
+        room = [min((limit - fixed) / per for fixed, per in two) for limit, two in zip(limits, lines, strict=True)]
         lacked = sum(two[0][1] for two in lines) / costs.ranks**2
     tightest = min(strategy.devices, key=left.__getitem__)
     beyond = max(0.0, -left[tightest])
@@ -325,8 +325,8 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
     largest: dict[object, list[MicroBatch]] = {}
     tokens: dict[object, int] = {}
-    for each in everything:
-        for pipeline, shape, batches in zip(strategy.pipelines, shapes, each, strict=True):
+    for mini_batch in everything:
+        for pipeline, shape, batches in zip(strategy.pipelines, shapes, mini_batch, strict=True):
             most = _largest(batches, _most(pipeline, strategy, strategy.streams))
             few = zip_longest(largest.get(shape, []), most, fillvalue=MicroBatch(0, 0))
             largest[shape] = [MicroBatch(max(a.tokens, b.tokens), max(a.sequences, b.sequences)) for a, b in few]
@@ -363,7 +363,7 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
     pulled, pushed = bytes_by_block(costs)
     pipelines = len(strategy.pipelines)
     idle = float(pipelines * (pulled.sum() + pushed.sum()))
-    found = [(idle, idle, 0.0)] * costs.ranks
+    messages = [(idle, idle, 0.0)] * costs.ranks
     for pipeline in strategy.pipelines:
         own: dict[tuple[int, ...], list[range]] = {}  # blocks of each group of devices
         for layer, stage in zip(pipeline.first_layers, pipeline.stages, strict=True):
@@ -374,8 +374,8 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
             beside = float(sent + pipelines * pushed[spans[0].stop :].sum())
             at_end = float(sent + pipelines * pushed.sum())
             for rank in devices:
-                found[rank] = beside, at_end, float(pushed[mine].sum()) / len(devices)
-    return found
+                messages[rank] = beside, at_end, float(pushed[mine].sum()) / len(devices)
+    return messages
 
 
 @dataclass(frozen=True)
@@ -411,26 +411,26 @@ def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> lis
     """Return the bytes of `needs`."""
     # Lost ranks hold no data; all others receive the lengths of all sequences.
     everyone = float(batch_bytes(0, decisive.every))
-    found = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
+    bytes_by_rank = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
         for rank in dict.fromkeys(strategy.devices):
             mine = [p for p, pipeline in enumerate(strategy.pipelines) if rank in pipeline.devices]
             more = sum(decisive.tokens[p] for p in mine) - _tokens(decisive.largest[p] for p in mine)
             beside = batch_bytes(more, decisive.every - _tokens(decisive.largest))
-            found[rank] = _walked(costs, strategy, decisive.largest, rank) + beside
-        return found
-    known: dict[object, float] = {}
+            bytes_by_rank[rank] = _walked(costs, strategy, decisive.largest, rank) + beside
+        return bytes_by_rank
+    walked_bytes: dict[object, float] = {}
     for pipeline, own, largest in zip(strategy.pipelines, decisive.tokens, decisive.largest, strict=True):
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
             few = largest[: telling(strategy.schedule, pipeline.rows, position)]
             key = (pipeline.shape, position, tuple(few))
-            if key not in known:
-                known[key] = _walked(costs, alone, [few], stage.devices[0])
+            if key not in walked_bytes:
+                walked_bytes[key] = _walked(costs, alone, [few], stage.devices[0])
             more = batch_bytes(own - _tokens([few]), decisive.every - _tokens([few]))
             for rank in stage.devices:
-                found[rank] = known[key] + more
-    return found
+                bytes_by_rank[rank] = walked_bytes[key] + more
+    return bytes_by_rank
 
 
 def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> tuple[int, ...]:
@@ -446,20 +446,20 @@ def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) 
                 places_of.setdefault(rank, []).append((p, s))
     homes = [costs.home_of(bucket) for bucket in costs.buckets]
     different = list({id(home): home for home in homes}.values())
-    known: dict[object, int] = {}
-    found: list[int] = []
+    walked_bytes: dict[object, int] = {}
+    bytes_by_rank: list[int] = []
     for rank in range(costs.ranks):
         if rank in costs.health.lost:
-            found.append(0)
+            bytes_by_rank.append(0)
             continue
         places = places_of.get(rank, [])
         owned = tuple(home.local_size(rank) for home in different)
         key = (tuple((shapes[p], s) for p, s in places), owned, rank if costs.home.copies > 1 else None)
-        if key not in known:
-            known[key] = costs.walk(strategy, decisive.largest, rank).peak().total
+        if key not in walked_bytes:
+            walked_bytes[key] = costs.walk(strategy, decisive.largest, rank).peak().total
         more = sum(decisive.tokens[p] - _tokens([decisive.largest[p]]) for p in dict.fromkeys(p for p, _ in places))
-        found.append(known[key] + batch_bytes(more, decisive.every - _tokens(decisive.largest)))
-    return tuple(found)
+        bytes_by_rank.append(walked_bytes[key] + batch_bytes(more, decisive.every - _tokens(decisive.largest)))
+    return tuple(bytes_by_rank)
 
 
 def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
@@ -471,7 +471,7 @@ def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
 
 
 def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
-    return sum(m.tokens for each in batches for m in each)
+    return sum(m.tokens for pipeline_batches in batches for m in pipeline_batches)
 
 
 def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
@@ -485,5 +485,5 @@ def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch
 
     With fewer than `most`, the largest is repeated, because a run cuts by what fits in a full pipeline (`max_len`).
     """
-    found = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
-    return found[:1] * ((most or 0) - len(found)) + found
+    largest = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
+    return largest[:1] * ((most or 0) - len(largest)) + largest

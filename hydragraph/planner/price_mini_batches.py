@@ -60,7 +60,7 @@ class Varied:
         """Return approximate seconds of every mini-batch; infinite if their mean without traffic reaches `below_s`."""
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
-            reach = max(each.max_len for each in pipelines)
+            reach = max(pipeline.max_len for pipeline in pipelines)
             assigned = {
                 batch: assign_pipelines(pipelines, batch, effort=QUICK)
                 for batch in dict.fromkeys(self.batches)
@@ -76,8 +76,8 @@ class Varied:
     def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
         """Return a function that estimates an iteration's seconds, by the better of two possible homes."""
         homes = homes_of(self.costs, strategy)
-        each = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
-        return lambda assignment: min(seconds(assignment) for seconds in each)
+        estimators = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
+        return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
         """Return the approximate mean seconds of an iteration; see `by_batch` for `below_s`."""
@@ -96,14 +96,17 @@ class Varied:
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
         usual = Assignment.even(counts, min(max(useful, 256), max(map(max, self.batches))))
-        found = owners(self.costs, strategy, usual, home)
-        if isinstance(found, Shortage):
-            return found
+        choice = owners(self.costs, strategy, usual, home)
+        if isinstance(choice, Shortage):
+            return choice
         by_block = owners_by_block(self.costs, strategy, usual) if home is None and not strategy.streams else None
-        home, memory = found
+        home, memory = choice
         if by_block is not None and by_block[0] != home:
-            ends = [traffic_in_line(self.costs.changed(home=each), strategy)(usual) for each in (home, by_block[0])]
-            home, memory = by_block if ends[1] < ends[0] else found
+            ends = [
+                traffic_in_line(self.costs.changed(home=possible_home), strategy)(usual)
+                for possible_home in (home, by_block[0])
+            ]
+            home, memory = by_block if ends[1] < ends[0] else choice
         if home not in self._at_home:
             self._at_home[home] = Varied(self.costs.changed(home=home), self.batches)
         owned = self._at_home[home]
@@ -111,9 +114,9 @@ class Varied:
         beside = 0.0
         for _ in range(ROUNDS):
             pipelines = owned.pipelines(strategy, beside)
-            each = self._of_each(partial(_assigned, owned.costs, strategy, pipelines, simulating))
-            assignments, seconds = zip(*each, strict=True)
-            runs = [a for a, taken in dict.fromkeys(each) if math.isfinite(taken)]
+            assigned_batches = self._of_each(partial(_assigned, owned.costs, strategy, pipelines, simulating))
+            assignments, seconds = zip(*assigned_batches, strict=True)
+            runs = [a for a, iteration_seconds in dict.fromkeys(assigned_batches) if math.isfinite(iteration_seconds)]
             memory = held(self.costs, strategy, home, runs) if runs else memory
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
@@ -126,25 +129,25 @@ class Varied:
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
         """Apply `of` to each mini-batch, once for equal ones."""
-        known = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
-        return tuple(known[batch] for batch in self.batches)
+        value_by_batch = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
+        return tuple(value_by_batch[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
         """Return the cost of each pipeline; pipelines of one form are computed once."""
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
-            known = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
-            return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in known]
+            priced_pipelines = zip(strategy.pipelines, self.pipelines(strategy), strict=True)
+            return [replace(cost, max_len=min(cost.max_len, limits[p])) for p, cost in priced_pipelines]
         if strategy.shares:  # a pipeline's time depends on the others
             return self.costs.pipelines(strategy)
-        found = []
+        pipeline_costs = []
         for pipeline in strategy.pipelines:
             form = form_of(self.costs, pipeline), strategy.schedule
             if form not in self._pipelines:
                 self._pipelines[form] = self.costs.pipeline(pipeline, strategy.schedule)
-            found.append(self._pipelines[form])
-        return found
+            pipeline_costs.append(self._pipelines[form])
+        return pipeline_costs
 
 
 def settle_best(
@@ -195,8 +198,8 @@ def _assigned(
         if len(set(batch)) == 1:
             assignment, _ = equally_long(pipelines, batch)
         else:
-            found = assign_pipelines(pipelines, batch)
-            assignment = Assignment(found.micro_batches, found.lengths)
+            planned = assign_pipelines(pipelines, batch)
+            assignment = Assignment(planned.micro_batches, planned.lengths)
     except Unsupported:
         return Assignment(((),) * len(pipelines), tuple(batch)), math.inf
     if simulating:

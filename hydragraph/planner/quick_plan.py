@@ -54,11 +54,11 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
 def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
     """Return assumed costs of each pipeline of a strategy; shared stages count as in `Costs.pipelines`."""
     alone = [rough_cost(p, longest) for p in strategy.pipelines]
-    found = []
+    pipeline_costs = []
     for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):
         times = max(f * s.layers / s.tp for f, s in zip(factors, pipeline.stages, strict=True)) / cost.b
-        found.append(replace(cost, a=times * cost.a, b=times * cost.b, c=times * cost.c))
-    return tuple(found)
+        pipeline_costs.append(replace(cost, a=times * cost.a, b=times * cost.b, c=times * cost.c))
+    return tuple(pipeline_costs)
 
 
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:

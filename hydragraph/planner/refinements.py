@@ -43,35 +43,35 @@ def refined(
     """
     if is_late(until):
         return []
-    found = []
+    further_plans = []
     best = min((plan.seconds for plan in plans), default=math.inf)
     for plan in sorted(plans, key=lambda each: each.seconds)[:BUDGETED]:
         if LEAST * plan.seconds < best:
             strategy, memory = _largest(costs, plan, until)
-            found += _faster(costs, plan, strategy, memory)
-    fastest = min([*plans, *found], key=lambda each: each.seconds, default=None)
+            further_plans += _faster(costs, plan, strategy, memory)
+    fastest = min([*plans, *further_plans], key=lambda each: each.seconds, default=None)
     if fastest is not None and any(len(pipeline.stages) > 1 for pipeline in fastest.strategy.pipelines):
         for schedule in schedules:
             strategy = replace(fastest.strategy, schedule=schedule)
             fits = _fitting(costs, fastest, strategy)
-            found += [] if fits is None else _faster(costs, fastest, strategy, fits)
-        found += _interleaved(costs, min([fastest, *found], key=lambda each: each.seconds), until)
-    return found
+            further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
+        further_plans += _interleaved(costs, min([fastest, *further_plans], key=lambda each: each.seconds), until)
+    return further_plans
 
 
 def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settled]:
     """Return the plan with two interleaved stages per device, and with more, as long as each is faster than before."""
-    found: list[Settled] = []
+    faster_plans: list[Settled] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
         if strategy is None or is_late(until):
             break
-        tried = [simulated(costs, each) for each in _with_owners(costs, plan, strategy)]
+        tried = [simulated(costs, owned_plan) for owned_plan in _with_owners(costs, plan, strategy)]
         fastest = min(tried, key=lambda each: each.seconds, default=plan)
-        if fastest.seconds >= min((each.seconds for each in found), default=plan.seconds):
+        if fastest.seconds >= min((faster.seconds for faster in faster_plans), default=plan.seconds):
             break
-        found.append(fastest)
-    return found
+        faster_plans.append(fastest)
+    return faster_plans
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
@@ -138,9 +138,9 @@ def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy
             tried = _budgeted(strategy, range(first, first + size), budget)
             if tried == strategy or is_late(until):
                 break
-            found = _fitting(costs, plan, tried)
-            if found is not None:
-                strategy, memory = tried, found
+            fitting_memory = _fitting(costs, plan, tried)
+            if fitting_memory is not None:
+                strategy, memory = tried, fitting_memory
                 break
     return strategy, memory
 
@@ -168,7 +168,7 @@ def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...]
     """
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
-        before, after = (needs(costs, each, assignment) for each in (plan.strategy, strategy))
+        before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))
         changes.append([now - then for then, now in zip(before, after, strict=True)])
     memory = tuple(size + round(max(change)) for size, *change in zip(plan.memory, *changes, strict=True))
     return memory if _fits(costs, memory) else None

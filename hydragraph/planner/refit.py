@@ -48,10 +48,10 @@ def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
     like = stages[0]
     few = -(-2 * ranks // 3)
     nearly_all = [(used, degrees) for used in range(ranks, few - 1, -1)]
-    for used, known in [*nearly_all, *((used, [1, 2, 4, 8]) for used in range(ranks, 0, -1))]:
+    for used, allowed_degrees in [*nearly_all, *((used, [1, 2, 4, 8]) for used in range(ranks, 0, -1))]:
         for count in range(max(1, used // smallest), 0, -1):
             sizes = [used // count + (i < used % count) for i in range(count)]
-            for degree in known:
+            for degree in allowed_degrees:
                 cut = [_depth(size, degree, layers) for size in sizes]
                 if all(cut):
                     yield _built(sizes, degree, layers, like, model.schedule)

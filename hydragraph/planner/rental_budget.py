@@ -73,21 +73,21 @@ def offers(
         ValueError: the budget is not a number, or pays for no node.
         Unsupported: no plan fits on any of the combinations.
     """
-    found: list[RentalOffer] = []
+    rental_offers: list[RentalOffer] = []
     refused: Unsupported | None = None
     every = [costs.of_ranks(ranks, Home(copies=costs.home.copies)) for ranks in affordable(costs, prices, budget)]
     least = [bound(some, workload.batches) for some in every]
     for i in sorted(range(len(every)), key=least.__getitem__):
-        if found and least[i] >= min(offer.plan.seconds for offer in found):
+        if rental_offers and least[i] >= min(offer.plan.seconds for offer in rental_offers):
             break
         try:
-            found.append(RentalOffer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
+            rental_offers.append(RentalOffer(every[i], replace(prices, cluster=every[i].cluster), plan(every[i])))
         except Unsupported as error:
             refused = refused or error
-    if not found:
+    if not rental_offers:
         assert refused is not None, "some node can be paid for"
         raise refused
-    return sorted(found, key=lambda each: each.plan.seconds)
+    return sorted(rental_offers, key=lambda each: each.plan.seconds)
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
@@ -106,14 +106,14 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
     for number, ranks in nodes.items():
         kinds.setdefault(kind_of(costs, number), []).append(ranks)
     every = list(kinds.values())
-    each = [math.fsum(prices.per_hour[costs.cluster.type_of(rank)] for rank in alike[0]) for alike in every]
-    if min(each) > budget:
-        raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(each):.4g} an hour")
+    node_prices = [math.fsum(prices.per_hour[costs.cluster.type_of(rank)] for rank in alike[0]) for alike in every]
+    if min(node_prices) > budget:
+        raise ValueError(f"--budget {budget:g}: the cheapest node costs ${min(node_prices):.4g} an hour")
     return [
         tuple(
             sorted(rank for alike, count in zip(every, counts, strict=True) for some in alike[:count] for rank in some)
         )
-        for counts in _maximal(each, [len(alike) for alike in every], budget)
+        for counts in _maximal(node_prices, [len(alike) for alike in every], budget)
     ]
 
 

@@ -42,11 +42,11 @@ class RentalPrices:
                 raise ValueError(f"--price {text!r}: give dollars per hour, as in h100-sxm=2.5, or 2.5 for all types")
             if name and name not in cluster.types:
                 raise ValueError(f"--price {text!r}: the cluster has no type {name!r}, only {', '.join(cluster.types)}")
-        found = {name: named.get(name, named.get("", math.nan)) for name in cluster.types}
-        without = [name for name, price in found.items() if math.isnan(price)]
+        per_hour = {name: named.get(name, named.get("", math.nan)) for name in cluster.types}
+        without = [name for name, price in per_hour.items() if math.isnan(price)]
         if without:
             raise ValueError(f"--price: {without[0]} has no price: add --price {without[0]}=DOLLARS")
-        return cls(cluster, found)
+        return cls(cluster, per_hour)
 
     def hour(self, strategy: Strategy) -> float:
         """Return the dollars for an hour of the devices that a strategy uses."""

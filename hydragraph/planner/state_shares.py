@@ -90,7 +90,7 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
-    found = []
+    seconds_by_rank = []
     for rank in range(costs.ranks):
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
@@ -99,9 +99,9 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
         moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
         update = costs.piece_profile(rank).update
         updating = update[1] * elements if update is not None else 0.0
-        found.append(moved + rate * updating)
-    known = np.array(found)
-    return np.where(known > 0, known, 1.0)
+        seconds_by_rank.append(moved + rate * updating)
+    seconds = np.array(seconds_by_rank)
+    return np.where(seconds > 0, seconds, 1.0)
 
 
 def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:

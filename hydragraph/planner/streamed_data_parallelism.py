@@ -48,7 +48,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
         the simulated strategies, and the shortages of those that do not fit.
     """
     varied = Varied(costs, workload.batches)
-    found: list[Settled | Shortage] = []
+    outcomes: list[Settled | Shortage] = []
     fitting: list[tuple[float, Strategy, Settled]] = []
     for strategy in _strategies(costs):
         if is_late(until) and math.isfinite(below_s):
@@ -58,7 +58,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
             continue
         settled = _least(costs, strategy, workload.longest)
         if isinstance(settled, Shortage):
-            found.append(settled)
+            outcomes.append(settled)
             continue
         owned = costs.changed(home=settled.home)
         expected = max(computing, _traffic_s(owned, strategy, _micro_batches(owned, strategy, workload)))
@@ -69,18 +69,20 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
         if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
         one = _without_idle(varied, varied.settle(strategy, "streamed", settled.home))
-        found.append(one)
+        outcomes.append(one)
         if isinstance(one, Settled) and math.isfinite(one.seconds):
             able += 1
             below_s = min(below_s, one.seconds)
-    return found
+    return outcomes
 
 
 def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:
     """Settle again without the pipelines that run no micro-batch of any mini-batch, which only cost traffic."""
     if isinstance(found, Shortage) or not math.isfinite(found.seconds):
         return found
-    runs = [any(batches) for batches in zip(*(each.micro_batches for each in found.assignments), strict=True)]
+    runs = [
+        any(batches) for batches in zip(*(assignment.micro_batches for assignment in found.assignments), strict=True)
+    ]
     if all(runs):
         return found
     busy = replace(found.strategy, pipelines=tuple(compress(found.strategy.pipelines, runs)))
@@ -123,26 +125,26 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
 def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
     """Return the owners and memory with the longest sequence alone in every micro-batch."""
     assignment = Assignment.even([1] * len(strategy.pipelines), longest)
-    found = owners(costs, strategy, assignment)
-    if isinstance(found, Shortage):
-        return found
-    return Settled(strategy, found[0], (assignment,), (math.inf,), found[1], "streamed", simulated=False)
+    choice = owners(costs, strategy, assignment)
+    if isinstance(choice, Shortage):
+        return choice
+    return Settled(strategy, choice[0], (assignment,), (math.inf,), choice[1], "streamed", simulated=False)
 
 
 def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
     """Return the mean seconds in which the pipelines compute a mini-batch, distributed by speed."""
-    found = 0.0
+    total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
         work = {id(p): max(LEAST_S, sum(float(p.envelope.work(n)) for n in batch)) for p in pipelines}
-        found += 1 / sum(1 / work[id(p)] for p in pipelines)
-    return found / len(workload.batches)
+        total_s += 1 / sum(1 / work[id(p)] for p in pipelines)
+    return total_s / len(workload.batches)
 
 
 def _micro_batches(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
     """Return the least mean number of micro-batches of every pipeline, of equal shares of the tokens."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
-    limits = [max(each.max_len, workload.longest) for each in pipeline_costs(owned, strategy)]
+    limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]
 
 

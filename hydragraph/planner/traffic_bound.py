@@ -77,10 +77,10 @@ class Cards:
         if self._copies > 1:  # weights come from the nearer owner, gradients go to the first
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
-        taken = np.minimum(w, g.sum(0) - g).sum(1)
+        received = np.minimum(w, g.sum(0) - g).sum(1)
         sent = np.minimum(g, w.sum(0) - w).sum(1)
         together = (w.sum(0) + g.sum(0) - (w + g).max(0)).sum()
-        return float(max((np.maximum(taken, sent) / self._speed).max(), together / self._speed.sum()))
+        return float(max((np.maximum(received, sent) / self._speed).max(), together / self._speed.sum()))
 
 
 def _speed(cluster: Cluster, number: int) -> float:

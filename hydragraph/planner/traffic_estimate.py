@@ -64,14 +64,14 @@ class Iterations:
         outline = self._costs.outline
         complete = dict.fromkeys(self._names, 0.0)
         last = 0.0
-        known: dict[object, list[float]] = {}
+        ends_by_form: dict[object, list[float]] = {}
         for form, batches in zip(self._forms, assignment.tokens, strict=True):
             if not batches:
                 continue
             key = (form, tuple(map(tuple, batches)))
-            if key not in known:
-                known[key] = self._pipelines[form].completed(batches, self._strategy.schedule, self._there)
-            ends = known[key]
+            if key not in ends_by_form:
+                ends_by_form[key] = self._pipelines[form].completed(batches, self._strategy.schedule, self._there)
+            ends = ends_by_form[key]
             last = max(last, *ends)
             for block, end in zip(outline.blocks, ends, strict=True):
                 for name in outline.gradients[block]:
@@ -97,8 +97,8 @@ def _ending(costs: Costs) -> float:
             owned = parts[rank] * learning
             commit = max(commit, rate * profile.commit_s)
             norm = max(norm, rate * profile.norm_s * owned / costs.home.copies)
-            each = profile.update or (0.0, 0.0)
-            update = max(update, rate * (each[0] + each[1] * owned))
+            update_line = profile.update or (0.0, 0.0)
+            update = max(update, rate * (update_line[0] + update_line[1] * owned))
     return commit + norm + update
 
 
@@ -113,17 +113,17 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
     roads = Roads(costs.cluster, group, np.array([work.handling(rank) for rank in range(costs.ranks)]))
     cuts = sorted({end for p in strategy.pipelines for _, end in _spans(costs, p)})
     users = dict(costs.outline.buckets)
-    known: dict[object, tuple[float, ...]] = {}
-    found: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
+    slowest_by_form: dict[object, tuple[float, ...]] = {}
+    exchange_seconds: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
     for bucket in costs.buckets:
         places = tuple(bisect(cuts, costs.outline.index[block]) for block in users[bucket.name])
         key = (bucket.form, bucket.learns, places)
-        if key not in known:
+        if key not in slowest_by_form:
             moved = (work.moved(op, bucket.name) for op in (Op.PULL, Op.PUSH))
-            known[key] = tuple(map(roads.slowest_s, (*moved, work.handed_on(bucket.name))))
-        for seconds, each in zip(found, known[key], strict=True):
-            seconds[bucket.name] = each
-    return found
+            slowest_by_form[key] = tuple(map(roads.slowest_s, (*moved, work.handed_on(bucket.name))))
+        for seconds, slowest_s in zip(exchange_seconds, slowest_by_form[key], strict=True):
+            seconds[bucket.name] = slowest_s
+    return exchange_seconds
 
 
 class _Blocks:
@@ -148,8 +148,10 @@ class _Blocks:
         now = 0.0
         below = []
         for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
-            each = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in alone.items()}
-            forwards, backwards = zip(*(each[template] for template in self._templates[slice(*span)]), strict=True)
+            template_seconds = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in alone.items()}
+            forwards, backwards = zip(
+                *(template_seconds[template] for template in self._templates[slice(*span)]), strict=True
+            )
             now = max(now, early[s][0])
             arrived = now
             for block, seconds in zip(self._outline.blocks[slice(*span)], forwards, strict=True):

@@ -136,11 +136,15 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
     """Return the bound for all assignments to these pipelines, and the start of the search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    given = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
+    sequences = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
     first = longest_first(problem)
     relaxed = bounded(problem, _least_cost(problem), formed_room(problem), first)
     return Bounded(
-        problem, given, first, relaxed, schedule_bound(problem, line_terms(problem, given.terms), relaxed.prices)
+        problem,
+        sequences,
+        first,
+        relaxed,
+        schedule_bound(problem, line_terms(problem, sequences.terms), relaxed.prices),
     )
 
 
@@ -268,8 +272,8 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
     for m, value in zip(cut.batch.tolist(), what.tolist(), strict=True):
         members.setdefault(m, []).append(value)
     return tuple(
-        tuple(tuple(members[m]) for m in row[:held].tolist())
-        for row, held in zip(cut.order, cut.count.tolist(), strict=True)
+        tuple(tuple(members[m]) for m in row[:count].tolist())
+        for row, count in zip(cut.order, cut.count.tolist(), strict=True)
     )
 
 

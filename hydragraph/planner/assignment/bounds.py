@@ -245,16 +245,16 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
 def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
     """Return the bound for whole sequences, at least `low`."""
     lengths = problem.lengths[least.prefixes]
-    wanted = least.prefixes + 1
+    prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     # As many of the shortest of them as fit in a micro-batch share its overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
-    each = least.work[least.prefixes] + least.overhead / together
+    sequence_s = least.work[least.prefixes] + least.overhead / together
 
     def held(z: float) -> bool:
         with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.floor(np.maximum(0.0, z - least.fill) / each * (1 + 1e-12))
-        return bool((np.minimum(np.nan_to_num(most, posinf=1e18), 1e18) @ problem.counts >= wanted).all())
+            most = np.floor(np.maximum(0.0, z - least.fill) / sequence_s * (1 + 1e-12))
+        return bool((np.minimum(np.nan_to_num(most, posinf=1e18), 1e18) @ problem.counts >= prefix_sizes).all())
 
     return low if held(low) else bisect(held, low, above(held, low), 1e-6)[0]
 

@@ -455,14 +455,14 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
                 changed[p] = False
                 return False
             if step == 0:
-                found = try_leaving(i, p, best, horizon, plan, given)
+                improved = try_leaving(i, p, best, horizon, plan, given)
             elif step == 1:
-                found = try_moves(i, p, best, plan, given)
+                improved = try_moves(i, p, best, plan, given)
             elif step == 2:
-                found = try_trades(i, p, best, horizon, plan, given)
+                improved = try_trades(i, p, best, horizon, plan, given)
             else:
-                found = try_swaps(i, p, best, plan, given)
-            if found:
+                improved = try_swaps(i, p, best, plan, given)
+            if improved:
                 # A leave or trade also changes the pipeline where sequence i is now.
                 changed[plan.placed[i]] = True
                 return True
@@ -505,11 +505,11 @@ def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     if x < there:
         m = plan.order[p, x]
         # `plan.tokens` predates the current kick, so the sum over sequences decides whether it fits.
-        held = 0.0
+        tokens = 0.0
         for k in range(len(plan.placed)):
             if plan.batch[k] == m:
-                held += given.lengths[k]
-        if m == own or held + given.lengths[i] > most:
+                tokens += given.lengths[k]
+        if m == own or tokens + given.lengths[i] > most:
             return
         relocate(i, p, m, 0, plan)
     elif there < plan.order.shape[1]:
@@ -547,7 +547,7 @@ def improve(
     current = descend(plan, given, tasks, enough)
     best = current
     kept = (placed.copy(), batch.copy(), order.copy(), count.copy())
-    found = (placed.copy(), batch.copy(), order.copy(), count.copy())
+    best_assignment = (placed.copy(), batch.copy(), order.copy(), count.copy())
     changed = np.zeros(len(plan.ends), np.bool_)
     for _ in range(kicks):
         if best <= enough or plan.spent[0] > tasks:
@@ -561,12 +561,12 @@ def improve(
             keep(plan, kept)
             if end < best:
                 best = end
-                keep(plan, found)
+                keep(plan, best_assignment)
         else:
             restore(plan, kept)
             changed[:] = True
             recount(plan, given, changed)
-    restore(plan, found)
+    restore(plan, best_assignment)
     return float(best)
 
 

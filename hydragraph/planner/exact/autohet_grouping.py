@@ -69,8 +69,8 @@ def effective_power(kinds: Sequence[EntityKind], group: Sequence[int], micro_bat
 
 def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro_batches: int) -> float:
     """Return D min_j G_j of a grouping (the objective of equation 3)."""
-    each = micro_batches / len(groups)
-    return len(groups) * min(effective_power(kinds, group, each) for group in groups)
+    per_group = micro_batches / len(groups)
+    return len(groups) * min(effective_power(kinds, group, per_group) for group in groups)
 
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
@@ -119,7 +119,7 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
     best: tuple[tuple[int, ...], ...] = ()
     value = 0.0
     for number in range(most_groups(kinds, micro_batches, least_memory), 0, -1):
-        each = micro_batches / number
+        per_group = micro_batches / number
         x = cvxpy.Variable((len(powers), number), boolean=True)
         w = cvxpy.Variable((len(powers), number), nonneg=True)
         z = cvxpy.Variable(nonneg=True)
@@ -129,7 +129,7 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
             memories / memories.max() @ x >= least_memory / memories.max(),
             w <= most * x,
             cvxpy.sum(w, axis=1) == z,
-            each * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (each - 1),
+            per_group * (powers @ x) >= cvxpy.sum(w, axis=0) + z * (per_group - 1),
         ]
         problem = cvxpy.Problem(cvxpy.Maximize(number * z), [*constraints, number * z >= value * (1 + 1e-6)])
         problem.solve(solver="SCIP")

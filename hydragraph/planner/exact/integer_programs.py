@@ -28,10 +28,10 @@ def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
     """
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
-        known = solver in cvxpy.installed_solvers()
+        has_solver = solver in cvxpy.installed_solvers()
     except ImportError:
-        known = False
-    if not known:
+        has_solver = False
+    if not has_solver:
         remedy = f"pip install 'hydragraph[exact]', or {otherwise}"
         raise Unsupported(f"it needs cvxpy with {solver}, which is not installed", where=where, remedy=remedy)
     return cvxpy

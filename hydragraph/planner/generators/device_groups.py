@@ -105,11 +105,11 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return groups of one degree, with the remainder in as few smaller ones as possible, the smaller first."""
     left = count
-    found: list[int] = []
+    groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
-        found += [size] * (left // size)
+        groups += [size] * (left // size)
         left %= size
-    return tuple(reversed(found))
+    return tuple(reversed(groups))
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
@@ -141,7 +141,7 @@ def groupings(
     choices = list(product(*(degrees[site] for site in sites)))
     if symmetric:
         choices = [choice for choice in choices if len(set(choice)) == 1]
-    found: dict[tuple[Group, ...], None] = {}
+    distinct_groupings: dict[tuple[Group, ...], None] = {}
     for choice in choices[:COMBINATIONS]:
         degree = dict(zip(sites, choice, strict=True))
         depth = SPLITS if split and any(node.uneven for node in nodes) else 1
@@ -150,8 +150,8 @@ def groupings(
             for node in nodes:
                 shape = _split(node, degree[node.site], degrees[node.site], seconds[node.site], place, split)
                 groups += _groups(node, shape)
-            found[tuple(groups)] = None
-    return list(found)
+            distinct_groupings[tuple(groups)] = None
+    return list(distinct_groupings)
 
 
 def _split(

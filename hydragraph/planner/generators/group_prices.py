@@ -157,9 +157,9 @@ class Prices:
             piece = pieces[template]
             learning = piece.parameters - piece.frozen
             state[template] = costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * learning
-            held = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
-            kept[template] = held.saved + held.output
-            working = max(working, held.forward, held.backward + held.gradients)
+            footprint = costs.blocks.footprint(costs.outline.blocks[index], part, self._held)
+            kept[template] = footprint.saved + footprint.output
+            working = max(working, footprint.forward, footprint.backward + footprint.gradients)
         inner = templates[1:-1] or templates
         hidden = self._held.tokens * costs.sizes.hidden_bytes
         mean = lambda of: sum(of[t] for t in inner) / len(inner)  # noqa: E731

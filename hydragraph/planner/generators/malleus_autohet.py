@@ -80,11 +80,11 @@ def search(
     if not nodes:
         raise Unsupported("all devices are lost", where="plan", remedy="give a health in which some rank still runs")
     reserve = reserves(costs, sequences * length)
-    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserve.items()}
+    free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf
     # The best of similar partitions is kept, so that later steps get different ones.
-    found: dict[object, SearchCandidate] = {}
-    taken: dict[object, float] = {}  # its seconds
+    by_shape: dict[object, SearchCandidate] = {}
+    seconds_by_shape: dict[object, float] = {}  # its seconds
     last = math.inf  # seconds of the worst candidate that would be kept now
 
     def worth() -> float:
@@ -97,10 +97,10 @@ def search(
         before = best
         prices = market.prices([length] * together, reach)
         micro_batches = -(-sequences // together)
-        if found and is_late(until):
+        if by_shape and is_late(until):
             break
         for groups in groupings(costs, prices, nodes, split=way.split, symmetric=way.symmetric):
-            if found and is_late(until):
+            if by_shape and is_late(until):
                 break
             bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
@@ -108,20 +108,20 @@ def search(
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
-                if found and is_late(until):
+                if by_shape and is_late(until):
                     break
                 if partition.seconds > WITHIN * best or not math.isfinite(partition.seconds):
                     continue
                 best = min(best, partition.seconds)
                 candidate = SearchCandidate(bench, partition, groups, together, way.name)
                 shape = candidate.shape
-                if shape not in found or partition.seconds < found[shape].seconds:
-                    found[shape] = candidate
-                    taken[shape] = partition.seconds
-                    last = nsmallest(KEPT, taken.values())[-1] if len(taken) >= KEPT else math.inf
+                if shape not in by_shape or partition.seconds < by_shape[shape].seconds:
+                    by_shape[shape] = candidate
+                    seconds_by_shape[shape] = partition.seconds
+                    last = nsmallest(KEPT, seconds_by_shape.values())[-1] if len(seconds_by_shape) >= KEPT else math.inf
         if together > max(useful, 2) and best >= before:
             break
-    first = sorted(found.values(), key=lambda candidate: candidate.seconds)[:KEPT]
+    first = sorted(by_shape.values(), key=lambda candidate: candidate.seconds)[:KEPT]
     gaining = [] if way.published else first[:IMPROVED]
     better = [_improved(candidate, until) for candidate in gaining if not is_late(until)]
     return sorted([*better, *first], key=lambda candidate: candidate.seconds)
@@ -134,7 +134,10 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
         safety: usable fraction of a device's memory; above 1 for more memory than there is.
     """
     nodes = nodes_of(costs)
-    free = {rank: safety * costs.memory_of(rank) - held for rank, held in reserves(costs, sequences * length).items()}
+    free = {
+        rank: safety * costs.memory_of(rank) - reserved_bytes
+        for rank, reserved_bytes in reserves(costs, sequences * length).items()
+    }
     prices = Prices(costs, [length])
     for groups in groupings(costs, prices, nodes, split=False):
         bench = _bench(costs, prices, groups, sequences, free)
@@ -179,9 +182,9 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
         places = bench.micro_batches * bench.layers
         used: dict[int, int] = {}
         for form in sorted(kept, key=lambda i: (-bench.speed[i], i)):
-            taken = min(counts[form], places - sum(used.values()))
-            if taken:
-                used[form] = taken
+            group_count = min(counts[form], places - sum(used.values()))
+            if group_count:
+                used[form] = group_count
         idle = tuple(i for i in sorted(counts) for _ in range(counts[i] - used.get(i, 0)))
         yield used, idle
 
@@ -218,11 +221,11 @@ def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
     if min(kind.memory for kind in kinds) <= 0:
         return
     try:
-        found = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes)
+        grouping = most_power_by_scip(kinds, bench.micro_batches, bench.least_bytes)
     except NothingHolds:
         return
     pipelines = Counter(
-        tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in found.groups
+        tuple(sorted(form for form, n in zip(forms, group, strict=True) for _ in range(n))) for group in grouping.groups
     )
     yield Partition(tuple(sorted(pipelines.items())), (), bench.price(pipelines))
 

@@ -146,7 +146,7 @@ def _pool(costs: Costs, candidate: SearchCandidate, limits: Sequence[float]) -> 
 def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: int) -> _Row:
     stages = len(laid.order)
     shape = (stages, max(len(bench.options[i]) for i in laid.order))
-    layer, extra, fixed, each, gradients = (np.full(shape, math.inf) for _ in range(5))
+    layer, extra, fixed, layer_bytes, gradients = (np.full(shape, math.inf) for _ in range(5))
     in_flight_of = in_flight(DEFAULT_SCHEDULE, stages, count)
     for s, form in enumerate(laid.order):
         rate = bench.forms[form].rate
@@ -155,11 +155,11 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
             layer[s, o] = rate * option.layer_s
             extra[s, o] = rate * (option.aux_s + first * option.first_s + last * option.last_s)
             fixed[s, o] = option.own_bytes + first * option.first_bytes + last * option.last_bytes
-            each[s, o] = option.state_bytes + in_flight_of[s] * option.kept_bytes
+            layer_bytes[s, o] = option.state_bytes + in_flight_of[s] * option.kept_bytes
             gradients[s, o] = option.state_bytes
     ranks = np.array([bench.forms[i].tp for i in laid.order])
     limit = np.array([limits[i] for i in laid.order])
-    return _Row(laid, times, Stages(layer, extra, fixed, each, gradients, ranks, limit))
+    return _Row(laid, times, Stages(layer, extra, fixed, layer_bytes, gradients, ranks, limit))
 
 
 def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | None:
@@ -223,7 +223,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
     end_gradients = (1 - pool.pulled) * pool.ends
     best = np.full((stages + 1, layers + 1), -np.inf)
     best[0, 0] = 0.0
-    taken = np.zeros((stages + 1, layers + 1), np.int64)
+    layers_table = np.zeros((stages + 1, layers + 1), np.int64)
     way = np.zeros((stages + 1, layers + 1), np.int64)
     rooms = np.zeros((stages + 1, layers + 1))
     for s in range(stages):
@@ -249,16 +249,16 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
                     value = best[s, done] + room - price * seconds
                     if value > best[s + 1, done + n]:
                         best[s + 1, done + n] = value
-                        taken[s + 1, done + n] = n
+                        layers_table[s + 1, done + n] = n
                         way[s + 1, done + n] = o
                         rooms[s + 1, done + n] = rooms[s, done] + room
-    found = np.zeros(stages, np.int64)
+    stage_layers = np.zeros(stages, np.int64)
     chosen = np.zeros(stages, np.int64)
     if best[stages, layers] == -np.inf:
-        return -np.inf, found, chosen
+        return -np.inf, stage_layers, chosen
     left = layers
     for s in range(stages, 0, -1):
-        found[s - 1] = taken[s, left]
+        stage_layers[s - 1] = layers_table[s, left]
         chosen[s - 1] = way[s, left]
-        left -= taken[s, left]
-    return rooms[stages, layers], found, chosen
+        left -= layers_table[s, left]
+    return rooms[stages, layers], stage_layers, chosen

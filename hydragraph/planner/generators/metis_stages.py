@@ -94,16 +94,16 @@ def staged(
                 break
             profile = _profile(costs, layers, length, flying)
             largest = max(tp for _, tp, _ in layers)
-            found = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
-            if found is None:
+            best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
+            if best is None:
                 continue  # no fit with this many micro-batches in flight; fewer may fit
-            key = (found.types, found.groups, found.degrees, found.layers, found.batches, recompute)
+            key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
-                laid[key] = laid_out(costs, devices, found, length, recompute, until)
+                laid[key] = laid_out(costs, devices, best, length, recompute, until)
             plan = laid[key]
             if plan is not None:
                 plans.setdefault(plan.strategy, plan)
-                if _is_enough(found, flying):
+                if _is_enough(best, flying):
                     likely.add(plan.strategy)
     if not laid and not is_late(until):
         raise Unsupported(
@@ -201,7 +201,7 @@ def _layers(
     sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
     # A stage of several types divides its sequences unevenly, and prices a part by its binary digits.
     sizes |= {1 << i for i in range(sequences.bit_length())}
-    found = {}
+    measured_layers = {}
     for kind in devices.cluster.counts:
         type_ = costs.cluster.type_of(devices.ranks((kind,))[0])
         for stage_kind in sorted(costs.profile.of(type_).pieces):
@@ -212,21 +212,21 @@ def _layers(
                 continue
             stage = Stage(example, 1, recompute=recompute)
             for size in sorted(sizes):
-                found[kind, tp, size] = _measured(costs, stage, size, length)
-    return found
+                measured_layers[kind, tp, size] = _measured(costs, stage, size, length)
+    return measured_layers
 
 
 def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
     """Return every layer on a stage's ranks for a micro-batch of equal sequences; equal blocks share the result."""
     alike: dict[tuple[str, ...], _Layer] = {}
-    found = []
+    measured_layers = []
     for layer in range(costs.outline.layers):
         span = costs.outline.span(layer, layer + 1)
         templates = costs.profile.blocks[slice(*span)]
         if templates not in alike:
             alike[templates] = _one(costs, stage, span, sequences, length)
-        found.append(alike[templates])
-    return found
+        measured_layers.append(alike[templates])
+    return measured_layers
 
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
@@ -238,8 +238,10 @@ def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, leng
     for at in range(*span):
         piece = pieces[costs.profile.blocks[at]]
         state += costs.sizes.itemsize * piece.parameters + GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        each, both = (costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two))
-        kept += _kept(each) + (sequences - 1) * (_kept(both) - _kept(each))
+        single, both = (
+            costs.blocks.footprint(costs.outline.blocks[at], StagePart(stage.kind, 0), n) for n in (one, two)
+        )
+        kept += _kept(single) + (sequences - 1) * (_kept(both) - _kept(single))
     several = 1 + _MESSAGES if costs.ranks > 1 else 1.0
     seconds = sum(costs.stage(stage, span).apart([length] * sequences))
     return _Layer(seconds, several * state, kept)
@@ -310,7 +312,9 @@ def laid_out(
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     load = [length] * together
     # Pipelines that share a stage wait for one another, so none of them is faster.
-    seconds = [1.0 if strategy.shares else max(sum(s.apart(load)) for s in costs.stages(each)) for each in pipelines]
+    seconds = [
+        1.0 if strategy.shares else max(sum(s.apart(load)) for s in costs.stages(pipeline)) for pipeline in pipelines
+    ]
     assignment = _assigned(found.problem.batch, together, seconds, length)
     if not strategy.shares:
         return Staged(strategy, assignment, costs.pipelines_end(strategy, assignment))
@@ -326,7 +330,7 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
     Example: 8 sequences, two pipelines, one three times as slow as the other, 2 together: 6 in three and 2 in one.
     """
     counts = [0] * len(seconds)
-    queue = [(each, p) for p, each in enumerate(seconds)]
+    queue = [(pipeline_s, p) for p, pipeline_s in enumerate(seconds)]
     heapq.heapify(queue)
     for _ in range(batch):
         end, p = heapq.heappop(queue)

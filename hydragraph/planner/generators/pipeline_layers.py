@@ -75,7 +75,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
                 top = max(top, extra[s, o] + layer[s, o] * layers)
                 quickest[s] = min(quickest[s], layer[s, o])
     order = np.argsort(quickest)
-    taken = np.zeros(stages, np.int64)
+    stage_layers = np.zeros(stages, np.int64)
     chosen = np.zeros(stages, np.int64)
     for looser in LOOSER:
         bound = min(least * looser, top)
@@ -83,8 +83,8 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
         changed = False
         for s in order:
             more = min(left, room(bound, layer[s], extra[s], cap[s]) - 1) if left else 0
-            changed = changed or taken[s] != 1 + more
-            taken[s] = 1 + more
+            changed = changed or stage_layers[s] != 1 + more
+            stage_layers[s] = 1 + more
             left -= more
         if changed:
             sum_s = 0.0
@@ -92,8 +92,8 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
             for s in range(stages):
                 mine = np.inf
                 for o in range(options):
-                    if cap[s, o] >= taken[s] and extra[s, o] + layer[s, o] * taken[s] < mine:
-                        mine = extra[s, o] + layer[s, o] * taken[s]
+                    if cap[s, o] >= stage_layers[s] and extra[s, o] + layer[s, o] * stage_layers[s] < mine:
+                        mine = extra[s, o] + layer[s, o] * stage_layers[s]
                         chosen[s] = o
                 sum_s += mine
                 max_s = max(max_s, mine)
@@ -101,7 +101,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
                 best = sum_s + (count - 1) * max_s
                 best_sum = sum_s
                 best_max = max_s
-                best_layers = taken.copy()
+                best_layers = stage_layers.copy()
                 best_options = chosen.copy()
         if bound >= top:
             break
@@ -117,7 +117,7 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
     stages = len(layer)
     if stages > layers:
         return np.inf
-    taken = np.zeros(stages, np.int64)
+    stage_layers = np.zeros(stages, np.int64)
     further = np.empty(stages)  # the seconds of each stage with one more layer
     least = 0.0
     for s in range(stages):
@@ -126,16 +126,16 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
         return np.inf
     left = layers
     for s in range(stages):
-        taken[s] = room(least, layer[s], extra[s], cap[s])
-        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
-        left -= taken[s]
+        stage_layers[s] = room(least, layer[s], extra[s], cap[s])
+        further[s] = _with_one_more(stage_layers[s], layer[s], extra[s], cap[s])
+        left -= stage_layers[s]
     while left > 0:
         s = int(np.argmin(further))
         if not further[s] < np.inf:
             return np.inf
         least = max(least, further[s])
-        taken[s] += 1
-        further[s] = _with_one_more(taken[s], layer[s], extra[s], cap[s])
+        stage_layers[s] += 1
+        further[s] = _with_one_more(stage_layers[s], layer[s], extra[s], cap[s])
         left -= 1
     return least
 

@@ -123,9 +123,9 @@ class Bench:
 
     def holds(self, form: int) -> bool:
         """Return whether a group of a form has memory for a layer, somewhere in a pipeline."""
-        held = self._prices.held_by_flight[1, 1]
+        bytes_per_byte = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self.options[form])]
-        most = (most_layers(o, self.memory[form], False, False, held, 1, self.layers) for o in options)
+        most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
@@ -134,28 +134,28 @@ class Bench:
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
-            if not any(each.order for each in laid):
+            if not any(layout.order for layout in laid):
                 # For large first and last blocks: the two with most memory at the ends; or the most at the end.
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
-            able = [each for each in laid if each.order]
+            able = [layout for layout in laid if layout.order]
             self._laid[key] = min(able, key=lambda e: e.first_s + (count - 1) * e.each_s, default=NOTHING_FITS)
         return self._laid[key]
 
     def _order(self, order: Multiset, count: int) -> Laid:
         if len(order) > self.layers:
             return NOTHING_FITS
-        held = self._prices.held_by_flight
-        layers, chosen = spread_over(np.array(order), self.layers, count, self._numbers, self._rows, held)
+        held_by_flight = self._prices.held_by_flight
+        layers, chosen = spread_over(np.array(order), self.layers, count, self._numbers, self._rows, held_by_flight)
         return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
 
     def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
         """Return a pipeline of these forms, in order, with these layers and options."""
-        first, each, exposed, traffic, seconds, passing = timed(
+        first, further, exposed, traffic, seconds, passing = timed(
             np.array(order), layers, chosen, self._numbers, self._rows
         )
         kinds = tuple(self.options[i][o].kind for i, o in zip(order, chosen.tolist(), strict=True))
-        return Laid(order, tuple(layers.tolist()), kinds, first, exposed, each, traffic, seconds, passing)
+        return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
         """Return the seconds of pull and push of `size` bytes of weights and gradients on a rank of a form."""
@@ -184,16 +184,16 @@ class Bench:
     ) -> float:
         """Return the same for pipelines with the given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
-        if any(not each.order for each in laid):
+        if any(not layout.order for layout in laid):
             return math.inf
-        first = np.array([each.first_s for each in laid])
-        each_s = np.array([each.each_s for each in laid])
+        first = np.array([layout.first_s for layout in laid])
+        each_s = np.array([layout.each_s for layout in laid])
         alike = np.array(list(pipelines.values()), dtype=np.int64)
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
         if len(laid) > 1 and seconds < worth:
             seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
         # Traffic overlaps computation, but takes at least its own time.
-        return max(seconds, max(each.traffic_s for each in laid))
+        return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
         """Return the time that each pipeline waits for other pipelines: a layer is reduced over all pipelines.
@@ -202,8 +202,8 @@ class Bench:
         """
         if len(laid) == 1:
             return [0.0]
-        slowest = np.maximum.reduce([each.passing_s for each in laid])
-        return [awaited(each.stages_s, np.array(each.layers), each.passing_s, slowest) for each in laid]
+        slowest = np.maximum.reduce([layout.passing_s for layout in laid])
+        return [awaited(layout.stages_s, np.array(layout.layers), layout.passing_s, slowest) for layout in laid]
 
     def balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
         """Return an initial partition of groups (form -> count) into `number` pipelines.
@@ -212,10 +212,10 @@ class Bench:
         """
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
         turns, more = divmod(groups[first], number)
-        taken = [turns + 1] * more + [turns] * (number - more)
+        first_counts = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
         # (speed, number of stages, index): among equally fast pipelines the shortest takes the next group.
-        queue = [(quick[n], n, p) for p, n in enumerate(taken)]
+        queue = [(quick[n], n, p) for p, n in enumerate(first_counts)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
         for form in others:
@@ -223,9 +223,9 @@ class Bench:
                 speed, depth, p = heapq.heappop(queue)
                 members.setdefault(p, []).append(form)
                 heapq.heappush(queue, (speed + self.speed[form], depth + 1, p))
-        alone = {n: (first,) * n for n in dict.fromkeys(taken)}
+        alone = {n: (first,) * n for n in dict.fromkeys(first_counts)}
         return Counter(
-            tuple(sorted((*alone[n], *members[p]))) if p in members else alone[n] for p, n in enumerate(taken)
+            tuple(sorted((*alone[n], *members[p]))) if p in members else alone[n] for p, n in enumerate(first_counts)
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:

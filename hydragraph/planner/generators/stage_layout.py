@@ -44,10 +44,10 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
     for line in range(2):
-        each = held[line] * option[_STATE] + (flying * option[_KEPT] if line == 0 else 0.0)
+        layer_bytes = held[line] * option[_STATE] + (flying * option[_KEPT] if line == 0 else 0.0)
         free = memory - option[_OWN] - held[line] * outer
-        if each > 0:
-            most = min(most, max(0, int(np.floor(free / each))))
+        if layer_bytes > 0:
+            most = min(most, max(0, int(np.floor(free / layer_bytes))))
     return most
 
 
@@ -83,8 +83,8 @@ def spread_over(
                 extra[s, o] = rate * (option[_AUX] + first * option[_FIRST] + last * option[_LAST])
                 line = held[flying, int(not first)]
                 cap[s, o] = most_layers(option, forms[form, _MEMORY], first, last, line, flying, layers)
-    sum_s, _, taken, chosen = spread(layers, count, layer, extra, cap)
-    return (taken, chosen) if sum_s < np.inf else (taken[:0], chosen[:0])
+    sum_s, _, stage_layers, chosen = spread(layers, count, layer, extra, cap)
+    return (stage_layers, chosen) if sum_s < np.inf else (stage_layers[:0], chosen[:0])
 
 
 @compiled

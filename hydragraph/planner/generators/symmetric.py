@@ -101,18 +101,18 @@ def simple(
             if not number and len(groups.ranks) > 1:
                 prices = market.prices([length] * sizes[0], reach)
                 every.append(("a group", degree, _quickest(prices, groups, degree)))
-    found: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
+    fastest: dict[tuple[str, _Groups, int, bool, bool], tuple[_Laid, int]] = {}
     for together in sizes:
         prices = market.prices([length] * together, reach)
         for category, degree, groups in every:
             for form, laid in _priced(prices, groups, degree, -(-sequences // together)):
                 key = (category, groups, *form)
-                if key not in found or laid.seconds < found[key][0].seconds:
-                    found[key] = laid, together
+                if key not in fastest or laid.seconds < fastest[key][0].seconds:
+                    fastest[key] = laid, together
     plans = []
     kept: Counter[tuple[str, bool]] = Counter()
     for (category, groups, depth, by_stage, by_speed), (laid, together) in sorted(
-        found.items(), key=lambda one: one[1][0].seconds
+        fastest.items(), key=lambda one: one[1][0].seconds
     ):
         row = category, by_speed and category == "everything"
         kept[row] += 1
@@ -124,10 +124,10 @@ def simple(
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
     """Return the currently fastest node of each kind, by types of devices and links."""
-    found: dict[DeviceSite, NodeDevices] = {}
+    by_site: dict[DeviceSite, NodeDevices] = {}
     for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
-        found.setdefault(node.site, node)
-    return list(found.values())
+        by_site.setdefault(node.site, node)
+    return list(by_site.values())
 
 
 def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
@@ -217,7 +217,7 @@ class _Rows:
         prices: Prices,
     ) -> None:
         width, depth = order.shape
-        of = {name: each[:, order] for name, each in numbers.items()}
+        of = {name: array[:, order] for name, array in numbers.items()}
         first = np.arange(depth) == 0
         last = np.arange(depth) == depth - 1
         rate = groups.rates[order]
@@ -228,12 +228,12 @@ class _Rows:
         self._extra_s = rate * (of["aux_s"] + first * of["first_s"] + last * of["last_s"])
         flying = np.array(in_flight(DEFAULT_SCHEDULE, depth, self._count))
         behind = 1 - (np.arange(depth) + 1) / depth
-        held = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
+        bytes_per_byte = np.array([prices.held(1 - 1 / depth - b, b) for b in behind]).T
         self._most = np.full(self._layer_s.shape, math.inf)
-        for line, kept in zip(held, (flying, np.zeros_like(flying)), strict=True):
-            each = line * of["state_bytes"] + kept * of["kept_bytes"]
+        for line, kept in zip(bytes_per_byte, (flying, np.zeros_like(flying)), strict=True):
+            layer_bytes = line * of["state_bytes"] + kept * of["kept_bytes"]
             own = of["own_bytes"] + line * (first * of["first_bytes"] + last * of["last_bytes"])
-            self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(each, 1e-9)))
+            self._most = np.minimum(self._most, np.floor((groups.free[order] - own) / np.maximum(layer_bytes, 1e-9)))
         self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
@@ -244,15 +244,15 @@ class _Rows:
         """Return layers and kinds by speed, the same for all pipelines; the slowest decides. Zeros if none fit."""
         most = np.minimum(self._most, layers).astype(np.int64)
         slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
-        total, _, taken, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
-        return (taken, chosen) if math.isfinite(total) else (np.zeros_like(taken), chosen)
+        total, _, stage_layers, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
+        return (stage_layers, chosen) if math.isfinite(total) else (np.zeros_like(stage_layers), chosen)
 
     def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
         """Return these layers and kinds with the seconds of an iteration and sequences by speed."""
         stages = np.arange(len(layers))
-        taken = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
-        alike = np.ones(taken.shape[1], np.int64)
-        seconds = least_seconds(self._micro_batches, taken.sum(axis=0), taken.max(axis=0), alike)
+        stage_s = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
+        alike = np.ones(stage_s.shape[1], np.int64)
+        seconds = least_seconds(self._micro_batches, stage_s.sum(axis=0), stage_s.max(axis=0), alike)
         return _Laid(tuple(layers.tolist()), tuple(self._kinds[k] for k in chosen.tolist()), float(seconds))
 
 

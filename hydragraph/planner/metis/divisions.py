@@ -39,8 +39,8 @@ def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]
         others = stages - many
         rest = ranks - many * largest
         if others * sizes[0] <= rest <= others * (smaller[-1] if smaller else 0):
-            for found in _counts(rest, others, smaller):
-                yield found + Counter({largest: many})
+            for smaller_counts in _counts(rest, others, smaller):
+                yield smaller_counts + Counter({largest: many})
 
 
 def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:

@@ -211,10 +211,10 @@ def write_row(rows: Floats, number: int, values: Floats) -> None:
 @compiled
 def longer(rows: Floats, count: int) -> Floats:
     """Return rows [n, columns], followed by rows of zeros: `count` in all."""
-    found = np.zeros((count, rows.shape[1]), rows.dtype)
+    padded = np.zeros((count, rows.shape[1]), rows.dtype)
     for number in range(rows.shape[0]):
-        write_row(found, number, rows[number])
-    return found
+        write_row(padded, number, rows[number])
+    return padded
 
 
 @compiled
@@ -259,17 +259,17 @@ def replica_rows(
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
     """Return the milliseconds of a micro-batch in layers first to end - 1 of an option."""
-    found = 0.0
+    slowest_ms = 0.0
     for row in range(o.first_row[option], o.first_row[option + 1]):
-        found = max(found, o.upto[row, end] - o.upto[row, first])
-    return found
+        slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
+    return slowest_ms
 
 
 @compiled
 def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
     """Return whether an option's devices hold layers first to end - 1."""
-    held = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
-    return bool(LEAST_MB + tables.factor * held <= o.limit[option])
+    memory_mb = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
+    return bool(LEAST_MB + tables.factor * memory_mb <= o.limit[option])
 
 
 @compiled
@@ -290,8 +290,8 @@ def updating(tables: Tables, o: Options, option: int, count: int) -> float:
 def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
     """Return the milliseconds of the gradients of layers first to end - 1."""
     dp = o.dp[option]
-    each = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
-    return float(each * stage_bytes(tables, first, end, o.tp[option]))
+    ms_per_byte = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
+    return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
 
 
 @compiled
@@ -375,11 +375,11 @@ def best_labels(
     origin[0, 0] = -1
     origin[0, 3] = -1
     heads[0, 0] = 0
-    made = 1
+    label_count = 1
     last = -1
     smallest = ranks
-    for each in o.size:
-        smallest = min(smallest, each)
+    for size in o.size:
+        smallest = min(smallest, size)
     new = np.zeros(6)
     for start in range(ranks):
         for option in range(o.begin[start], o.begin[start + 1]):
@@ -413,8 +413,8 @@ def best_labels(
                             cost = new[0] + o.sync[option] + (batches - 1) * new[1] + new[2] + new[3] + fixed
                             if cost < best:
                                 best = cost
-                                origin, value, made = added(origin, value, made, before, option, end, new)
-                                last = made - 1
+                                origin, value, label_count = added(origin, value, label_count, before, option, end, new)
+                                last = label_count - 1
                             continue
                         new[4] = handed_on(tables, o, option, end)
                         new[5] = o.bandwidth[option]
@@ -431,11 +431,11 @@ def best_labels(
                         ):
                             continue
                         drop_needless(value, origin, heads, behind, end, new, stages, latest, batches, o.ahead[behind])
-                        origin, value, made = added(origin, value, made, before, option, end, new)
-                        origin[made - 1, 3] = heads[behind, end]
-                        origin[made - 1, 4] = stages
-                        heads[behind, end] = made - 1
-    return origin, last, made
+                        origin, value, label_count = added(origin, value, label_count, before, option, end, new)
+                        origin[label_count - 1, 3] = heads[behind, end]
+                        origin[label_count - 1, 4] = stages
+                        heads[behind, end] = label_count - 1
+    return origin, last, label_count
 
 
 @compiled
@@ -635,18 +635,18 @@ def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: in
             if rows.shape[1] > fewest:
                 best = _better(problem, best, case.types, batches, rows)
     cost = np.inf if best is None else best.cost
-    origin, last, made = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
+    origin, last, label_count = best_labels(tables, case.options, batches, caps, sums, least, cost, fewest)
     if last >= 0:
         rows = _plan_of_label(case.options, origin, last)
         best = _better(problem, best, case.types, batches, rows)
-    return best, made
+    return best, label_count
 
 
 def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
     """Return the better of the best plan so far and another, which is priced in full."""
     groups, dp, tp = rows[:3, :-1].copy()
-    found = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
-    cost = float(found.sum())
+    parts_ms = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
+    cost = float(parts_ms.sum())
     return Optimum(types, batches, rows, cost, 0) if best is None or cost < best.cost else best
 
 
@@ -658,4 +658,4 @@ def _bound(problem: MetisProblem, batches: int, sums: Floats, least: Floats) -> 
 
 def _divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

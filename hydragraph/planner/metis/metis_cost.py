@@ -46,7 +46,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
     problem = plan.problem
     if max(tp) > 1 << (tables.upto.shape[1] - 1):
         raise ValueError(f"{plan} has tp {max(tp)}: the problem has degrees up to {1 << (tables.upto.shape[1] - 1)}")
-    found = price(
+    parts_ms = price(
         tables,
         problem.kinds(plan.types),
         np.array(plan.groups, dtype=np.int64),
@@ -56,11 +56,11 @@ def parts(plan: StagePlan) -> dict[str, float]:
         plan.batches,
         len(plan.groups),
     )
-    if not np.isfinite(found).all():
+    if not np.isfinite(parts_ms).all():
         raise ValueError(
             f"{plan}: the profile has no entry for the micro-batch size or the degree of a stage, or B is too large"
         )
-    return dict(zip(PARTS, map(float, found), strict=True))
+    return dict(zip(PARTS, map(float, parts_ms), strict=True))
 
 
 def cost(plan: StagePlan) -> float:
@@ -90,7 +90,7 @@ def price(
         count: number of stages to price; S, or 1 for plans that Metis prices by the first stage only.
     """
     layers = tables.share.size
-    found = np.zeros(6)
+    parts_ms = np.zeros(6)
     slowest = 0.0
     total = 0.0
     start = 0
@@ -103,19 +103,19 @@ def price(
         mbs = tables.batch // dp[s] // batches
         bandwidth = least_bandwidth(tables, kinds, start, groups[s])
         if s == count - 1:
-            found[1] = sync_ms(tables, kinds, start, groups[s], d, mbs) * batches
+            parts_ms[1] = sync_ms(tables, kinds, start, groups[s], d, mbs) * batches
         else:
             between = min(bandwidth, least_bandwidth(tables, kinds, start + groups[s], groups[s + 1]))
             handed = mbs * tables.logits / tp[s] if end == layers - 1 else mbs * tables.activation
-            found[4] += handed / (between * _MIB)
+            parts_ms[4] += handed / (between * _MIB)
         update = tables.optimizer / tp[s] * (end - first) / layers
-        found[2] = max(found[2], update)
+        parts_ms[2] = max(parts_ms[2], update)
         bytes_ = stage_bytes(tables, first, end, tp[s])
-        found[3] = max(found[3], 2.0 * (dp[s] - 1) / (dp[s] * bandwidth * _MIB) * bytes_)
+        parts_ms[3] = max(parts_ms[3], 2.0 * (dp[s] - 1) / (dp[s] * bandwidth * _MIB) * bytes_)
         start += groups[s]
-    found[0] = (batches - 1) * slowest + total
-    found[5] = batches * tables.generator
-    return found
+    parts_ms[0] = (batches - 1) * slowest + total
+    parts_ms[5] = batches * tables.generator
+    return parts_ms
 
 
 @compiled
@@ -163,14 +163,14 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
     """Return the bytes of parameters on one rank of a stage."""
     middle = end - first
-    found = 0.0
+    total_bytes = 0.0
     if first == 0:
-        found += tables.parameters[0] / tp
+        total_bytes += tables.parameters[0] / tp
         middle -= 1
     if end == tables.share.size:
-        found += tables.parameters[2] / tp
+        total_bytes += tables.parameters[2] / tp
         middle -= 1
-    return float(found + tables.parameters[1] / tp * middle)
+    return float(total_bytes + tables.parameters[1] / tp * middle)
 
 
 @compiled
@@ -206,7 +206,7 @@ def stage_ms(
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
     """Return the milliseconds of a replica for its samples: the sum over their binary digits, largest first."""
-    found = 0.0
+    total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:
         digit *= 2
@@ -215,9 +215,9 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
             m = size_index(tables, digit)
             if m < 0 or not tables.known[kind, d, m]:
                 return np.inf
-            found += tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first]
+            total_ms += tables.upto[kind, d, m, end] - tables.upto[kind, d, m, first]
         digit //= 2
-    return found
+    return total_ms
 
 
 @compiled
@@ -234,23 +234,23 @@ def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: i
         kind = kinds[start + i * group]
         speed[i] = 1.0 / tables.upto[kind, d, m, tables.share.size] if m >= 0 and tables.known[kind, d, m] else np.nan
         total += speed[i]
-    found = np.zeros(dp, dtype=np.int64)
+    replica_samples = np.zeros(dp, dtype=np.int64)
     if not total > 0:
         for i in range(dp):
-            found[i] = -1
-        return found
+            replica_samples[i] = -1
+        return replica_samples
     over = np.zeros(dp)
     rest = samples
     for i in range(dp):
         exact = samples * (speed[i] / total)
-        found[i] = int(exact)
-        over[i] = exact - found[i]
-        rest -= found[i]
+        replica_samples[i] = int(exact)
+        over[i] = exact - replica_samples[i]
+        rest -= replica_samples[i]
     for _ in range(rest):
         largest = 0
         for i in range(1, dp):
             if over[i] > over[largest]:
                 largest = i
-        found[largest] += 1
+        replica_samples[largest] += 1
         over[largest] = -1.0
-    return found
+    return replica_samples

@@ -119,14 +119,14 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
         kinds = problem.kinds(types)
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
-        found = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
+        divisions_best = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
         # The second visit also prices more than the first stage; its steps are the same.
-        steps += 2 * found.steps if twice else found.steps
-        if best is None or found.cost < best.cost:
-            best = found
+        steps += 2 * divisions_best.steps if twice else divisions_best.steps
+        if best is None or divisions_best.cost < best.cost:
+            best = divisions_best
             best_types = types
-        if claimed is None or found.claimed < claimed.claimed:
-            claimed = found
+        if claimed is None or divisions_best.claimed < claimed.claimed:
+            claimed = divisions_best
             claimed_types = types
     if best is None or claimed is None or not np.isfinite(best.cost):
         raise ValueError(_nothing(problem, True))

@@ -114,7 +114,7 @@ def walk(
                 continue
             dp[:] = groups
             tp[:] = 1
-            taken = 0
+            pending_steps = 0
             # Whether `left` and `lacking` are set; the order of changes depends on them.
             has_left = False
             has_lacking = False
@@ -125,29 +125,29 @@ def walk(
                     attempt, failed = divide(
                         tables, kinds, groups, dp, tp, batches, split, limits, bounds, left, lacking
                     )
-                    taken += failed
+                    pending_steps += failed
                     if attempt >= 0:
                         has_left = attempt > 0
                         has_lacking = attempt != 1
                 if attempt > 0:
-                    steps += taken
-                    taken = 0
-                    found = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
-                    printed = found
+                    steps += pending_steps
+                    pending_steps = 0
+                    cost = price(tables, kinds, groups, dp, tp, bounds, batches, count).sum()
+                    printed = cost
                     if stages < count:
                         first = price(tables, kinds, groups, dp, tp, bounds, batches, stages).sum()
-                        printed = min(first, found)
+                        printed = min(first, cost)
                     if printed < claimed:
                         claimed = printed
                         claimed_batches = batches
                         keep(claimed_plan, groups, dp, tp, bounds)
-                    if found < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
-                        best = found
+                    if cost < best and can_train(places, groups, tp, bounds, layers, mixed_tp):
+                        best = cost
                         best_batches = batches
                         keep(best_plan, groups, dp, tp, bounds)
                     if attempt == 1:
                         break
-                taken += 1
+                pending_steps += 1
                 if order == MEMORY and has_lacking:
                     more = change(dp, tp, lacking)
                 elif has_left:
@@ -352,10 +352,10 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
-    found = 0.0
+    total_mb = 0.0
     for layer in range(first, end):
-        found += tables.memory[kind, d, m, layer]
-    return found
+        total_mb += tables.memory[kind, d, m, layer]
+    return total_mb
 
 
 @compiled
@@ -389,11 +389,11 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
         before = missing
         for s in range(count):
             part = speed[s] / total if room[s] > 0.001 else 0.0
-            wanted = missing * part
-            given = room[s] if wanted > room[s] else wanted
-            added[s] += given
-            room[s] -= given
-            missing -= given
+            share = missing * part
+            gain = room[s] if share > room[s] else share
+            added[s] += gain
+            room[s] -= gain
+            missing -= gain
         if missing == before:  # Metis's program would not end here
             return False
     for s in range(count):
@@ -446,16 +446,16 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
     """Fill the last stage from the end: the last layer, then adjacent pieces while capacity is left."""
     last = capacity.size - 1
     lowest = split.size
-    taken = 0
+    piece_count = 0
     for piece in range(split.size - 1, -1, -1):
         if owner[piece] >= 0:
             continue
-        if taken >= PIECES and (piece + 1 != lowest or not capacity[last] > split[piece]):
+        if piece_count >= PIECES and (piece + 1 != lowest or not capacity[last] > split[piece]):
             continue
         capacity[last] -= split[piece]
         owner[piece] = last
         lowest = piece
-        taken += 1
+        piece_count += 1
 
 
 @compiled

@@ -118,7 +118,7 @@ class MetisProblem:
         upto = np.zeros((*shape, self.layers + 1))
         memory = np.zeros((*shape, self.layers))
         sync = np.zeros(shape)
-        known = np.zeros(shape, dtype=np.bool_)
+        is_measured = np.zeros(shape, dtype=np.bool_)
         for t, kind in enumerate(self.types):
             for tp in degrees:
                 for m, size in enumerate(sizes):
@@ -130,7 +130,7 @@ class MetisProblem:
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
-                    known[at] = True
+                    is_measured[at] = True
         size_at = np.full(sizes[-1] + 1, -1, dtype=np.int64)
         size_at[sizes] = np.arange(len(sizes))
         types = [self.cluster.types[kind] for kind in self.types]
@@ -138,7 +138,7 @@ class MetisProblem:
             upto,
             sync,
             memory,
-            known,
+            is_measured,
             size_at,
             self._share(),
             np.array([kind.bandwidth for kind in types], dtype=np.float64),
@@ -203,13 +203,13 @@ class StagePlan:
     @property
     def faults(self) -> tuple[str, ...]:
         """Reasons why the plan cannot train the model, which some of Metis's plans cannot; empty if it can."""
-        found = []
+        reasons = []
         if sum(self.layers) < self.problem.layers:
-            found.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
+            reasons.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
         if sum(self.groups) < self.problem.cluster.devices:
-            found.append(f"{self.problem.cluster.devices - sum(self.groups)} devices are in no stage")
-        found += [f"stage {s} has no layers" for s, layers in enumerate(self.layers) if not layers]
-        return tuple(found)
+            reasons.append(f"{self.problem.cluster.devices - sum(self.groups)} devices are in no stage")
+        reasons += [f"stage {s} has no layers" for s, layers in enumerate(self.layers) if not layers]
+        return tuple(reasons)
 
     @property
     def lost_sequences(self) -> int:

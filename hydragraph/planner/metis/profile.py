@@ -82,7 +82,7 @@ class MetisProfile:
     vocabulary: int
 
     def __post_init__(self) -> None:
-        depths = {len(each.layers_ms) for each in self.measurements.values()}
+        depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(f"measurements are of {sorted(depths)} layers: give some, all of one number of layers")
 
@@ -103,7 +103,7 @@ class MetisProfile:
         """
         if layers == self.layers:
             return self
-        equal = all(len(set(each.layers_ms[1:-1])) == 1 for each in self.measurements.values())
+        equal = all(len(set(measurement.layers_ms[1:-1])) == 1 for measurement in self.measurements.values())
         if self.layers < 3 or layers < 2 or not equal:
             raise ValueError(
                 f"the profile is of {self.layers} layers and the plan of {layers}: that needs a profile of at least 3 "
@@ -111,7 +111,7 @@ class MetisProfile:
             )
         return replace(
             self,
-            measurements={key: each.stretched(layers) for key, each in self.measurements.items()},
+            measurements={key: measurement.stretched(layers) for key, measurement in self.measurements.items()},
             optimizer_ms=self.optimizer_ms / self.layers * layers,
         )
 
@@ -134,24 +134,24 @@ class MetisProfile:
         Raises:
             ValueError: a file is not a profile, or something is missing; the message says which and what.
         """
-        files = [Path(paths)] if isinstance(paths, str | Path) else [Path(each) for each in paths]
+        files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
         if len(files) == 1 and files[0].is_dir():
-            files = sorted(each for each in files[0].iterdir() if _NAME.fullmatch(each.name))
+            files = sorted(path for path in files[0].iterdir() if _NAME.fullmatch(path.name))
         if not files:
             raise ValueError(f"{paths} has no files named like DeviceType.A100_tp1_bs1.json")
-        found = [entry for file in files for entry in _entries(file, layers)]
-        kind = found[0].type
+        entries = [entry for file in files for entry in _entries(file, layers)]
+        kind = entries[0].type
         said: dict[str, int] = {}
         for name, value in (("hidden", hidden), ("sequence", sequence), ("vocabulary", vocabulary)):
-            numbers = [value] if value is not None else [e.sizes[name] for e in found if name in e.sizes]
+            numbers = [value] if value is not None else [e.sizes[name] for e in entries if name in e.sizes]
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
         # Metis takes these from the first file that the operating system lists, which in the published runs was such.
-        measured = [e for e in found if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
-        model = max(measured or found[:1], key=lambda e: (e.tp, e.size))
+        measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
+        model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(
-            {(e.type, e.tp, e.size): e.measurement for e in found},
+            {(e.type, e.tp, e.size): e.measurement for e in entries},
             model.parameters_bytes,
             model.optimizer_ms,
             model.batch_generator_ms,
@@ -231,8 +231,8 @@ def _samples(record: Mapping[str, Any]) -> Iterator[_Entry]:
 
 
 def _by_number_of_layers(record: Mapping[str, Any], layers: int | None) -> Iterator[_Entry]:
-    known = sorted(map(int, record["by_num_layers"]))
-    depth = known[0] if layers is None or layers not in known else layers
+    depths = sorted(map(int, record["by_num_layers"]))
+    depth = depths[0] if layers is None or layers not in depths else layers
     memory = record["layer_memory_mb"]
     parameters = record["parameters_bytes"]
     for key, row in record["by_num_layers"][str(depth)].items():
