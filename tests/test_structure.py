@@ -13,7 +13,7 @@ FUNCTION_LINES = 90
 FILE_LINES = 700
 PACKED = 0.02  # share of assignments of several values in one line
 VAGUE = {"found", "given", "known", "wanted", "held", "taken", "made", "told", "each"}  # names that do not say of what
-VAGUE_SHARE = 0.03  # of local names
+VAGUE_SHARE = 0.01  # of local names
 
 
 @cache
