@@ -17,7 +17,9 @@ class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sen
 
     def __init__(self, what: str, *, where: str, remedy: str) -> None:
         super().__init__(f"{where}: {what}; {remedy}")
-        self.what, self.where, self.remedy = what, where, remedy
+        self.what = what
+        self.where = where
+        self.remedy = remedy
 
     def __reduce__(self) -> tuple[Callable[..., Unsupported], tuple[str, str, str]]:
         return _unsupported, (self.what, self.where, self.remedy)
@@ -41,7 +43,10 @@ class RankFailure(RuntimeError):  # noqa: N818
         on = f" on {host}" if host and host != socket.gethostname() else ""
         at = f" at `{instruction}`" if instruction else ""
         super().__init__(f"rank {rank}{on} failed{at}: {error}")
-        self.rank, self.instruction, self.error, self.host = rank, instruction, error, host
+        self.rank = rank
+        self.instruction = instruction
+        self.error = error
+        self.host = host
 
     def __reduce__(self) -> tuple[type[RankFailure], tuple[int, str, str, str]]:
         return RankFailure, (self.rank, self.instruction, self.error, self.host)

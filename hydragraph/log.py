@@ -36,7 +36,8 @@ _position = _Position()
 
 def at_rank(rank: int, ranks: int) -> None:
     """Set the rank of this process; the runtime does when it joins the others."""
-    _position.rank, _position.ranks = rank, ranks
+    _position.rank = rank
+    _position.ranks = ranks
 
 
 def at_step(step: int) -> None:
@@ -74,7 +75,9 @@ class RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""
         at = _position
-        record.rank, record.ranks, record.step = at.rank, at.ranks, at.step
+        record.rank = at.rank
+        record.ranks = at.ranks
+        record.step = at.step
         record.where = "" if at.rank is None else f"[rank {at.rank}/{at.ranks} step {at.step}] "
         return True
 

@@ -335,7 +335,8 @@ class Pieces:
         shelf = self.shelves.get(tier)
         for name in shelf.names() if shelf is not None else ():
             folder, *bucket, file = name.split("/")
-            kept, piece = Kept.of(folder), _PIECE.fullmatch(file)
+            kept = Kept.of(folder)
+            piece = _PIECE.fullmatch(file)
             if kept is None or (self._run and not kept.series.startswith(f"{self._run}-")):
                 continue
             if file == _COMMON:

@@ -47,7 +47,8 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
             )
         with unbound():
             group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")
-        _Objects.default, _Objects.group = default, group
+        _Objects.default = default
+        _Objects.group = group
     return _Objects.group
 
 

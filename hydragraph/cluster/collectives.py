@@ -51,7 +51,8 @@ def head_loss(
     same on all ranks, whatever the size of `weight`, so that their chunks match.
     """
 
-    exchange, target = _exchange_of(collectives), target_of(smoothing, classes)
+    exchange = _exchange_of(collectives)
+    target = target_of(smoothing, classes)
     return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange, target)
 
 

@@ -27,7 +27,8 @@ def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
     titles = {"fingerprint": "program's fingerprint", "torch": "PyTorch"}
     for name in _SETTINGS:
-        before, after = getattr(one.summary, name), getattr(other.summary, name)
+        before = getattr(one.summary, name)
+        after = getattr(other.summary, name)
         if before != after:
             yield f"  {titles.get(name, name)}: {before} -> {after}"
     if one.data.home != other.data.home:
@@ -50,7 +51,8 @@ def _graphs(one: Path, other: Path) -> Iterator[str]:
 def _lines_changed(before: str, after: str) -> str:
     if before == after:
         return ""
-    one, two = before.splitlines(), after.splitlines()
+    one = before.splitlines()
+    two = after.splitlines()
     if max(len(one), len(two)) > _LONG:
         return f"{len(one):,} lines -> {len(two):,}, which differ"
     kept = sum(block.size for block in SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks())
@@ -90,10 +92,12 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
         "pushed": lambda each: bytes_text(each.record.push_bytes),
     }
     for name, fact in facts.items():
-        before, after = fact(one), fact(other)
+        before = fact(one)
+        after = fact(other)
         if before != after:
             yield f"  {name}: {before} -> {after}"
-    needed, other_needed = set(one.record.variants), set(other.record.variants)
+    needed = set(one.record.variants)
+    other_needed = set(other.record.variants)
     if needed - other_needed:
         yield f"  graphs no longer needed: {', '.join(sorted(needed - other_needed))}"
     if other_needed - needed:
@@ -104,7 +108,8 @@ def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
     """Yield groups of ranks that have another place, or the same one and another program."""
     groups: dict[str, list[int]] = {}
     for rank, (one_header, other_header) in enumerate(zip(one.programs.headers, other.programs.headers, strict=False)):
-        before, after = _place(one_header), _place(other_header)
+        before = _place(one_header)
+        after = _place(other_header)
         if before != after:
             groups.setdefault(f"{before} -> {after}", []).append(rank)
         elif one.programs[rank].instructions != other.programs[rank].instructions:

@@ -53,7 +53,8 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
     owned: list[tuple[int, int, int, int]] = []
     rows = zip(home.rank.tolist(), home.lo.tolist(), home.hi.tolist(), home.copy.tolist(), strict=True)
     for owner, lo, hi, copy in rows:
-        low, high = max(lo, start), min(hi, start + parameter.size)
+        low = max(lo, start)
+        high = min(hi, start + parameter.size)
         if low < high and rank in (None, owner):
             owned.append((owner, low - start, high - start, copy))
     if not owned:

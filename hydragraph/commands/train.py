@@ -211,7 +211,8 @@ def _train(
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
                 raise
-            restarts, lost = max(0, restarts - 1), max(0, lost - 1)
+            restarts = max(0, restarts - 1)
+            lost = max(0, lost - 1)
             begin, step = folder.again(begin, before, step)
             last = folder.last()
             where = "the start" if last is None else str(last.path)

@@ -66,8 +66,10 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
         fastest[link[i]] = max(fastest[link[i]], speed[i])
     moving = size / speed
     filling = size / fastest[link]
-    sent, received = np.zeros(len(node)), np.zeros(len(node))
-    leave, enter = np.zeros(links.cards), np.zeros(links.cards)
+    sent = np.zeros(len(node))
+    received = np.zeros(len(node))
+    leave = np.zeros(links.cards)
+    enter = np.zeros(links.cards)
     for i in range(count):
         a, b = src[i], dst[i]
         alone = latency_s[link[i]] * max(handling[a], handling[b]) + moving[i]

@@ -49,7 +49,8 @@ class Peak:
             if slope <= 0:
                 return 0
             tokens = at + (limit - here) / slope
-            before, at = at, max(self._step, math.floor(tokens / self._step) * self._step)
+            before = at
+            at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
             # Lines bend only upwards: a line that continues past the answer has not bent before it.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:

@@ -240,7 +240,8 @@ class Fields:
 
     def _compared(self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str) -> Preference:
         """Return a pair of conversations, in which the messages that both begin with are not trained."""
-        before, system = self._before(record, place), self._system(record)
+        before = self._before(record, place)
+        system = self._system(record)
         if not before and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
             raise ValueError(self._no_prompt(record, place))
 

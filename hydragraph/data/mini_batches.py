@@ -237,7 +237,8 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
         """Copy a chunk out of the file, with its score if it has one, unless that is not wanted."""
-        document, start = int(self.chunks.documents[chunk]), int(self.chunks.starts[chunk])
+        document = int(self.chunks.documents[chunk])
+        start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
         ids = self._file.slice(document, start, stop)
         scores = self.scores if with_score else None

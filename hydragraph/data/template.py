@@ -204,7 +204,8 @@ class _Written:
                 "to one that writes them, or put them into the content"
             )
         mapping = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        python, text = str(mapping), json.dumps(mapping, ensure_ascii=False)
+        python = str(mapping)
+        text = json.dumps(mapping, ensure_ascii=False)
         if not self._way.texts and python != text and python in self.text:
             raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as Python")
         if self._way.texts and mapping and json.dumps(arguments if isinstance(arguments, str) else text) in self.text:
@@ -279,7 +280,8 @@ class _Written:
             raise self._untold(i)
         start, prompt = 0, 0
         for j in reversed(range(i)):
-            here, there = self._region(messages, j), self._region(messages[:i], j, prompt=True)
+            here = self._region(messages, j)
+            there = self._region(messages[:i], j, prompt=True)
             if here and there and here[1] <= content[0]:
                 start, prompt = here[1], there[1]
                 break

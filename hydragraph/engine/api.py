@@ -193,7 +193,8 @@ def compile(
     backend = "eager" if deterministic and backend is None else backend
     source = _Source(model, dtype, example, loss, blocks, check)
     automatic = isinstance(strategy, str) and strategy == "auto"
-    mode, world = mode_of(check), apart(device) if apart_now else join(device)
+    mode = mode_of(check)
+    world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
     with world.watch.calling("compile"):
         if compiled is not None or program is not None:

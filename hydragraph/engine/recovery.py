@@ -153,7 +153,8 @@ def meet_again(
     came = "ranks came" if joined else "ranks were called together"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
     if len(joined) == len(now) and generation.lost:  # no survivor can report them
-        lost, came = tuple(range(len(generation.lost))), "all ranks were lost"
+        lost = tuple(range(len(generation.lost)))
+        came = "all ranks were lost"
     return Survived(
         generation=generation.number,
         step=moved.step,

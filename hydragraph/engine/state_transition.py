@@ -90,7 +90,8 @@ class Holding:
         """Switch to the state that all ranks have agreed on; return whether this rank finished a step to reach it."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
-        self._arriving, self._whole = None, False
+        self._arriving = None
+        self._whole = False
         if self.held is None or meeting.before[rank] is None:
             return False
         behind = self.held.log.progress.updates < meeting.updates
@@ -101,18 +102,24 @@ class Holding:
 
     def expect(self, session: Session) -> None:
         """Start filling a session."""
-        self._arriving, self._whole, self._ahead = session, False, self.generation + 1
+        self._arriving = session
+        self._whole = False
+        self._ahead = self.generation + 1
 
     def arrived(self, generation: int) -> None:
         """Record that the arriving session is complete, and its generation."""
-        self._whole, self._ahead = True, generation
+        self._whole = True
+        self._ahead = generation
 
     def take(self) -> None:
         """Switch to the arriving session."""
         assert self._arriving is not None, "it has arrived"
         self.held = kept(self._arriving, self.held)
         self.generation = self._ahead
-        self._arriving, self._whole, self._start, self._called = None, False, None, ()
+        self._arriving = None
+        self._whole = False
+        self._start = None
+        self._called = ()
 
     def hand_over(self, arriving: Session) -> None:
         """Start moving state to another session during the next step; all ranks call it."""

@@ -102,7 +102,8 @@ class IterationPlanner:
         self._hurries = True
         if before is None:
             return
-        self._service, before._service = before._service, None
+        self._service = before._service
+        before._service = None
         if self._service is not None:
             self._service.change(self._chosen, forget=True)
 

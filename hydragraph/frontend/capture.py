@@ -261,7 +261,8 @@ def _slice_skeleton(
         remedy = "carry it in the hidden state: torch.cat both on the last dimension, which blocks split and return"
         raise Unsupported(what, where=model, remedy=remedy)
     shapes = {inputs.get(n.name): value_of(n).shape for n in skeleton.graph.find_nodes(op="placeholder")}
-    tokens, bounds = symbol_name(shapes["input_ids"][1]), symbol_name(shapes["cu_seqlens"][0])
+    tokens = symbol_name(shapes["input_ids"][1])
+    bounds = symbol_name(shapes["cu_seqlens"][0])
     assert tokens is not None
     assert bounds is not None
     return _Pieces(model, embed, aux, head, feeds, {tokens: example["T"], bounds: example["N+1"]})

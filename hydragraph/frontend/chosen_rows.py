@@ -112,7 +112,8 @@ class _Rewriting:
         return node in self._rows or node in self._indices or node in self._lists
 
     def _visit(self, node: fx.Node) -> None:
-        target, arguments = node.target, operands(node)
+        target = node.target
+        arguments = operands(node)
         if target in _PLACES or target is aten.nonzero.default:
             self._lists[node] = self._selection(arguments[0], node)
         elif arguments and arguments[0] in self._lists:

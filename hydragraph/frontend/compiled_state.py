@@ -115,7 +115,8 @@ class _Tensor:
     @classmethod
     def of(cls, prefix: str, local: str, table: str, tensor: Tensor) -> _Tensor:
         name = f"{prefix}.{local}".removeprefix(".")
-        state, hooks = _state(tensor), number_of_tensor_hooks(tensor)
+        state = _state(tensor)
+        hooks = number_of_tensor_hooks(tensor)
         return cls(name, local, table, weakref.ref(tensor), tensor.requires_grad, state, hooks, tensor.is_meta)
 
 
@@ -313,7 +314,8 @@ class CompiledState:
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
     """Return whether a module may compute something else with another training flag; `own`: the user's code does."""
-    library, rates = base_library_of(type(module)), rates_of(module)
+    library = base_library_of(type(module))
+    rates = rates_of(module)
     if library_of(type(module)) is None and (own or library is None):
         return own or any(rates.values())
     if rates or library != "torch":

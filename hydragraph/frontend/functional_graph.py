@@ -229,7 +229,8 @@ def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
     """Return the parts that a chain of slice_scatter writes along one dimension, if they fill a new tensor."""
     written: list[tuple[int, int, fx.Node]] = []
-    node, dim = last, (*operands(last), 0)[2]
+    node = last
+    dim = (*operands(last), 0)[2]
     while node.target is aten.slice_scatter.default and len(operands(node)) == 5 and operands(node)[2] == dim:
         before, part, _, first, end = operands(node)
         whole = value_of(node).shape[dim]

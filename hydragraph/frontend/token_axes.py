@@ -264,7 +264,8 @@ def _is_pointwise_convolution(node: fx.Node) -> bool:
     if node.target not in _CONVOLUTIONS:
         return False
     width = len(shape(node)) - 2
-    stride, padding = argument_of(node, "stride"), argument_of(node, "padding")
+    stride = argument_of(node, "stride")
+    padding = argument_of(node, "padding")
     unpadded = isinstance(padding, str) or {*padding} == {0}
     return list(shape(operands(node)[1])[2:]) == [1] * width and {*stride} == {1} and unpadded
 

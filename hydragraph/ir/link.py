@@ -331,7 +331,8 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
 
 def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
     """Return the order by (dst, src, lo): a stable sort by one number, if one can encode all three."""
-    ranks, elements = int(src.max(initial=0)) + 1, int(lo.max(initial=0)) + 1
+    ranks = int(src.max(initial=0)) + 1
+    elements = int(lo.max(initial=0)) + 1
     if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:
         return np.argsort((dst * ranks + src) * elements + lo, kind="stable")
     return np.lexsort((lo, src, dst))

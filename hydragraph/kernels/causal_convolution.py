@@ -16,7 +16,8 @@ from hydragraph.kernels.new_tensors import contiguous_like
 
 def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield j, and for each token t >= j whether t - j is in the same sequence, [T - j, 1]."""
-    places, bounds = torch.arange(tokens, device=cu_seqlens.device), cu_seqlens.long()
+    places = torch.arange(tokens, device=cu_seqlens.device)
+    bounds = cu_seqlens.long()
     starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]
     for back in range(min(taps, tokens)):
         yield back, (places - back >= starts)[back:, None]

@@ -65,7 +65,8 @@ def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
 
 def split(value: Tensor, grids: Sequence[float]) -> Tensor:
     """Return [len(grids)] float64: the parts of one number (0-d) on some grids, for exact summation."""
-    rest, parts = value.double(), []
+    rest = value.double()
+    parts = []
     for grid in grids:
         parts.append((rest + _shift(grid)) - _shift(grid))
         rest = rest - parts[-1]

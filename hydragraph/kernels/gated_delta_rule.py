@@ -84,7 +84,8 @@ class _Chunk:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunk:
-        logs, rate = g.cumsum(-1), beta.unsqueeze(-1)
+        logs = g.cumsum(-1)
+        rate = beta.unsqueeze(-1)
         later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
         decays = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
         system = (rate * (k @ k.mT) * decays).tril(-1)
@@ -105,7 +106,9 @@ class _Chunk:
 
     def gradients(self, state: Tensor, dout: Tensor, dnext: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g, beta and the state before."""
-        written, pairs, keys = self.written(state), self.q @ self.k.mT, self.k @ self.k.mT
+        written = self.written(state)
+        pairs = self.q @ self.k.mT
+        keys = self.k @ self.k.mT
         read, recalled = self.q @ state, self.k @ state
         dwritten = (pairs * self.decays).mT @ dout + self.left * (self.k @ dnext)
         dright_side = torch.linalg.solve_triangular(self.system.mT, dwritten, upper=True, unitriangular=True)

@@ -84,7 +84,9 @@ def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
     k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
     position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
     c0: Tensor = groups[None, :]
-    c1, c2, c3 = position, sequence, torch.full_like(position, call)
+    c1 = position
+    c2 = sequence
+    c3 = torch.full_like(position, call)
     for _ in range(ROUNDS):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (b >> 32 & _WORD) ^ c1 ^ k0, b & _WORD, (a >> 32 & _WORD) ^ c3 ^ k1, a & _WORD

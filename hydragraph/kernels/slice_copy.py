@@ -59,7 +59,8 @@ class Batch:
     @property
     def whole(self) -> slice | None:
         """The part of the target that they fill without gaps; None if there are gaps."""
-        first, end = int(self.places[0]), int(self.places[-1] + self.lengths[-1])
+        first = int(self.places[0])
+        end = int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
 
 

@@ -77,7 +77,8 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
     head = next((lead.head for lead in leads if lead.heads), 0)
     for lead in leads:
         if head and not lead.heads:
-            lead.heads, lead.head = True, head
+            lead.heads = True
+            lead.head = head
     cuts.refine(out, cuts.unit(out))
     return out
 
@@ -161,7 +162,8 @@ def _is_expanded(node: fx.Node, dim: int) -> bool:
     """Return whether a value repeats one element along a dimension, for one user."""
     if node.target is not aten.expand.default or len(node.users) > 1:
         return False
-    before, after = shape(operands(node)[0]), shape(node)
+    before = shape(operands(node)[0])
+    after = shape(node)
     at = dim - (len(after) - len(before))
     return at >= 0 and before[at] == 1 and after[dim] != 1
 

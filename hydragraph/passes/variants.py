@@ -207,9 +207,11 @@ class Variants:
 
     def _made(self, spec: VariantSpec) -> Variant:
         began = time.perf_counter()
-        traced, source = self._looked_up(spec), str(self._library)
+        traced = self._looked_up(spec)
+        source = str(self._library)
         if traced is None and self._cache is not None:
-            traced, source = self._cache.variant(spec), str(self._cache)
+            traced = self._cache.variant(spec)
+            source = str(self._cache)
         if traced is None or self._backend != "eager":
             doing(f"compiling the model's blocks for {_form(spec.part)}")
         variant = self._compile(spec, traced)

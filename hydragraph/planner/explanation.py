@@ -77,7 +77,8 @@ def _work(micro_batches: Sequence[Sequence[int]]) -> str:
 
 
 def _range(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
+    least = min(numbers)
+    most = max(numbers)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
@@ -105,7 +106,8 @@ def _owners(costs: Costs, chosen: Settled) -> str:
         return "all ranks own equal parts"
     none = [rank for rank, share in enumerate(shares) if not share]
     owning = [share for share in shares if share]
-    least, most = f"{min(owning):.2%}", f"{max(owning):.2%}"
+    least = f"{min(owning):.2%}"
+    most = f"{max(owning):.2%}"
     text = f"ranks own {least} to {most} of it" if least != most else f"ranks own {least} of it each"
     return text + (f"; none: {_ranks(costs, none)}" if none else "")
 

@@ -237,7 +237,8 @@ def climbed(
         order = sorted((yards[0].pace(move), i, move) for i, move in enumerate(moves))
         near = [move for least, _, move in order if least < best * REACH and move not in looked_at]
         while near and left > 0 and not gained:
-            some, near = near[: min(left, AT_ONCE)], near[AT_ONCE:]
+            some = near[: min(left, AT_ONCE)]
+            near = near[AT_ONCE:]
             for move in some:
                 if is_late(until):
                     return now

@@ -236,7 +236,8 @@ def guard() -> None:
         return
     root = Path(torch.__file__).parent
     with TemporaryDirectory() as folder:
-        source, library = Path(folder) / "guard.cpp", Path(folder) / "guard.so"
+        source = Path(folder) / "guard.cpp"
+        library = Path(folder) / "guard.so"
         source.write_text(_GUARD)
         paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10", "-o", str(library)]
         compiler = os.environ.get("CXX", "g++")

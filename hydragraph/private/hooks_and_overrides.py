@@ -123,7 +123,8 @@ def own_backward_refused(name: str) -> tuple[str, str]:
 
 def own_backward_of(result: Tensor) -> str | None:
     """Return the custom torch.autograd.Function that a result was computed with, however it was called."""
-    pending, seen = [result.grad_fn], set()
+    pending = [result.grad_fn]
+    seen = set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:

@@ -241,7 +241,8 @@ def trace_joint(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
-    primals, tangents = fakes[: len(inputs)], fakes[len(inputs) :]
+    primals = fakes[: len(inputs)]
+    tangents = fakes[len(inputs) :]
     learning = [i for i, spec in enumerate(inputs) if spec.differentiable]
 
     def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> list:

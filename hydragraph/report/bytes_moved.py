@@ -77,7 +77,8 @@ def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: 
         np.add.at(sums[kind], (row_of[src], row_of[dst]), between[src, dst])
     names = []
     for row in range(rows):
-        first, last = row * per_row, min((row + 1) * per_row, count) - 1
+        first = row * per_row
+        last = min((row + 1) * per_row, count) - 1
         names.append(f"{word} {first}" if first == last else f"{word}s {first}–{last}")
     cells = tuple(tuple(map(tuple, kind)) for kind in sums.tolist())
     return Matrix(title, tuple(names), tuple(nodes[row * per_row] for row in range(rows)), cells)

@@ -243,7 +243,8 @@ def wider(
             return
         batches = assignment.micro_batches
         merged = tuple((*one, *other) for one, other in zip(batches[::2], batches[1::2], strict=True))
-        strategy, assignment = replace(strategy, pipelines=pipelines), replace(assignment, micro_batches=merged)
+        strategy = replace(strategy, pipelines=pipelines)
+        assignment = replace(assignment, micro_batches=merged)
         yield strategy, assignment
 
 

@@ -32,7 +32,8 @@ def write_plan_picture(example: Example, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     longest = [max(example.lengths[i] for i in m) for batches in example.assignment.micro_batches for m in batches]
-    least, most = min(longest), max(longest)
+    least = min(longest)
+    most = max(longest)
     shades = ScalarMappable(LogNorm(least, max(most, least + 1)), LinearSegmentedColormap.from_list("", _COLOURS))
     for row in range(rows):
         _draw_pipeline(axes, example, row, shades)

@@ -136,7 +136,8 @@ def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, i
     """
     start = 0
     for parameter in bucket.parameters:
-        low, high = max(lo, start), min(hi, start + parameter.size)
+        low = max(lo, start)
+        high = min(hi, start + parameter.size)
         if low < high:
             yield parameter.name, low, high, start
         start += parameter.size

@@ -146,7 +146,8 @@ class Timing:
         """Record the result of a probe."""
         self._probe = found.per_s
         if not self._works:
-            self._ran, self._queued = found.ran, found.queued
+            self._ran = found.ran
+            self._queued = found.queued
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:

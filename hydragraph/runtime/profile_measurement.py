@@ -273,7 +273,8 @@ def device_memories(groups: Groups) -> list[float]:
     reserved = 0
     device = groups.world.device
     if device.type == "cuda":
-        here, free = f"{here} {device}", torch.cuda.mem_get_info(device)[0]
+        here = f"{here} {device}"
+        free = torch.cuda.mem_get_info(device)[0]
         reserved = torch.cuda.memory_reserved(device)
     return [USABLE * share for share in memory_shares(groups.gather((here, free, reserved)))]
 

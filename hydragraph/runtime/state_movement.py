@@ -192,7 +192,8 @@ class Route:
                 while lo < end:
                     if room < width:
                         yield window
-                        window, room = {}, max(chunk, width)
+                        window = {}
+                        room = max(chunk, width)
                     hi = min(end, lo + room // width) if width else end
                     window[bucket.name] = (window.get(bucket.name, (lo, hi))[0], hi)
                     room -= (hi - lo) * width

@@ -235,7 +235,8 @@ def _text(values: Sequence[float]) -> str:
     """Format numbers, with runs of equal ones abbreviated: "8*1,8*0.5"."""
     parts = []
     for value, run in groupby(values):
-        count, number = len(list(run)), repr(int(value)) if value == int(value) else repr(value)
+        count = len(list(run))
+        number = repr(int(value)) if value == int(value) else repr(value)
         parts += [f"{count}*{number}"] if count > 3 else [number] * count
     return ",".join(parts)
 

@@ -568,7 +568,8 @@ class TrainConfig:
     def _check_evaluations(self) -> None:
         """Check when the run evaluates and saves, and what follows from the evaluation loss."""
         for what in ("evaluate", "checkpoint"):
-            every, per_epoch = getattr(self, f"{what}_every"), getattr(self, f"{what}_per_epoch")
+            every = getattr(self, f"{what}_every")
+            per_epoch = getattr(self, f"{what}_per_epoch")
             if every and per_epoch:
                 raise ValueError(f"{what}_every is {every}, {what}_per_epoch is {per_epoch}: give one of them")
         for name, setting in (("keep_best", self.keep_best), ("patience", self.patience)):

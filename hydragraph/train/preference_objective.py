@@ -122,7 +122,8 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     pair_losses = losses(loss, chosen, rejected)
     (slopes,) = torch.autograd.grad(pair_losses.sum(), scores)
     with torch.no_grad():
-        better, worse = rewards(loss, chosen), rewards(loss, rejected)
+        better = rewards(loss, chosen)
+        worse = rewards(loss, rejected)
         figures = {
             "chosen_reward": better.mean().item(),
             "rejected_reward": worse.mean().item(),

@@ -88,7 +88,8 @@ class ReferenceScores:
             0, or the signal that asked a rank to stop before the end; what was scored is in the file.
         """
         count = sum(map(len, missing))
-        done, written = 0, time.monotonic()
+        done = 0
+        written = time.monotonic()
         for answers in missing:
             if stop := max(world.gather(stopping.signal)):
                 self._write(world)

@@ -24,7 +24,8 @@ def check_places(config: TrainConfig) -> None:
     Raises:
         ValueError: naming the field: a variable is not set here, a driver is missing, or a test file cannot be written.
     """
-    local, shared = _local(config), _shared(config)
+    local = _local(config)
+    shared = _shared(config)
     if local is not None:
         _try(f"checkpoint.pieces.local {local}", lambda: Pieces(memory=False, disk=local))
     if shared is not None:
@@ -56,7 +57,8 @@ def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces 
     identity = together(world, "reading the run's identity", world.rank == 0, lambda: folder.identity)[0]
     assert identity is not None, "rank 0 has read it"
     directory, run = identity
-    local, shared = _local(config), _shared(config)
+    local = _local(config)
+    shared = _shared(config)
     return Pieces(
         memory=pieces.peers,
         disk=None if local is None else Path(local) / directory,

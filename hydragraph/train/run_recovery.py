@@ -57,7 +57,8 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
             run = lead(run, state, survived, owned, watching)
         elif watching is not None:
             watching.close()
-        state.done, state.began = survived.step, folder.began
+        state.done = survived.step
+        state.began = folder.began
         _find_position(run, state)
         _write_down(run, state)
         write_run_ranks(run)
@@ -175,7 +176,8 @@ def write_run_ranks(run: Run) -> None:
 def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
     """Yield events for ranks that were lost, left or joined, in the order of the meetings."""
     for survived, before in told:
-        step, now = survived.step, len(survived.peers)
+        step = survived.step
+        now = len(survived.peers)
         if survived.lost:
             yield RunEvent(step, "fault", survived.lost, 0.0, survived.why)
         if survived.left:

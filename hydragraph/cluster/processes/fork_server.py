@@ -81,9 +81,11 @@ def outlive_failed_forks() -> None:
             raise OSError(errno.ECONNABORTED, f"a rank could not be forked: {error}") from error
 
     def restore() -> None:
-        os.fork, reduction.recvfds = fork, receive
+        os.fork = fork
+        reduction.recvfds = receive
 
-    os.fork, reduction.recvfds = tolerant, recvfds
+    os.fork = tolerant
+    reduction.recvfds = recvfds
     os.register_at_fork(after_in_child=restore)
 
 

@@ -197,7 +197,8 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
-    server, deadline = WatchedProcess(pid), time.monotonic() + patience_s
+    server = WatchedProcess(pid)
+    deadline = time.monotonic() + patience_s
     while server.state() is ProcessState.STOPPED:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)

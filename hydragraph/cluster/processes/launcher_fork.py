@@ -105,7 +105,9 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
         os.unlink(address)
         return False
     _end_fork(server)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
+    server._forkserver_address = address
+    server._forkserver_alive_fd = alive_w
+    server._forkserver_pid = pid
     _forks[:] = [pid]
     return True
 
@@ -175,7 +177,8 @@ def _as_new(kept: set[int]) -> None:
     signal.set_wakeup_fd(-1)
     sys.settrace(None)
     sys.setprofile(None)
-    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    sys.excepthook = sys.__excepthook__
+    sys.unraisablehook = sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     faulthandler.disable()
     logging.root.handlers.clear()

@@ -66,7 +66,8 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
     for one, other in broken:
         apart.setdefault(one, set()).add(other)
         apart.setdefault(other, set()).add(one)
-    left, dropped = dict(apart), set[int]()
+    left = dict(apart)
+    dropped = set[int]()
     while left:
         node = min(left, key=lambda each: (ranks.get(each, 0) / len(left[each]), -each))
         dropped.add(node)

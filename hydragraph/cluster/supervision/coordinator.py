@@ -81,7 +81,8 @@ def nodes_of(environment: Mapping[str, str]) -> Nodes | None:
     if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    number, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    number = int(environment["RANK"])
+    count = int(environment["WORLD_SIZE"])
     return Nodes(number, count, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), shared)
 
 
@@ -319,19 +320,22 @@ class Hub:
     def arrived(self) -> tuple[int, ...]:
         """Return the machines that have connected since the last call."""
         with self._lock:
-            news, self._news = self._news, set()
+            news = self._news
+            self._news = set()
         return tuple(sorted(news))
 
     def drop_unreachable(self) -> None:
         """End the processes of machines that do not reach others, until they do; call it often."""
         now = time.monotonic()
-        elapsed, self._looked = min(now - self._looked, PAUSE_S), now
+        elapsed = min(now - self._looked, PAUSE_S)
+        self._looked = now
         with self._lock:
             # A machine that the leader does not hear either is lost as a whole, or only paused: its link decides.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
-            before, self._links = self._links, look(self._links, elapsed, broken, ranks)
+            before = self._links
+            self._links = look(self._links, elapsed, broken, ranks)
             self._news |= before.dropped.keys() - self._links.dropped.keys()
             dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}
             ended = {n: list(self._posts[n].processes.values()) for n in dropped}

@@ -59,12 +59,14 @@ class LinkProbe:
     def _run(self) -> None:
         silent_s: dict[int, float] = {}  # by machine that was heard before
         unheard: tuple[int, ...] = ()
-        before, sent = time.monotonic(), 0.0
+        before = time.monotonic()
+        sent = 0.0
         while not self._closed.is_set():
             heard = self._heard()
             now = time.monotonic()
             # If this thread was paused, the datagrams of the others were waiting, or had no room.
-            elapsed, before = min(now - before, PAUSE_S), now
+            elapsed = min(now - before, PAUSE_S)
+            before = now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
             silent_nodes = tuple(sorted(node for node, seconds in silent_s.items() if seconds >= UNHEARD_S))
             if silent_nodes != unheard:

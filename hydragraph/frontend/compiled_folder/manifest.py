@@ -51,7 +51,8 @@ class Refused(ValueError):  # noqa: N818
     """
 
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
-        self.folder, self.what = str(folder), what
+        self.folder = str(folder)
+        self.what = what
         self.remedy = remedy or f"write it anew: hydragraph compile CONFIG --output {folder}"
         super().__init__(f"compiled folder {folder}: {what}; {self.remedy}")
 

@@ -66,7 +66,8 @@ def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
     """Describe how a model differs from the record in a folder, most readable differences first."""
     mismatches = []
     for part in PARTS:
-        old, new = written.get(part, {}), here[part]
+        old = written.get(part, {})
+        new = here[part]
         for name in sorted({*old, *new}, key=lambda name: ([*new].index(name) if name in new else len(new), name)):
             if old.get(name) != new.get(name):
                 mismatches.append(_difference(part, name, old.get(name), new.get(name)))

@@ -222,7 +222,8 @@ class Patience:
             now: in seconds, on the clock of `moved`.
         """
         if step != self.step:
-            self.step, self.moved = step, now
+            self.step = step
+            self.moved = now
         if now - self.moved <= (_QUIET_S if self.step else _START_S):
             return ""
         if not self.step:
@@ -296,7 +297,8 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
     wall_time = account(disturbed.metrics, disturbed.events, None if calm is None else calm.tokens_per_s)
     if wall_time is not None and calm is not None:
         if wall_time.pauses:
-            middle, longest = median(wall_time.pauses), max(wall_time.pauses)
+            middle = median(wall_time.pauses)
+            longest = max(wall_time.pauses)
             yield "pauses", f"{len(wall_time.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
         back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
         yield "times that state was lost", f"{back}; {wall_time.lost_steps} steps were trained again"

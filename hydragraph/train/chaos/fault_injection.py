@@ -236,7 +236,8 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
     """Kill a rank, then another one or its replacement, at some moment before the replacement has joined."""
-    children_before, joined = set(run.children()), len(run.happened("join"))
+    children_before = set(run.children())
+    joined = len(run.happened("join"))
     _end(target)
     run.until(lambda: set(run.children()) - children_before, _MOMENT_S)
     new = sorted(set(run.children()) - children_before)
@@ -267,7 +268,8 @@ def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
     """Slow a rank until strategies are switched or state moves for it, and kill a rank during that."""
-    before, end = len(run.happened("switch", "migrate")), time.monotonic() + _MOMENT_S
+    before = len(run.happened("switch", "migrate"))
+    end = time.monotonic() + _MOMENT_S
     while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):
         slow_down(target, _PERIOD_S)
     time.sleep(chance.uniform(0, 0.5))

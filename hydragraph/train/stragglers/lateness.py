@@ -122,7 +122,9 @@ class Lateness:
             seconds, learned = self._before
             self._before = None
             if now > seconds:
-                self._learned, self._ended, self._open = learned, True, False
+                self._learned = learned
+                self._ended = True
+                self._open = False
                 return
         usual = median(self._usual) if self._usual else 0.0
         beyond = median(late for late, _ in self._late) - usual
@@ -145,7 +147,8 @@ class Lateness:
             return
         self._rates = health
         if self._before is not None:
-            self._learned, self._before = self._before[1], None
+            self._learned = self._before[1]
+            self._before = None
         self._ended = False
         self._late.clear()
         self._seconds.clear()
@@ -155,7 +158,8 @@ def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> b
     """Return whether rates are about what they were, or what was learned at those."""
 
     def same(rank: int) -> bool:
-        then, now = before.rate(rank), health.rate(rank)
+        then = before.rate(rank)
+        now = health.rate(rank)
         alternatives = (_Learned(then, then), learned.get(rank, _Learned(then, then)))
         return any(rates.goes_for(then) and rates.goes_for(now) for rates in alternatives)
 

@@ -110,7 +110,8 @@ def rehoming(
 
     fitting = [home for home in homes if _fits(home, ranks, buckets, costs)]
     home = min(fitting or homes, key=seconds)
-    before, after = seconds(running), seconds(home)
+    before = seconds(running)
+    after = seconds(home)
     moving = max(received(running, home, ranks, buckets)) * GRADIENT_BYTES / costs.bytes_per_s
     fits = _fits(running, ranks, buckets, costs)
     if fits and (not fitting or (before - after) * steps <= GAIN * moving):
@@ -202,7 +203,8 @@ def best_shares(
 
 def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
     """Return the number of elements that each rank receives from others in a move, on the links that `move` chooses."""
-    before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
+    before = HomeLayouts(old, ranks)
+    after = HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
     for bucket in buckets:
         slices = move(before.of(bucket), after.of(bucket)).travelling
@@ -226,9 +228,11 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
         coming = np.array(received(old, new, ranks, [bucket]))
         if ahead and (waiting + coming).max() > elements:
             yield replace(old, shares=None, buckets=dict(moved))
-            waiting, ahead = np.zeros(ranks, np.int64), False
+            waiting = np.zeros(ranks, np.int64)
+            ahead = False
         moved[bucket.name] = _shares(new, bucket.name, ranks)
-        waiting, ahead = waiting + coming, ahead or bool(coming.any())
+        waiting = waiting + coming
+        ahead = ahead or bool(coming.any())
     yield new
 
 
@@ -241,7 +245,8 @@ def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: St
     if costs.free_bytes is None:
         return True
     for old, new in pairwise(way):
-        before, after = HomeLayouts(old, ranks), HomeLayouts(new, ranks)
+        before = HomeLayouts(old, ranks)
+        after = HomeLayouts(new, ranks)
         moved = [b for b in buckets if _shares(old, b.name, ranks) != _shares(new, b.name, ranks)]
         for rank, free in enumerate(costs.free_bytes):
             size = sum(before.of(b).local_size(rank) for b in buckets)

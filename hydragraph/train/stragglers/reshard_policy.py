@@ -130,7 +130,8 @@ class Following:
         """
         self._mix.extend(strategies[:1])
         if self._under_way:
-            self.home, self._under_way = self._parts.popleft(), False
+            self.home = self._parts.popleft()
+            self._under_way = False
         early = self._decided_at is not None and step - self._decided_at < COOLDOWN
         mix = self._changed_mix()
         if self._parts or early or (health == self._decided_for and mix is None) or health.lost:
