@@ -187,13 +187,12 @@ def compile(
         RankFailure: another rank failed meanwhile.
     """
     frontend.check_model(model, "compile")
-    _check_options(optimizer, max_grad_norm, deterministic, window, push_dtype, seed)
+    _check_options(optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check)
     owners = home_of(home)
     apart_now = joining or comes_late()
     backend = "eager" if deterministic and backend is None else backend
     source = _Source(model, dtype, example, loss, blocks, check)
     automatic = isinstance(strategy, str) and strategy == "auto"
-    mode = mode_of(check)
     world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
     with world.watch.calling("compile"):
@@ -207,7 +206,7 @@ def compile(
         if profile is None and automatic and not apart_now:
             subject = _subject(source, program, backend, owners or AUTO, world)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
-        how = (mode, owners, captured.library, captured.variants, apart_now, deterministic, loss, seed)
+        how = (mode_of(check), owners, captured.library, captured.variants, apart_now, deterministic, loss, seed)
         what = (model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend)
         executable = Executable(*what, *how)
     executable.progress_s = progress_s
@@ -225,9 +224,11 @@ def _check_options(
     window: int | None,
     push_dtype: torch.dtype,
     seed: int,
+    check: str | bool,
 ) -> None:
     """Reject arguments of `compile` that are wrong by themselves."""
     check_factory(optimizer)
+    mode_of(check)
     if window is not None and window < 0:
         raise ValueError(f"compile: window is {window}: give bytes, or None for two of the largest blocks")
     if push_dtype not in (torch.float32, torch.bfloat16):
