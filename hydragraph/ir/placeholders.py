@@ -1,20 +1,41 @@
-"""Placeholder that a strategy fills in: Communicate-Activation of Hydraulis (section 5.3), in a template's graph.
+"""Placeholders of a Program that a strategy fills in, the same three as in Hydraulis (section 5.3).
 
-It is the target of FX nodes, which `hydragraph.passes.shard` replaces. Pulls and pushes follow from buckets.
+They are targets of FX nodes and never run; `hydragraph.passes.shard` and the rank programs replace them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+# Inputs of templates with dropout (`hydragraph.frontend.dropout_calls`).
 DROPOUT_KEYS = "dropout_keys"
 DROPOUT_BLOCK = "dropout_block"
+
+
+def _unfilled(name: str) -> NoReturn:
+    raise AssertionError(f"{name} is a placeholder; lower the program for a strategy before running it")
+
+
+def pull(bucket: str) -> Any:
+    """Pull-Parameter: a bucket's weights enter; a strategy determines the sending ranks."""
+    _unfilled("pull")
+
+
+def push(bucket: str, *uses: Any) -> Any:
+    """Push-Gradient: a bucket's gradients leave for their owners, after the last use's backward."""
+    _unfilled("push")
 
 
 def communicate(value: Any, where: str) -> Any:
     """Communicate-Activation: a point where a strategy may communicate an activation.
 
     Args:
-        where: "enter" before a product that tensor parallelism may shard, "exit" after one that sums the ranks' parts.
+        where: "stage" between blocks (a possible pipeline cut), "enter" before a product that tensor parallelism may
+            shard, "exit" after one that sums the ranks' parts.
     """
-    raise AssertionError("communicate is a placeholder; lower the program for a strategy before running it")
+    _unfilled("communicate")
+
+
+def compute(template: str, *values: Any) -> Any:
+    """Run one block: its template over weights, hidden state and aux values."""
+    _unfilled("compute")

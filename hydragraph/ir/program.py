@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.ir.parameter import Bucket, Parameter
-from hydragraph.ir.placeholders import DROPOUT_KEYS
+from hydragraph.ir.placeholders import DROPOUT_KEYS, communicate, compute, pull, push
 from hydragraph.ir.program_outline import Outline
 from hydragraph.private.tracing import hint_of
 
@@ -169,6 +169,36 @@ class Program:
         """12 hex digits that identify templates, blocks and parameters: compared by ranks before they run."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
         return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """The whole model as one FX graph of `pull`, `compute`, `communicate` and `push` placeholders."""
+        graph = fx.Graph()
+        tokens = graph.placeholder("batch")
+        aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
+        weights: dict[str, fx.Node] = {}
+        hidden = tokens
+        users = {bucket.name: [] for bucket in self.buckets}  # type: ignore[var-annotated]
+        for block in self.blocks:
+            used = [b.name for b in self.buckets if block.name in b.blocks]
+            for name in used:
+                if name not in weights:
+                    weights[name] = self._call(graph, pull, (name,), f"W_{name}")
+            operands = (*(weights[n] for n in used), hidden, aux)
+            hidden = self._call(graph, compute, (block.template, *operands), f"h_{block.name}")
+            for name in used:
+                users[name].append(hidden)
+            if block is not self.blocks[-1]:
+                hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
+        # Backward runs from the last block to the first, so the last block's gradients are complete first.
+        for bucket in (b for b in reversed(self.buckets) if b.learns):
+            self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
+        graph.output(hidden)
+        return graph
+
+    @staticmethod
+    def _call(graph: fx.Graph, target: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> fx.Node:
+        return graph.create_node("call_function", target, arguments, {}, name=name.replace(".", "_"))
 
     def __str__(self) -> str:
         return program_text(self)
