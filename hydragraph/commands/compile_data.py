@@ -34,7 +34,7 @@ class BlockData:
     Attributes:
         kind: the kind of stage, such as "tp2s".
         indices: the places in the stage whose ranks run it.
-        held: bytes in memory, as lines over the tokens of a micro-batch (`cost.block_pieces.Held`).
+        held: bytes in memory, as lines over the tokens of a micro-batch (`cost.block_pieces.MemoryLines`).
         gradients: bytes of its parameters' gradients that its graphs make before they are added up.
         sent: bytes that a rank sends for tensor-parallel sums, as a line over the tokens.
     """
@@ -115,7 +115,7 @@ class ModelData:
 
 
 class RecordedBlocks:
-    """`cost.memory.Blocks` from a folder's data."""
+    """`cost.rank_memory.Blocks` from a folder's data."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
@@ -126,7 +126,7 @@ class RecordedBlocks:
         self.hidden_bytes = data.sizes.hidden_bytes
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `cost.memory.Blocks`."""
+        """See `cost.rank_memory.Blocks`."""
         from hydragraph.cost.footprint import Footprint
 
         block_data = self._data.block(block, part)
@@ -137,15 +137,15 @@ class RecordedBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `cost.memory.Blocks`; a high estimate, because a folder has data of whole backwards."""
+        """See `cost.rank_memory.Blocks`; a high estimate, because a folder has data of whole backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """See `cost.memory.Blocks`."""
+        """See `cost.rank_memory.Blocks`."""
         return self._data.block(block, part).held.added
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `cost.memory.Blocks`."""
+        """See `cost.rank_memory.Blocks`."""
         return at(self._data.aux, batch.tokens)
 
 

@@ -83,7 +83,7 @@ class CommonOptions:
         """Raise a ValueError for the first of these fields that was given; it begins with the option's name."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in names:
-            if getattr(self, name) not in (None, False):
+            if getattr(self, name) is not None and getattr(self, name) is not False:
                 declared = hints[name].__metadata__[0].default  # typer keeps an option's explicit name there
                 raise ValueError(f"{declared if isinstance(declared, str) else f'--{name}'} {why}")
 

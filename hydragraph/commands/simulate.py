@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,12 +101,6 @@ class StepOptions(ConfigOptions):
             raise ValueError("--cluster names the devices and --devices counts standard ones: give one of them")
         check_prices(self.profile, self.efficiency)
 
-    def load(self) -> TrainConfig:
-        """Read the config, with the strategies and the home that are named here."""
-        config = super().load()
-        texts = chosen_strategies(self.strategies, config.strategies, len(self.cluster_for(config).devices))
-        return replace(config, strategies=texts, home=chosen_home(self.home, config.home))
-
     def cluster_for(self, config: TrainConfig) -> Cluster:
         """Return the devices of a run."""
         from hydragraph.spec.cluster import Cluster
@@ -172,7 +166,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies of a config, read by `options`, and their costs."""
+    """Return the strategies that the options or else the config name, and their costs."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
@@ -180,14 +174,16 @@ def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tup
 
     cluster = options.cluster_for(config)
     model = bare_model(config)
-    strategies = read_strategies(config.strategies, model, len(cluster.devices))
+    texts = chosen_strategies(options.strategies, config.strategies, len(cluster.devices))
+    strategies = read_strategies(texts, model, len(cluster.devices))
     if options.profile is not None:
         profile = read_profile(options.profile)
     else:
         with Console(stderr=True).status("capturing the model"):
             degrees = sorted({stage.tp for s in strategies for p in s.pipelines for stage in p.stages})
             profile = datasheet(program_of(config, model), cluster, options.efficiency, degrees)
-    return strategies, costs_of_run(config, profile, cluster, options.corrections)
+    costs = costs_of_run(config, profile, cluster, options.corrections)
+    return strategies, costs.changed(home=chosen_home(options.home, config.home))
 
 
 def _priced(

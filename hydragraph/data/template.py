@@ -240,10 +240,10 @@ class _Written:
 
     def _window(self, i: int) -> Span:
         """Return the part of the text that contains message `i`, between the contents of its neighbours."""
-        regions = [self._region(self._messages, j) for j in range(len(self._messages))]
-        before = [region[1] for region in regions[:i] if region]
-        after = [region[0] for region in regions[i + 1 :] if region]
-        return before[-1] if before else 0, after[0] if after else len(self.text)
+        before = (self._region(self._messages, j) for j in reversed(range(i)))
+        after = (self._region(self._messages, j) for j in range(i + 1, len(self._messages)))
+        begin = next((region[1] for region in before if region), 0)
+        return begin, next((region[0] for region in after if region), len(self.text))
 
     def turn(self, i: int) -> Span:
         """Return the generated span of message `i`: its content and the token that ends it.

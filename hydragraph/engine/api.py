@@ -170,7 +170,7 @@ def compile(
         lengths: of the sequences of sample mini-batches; they decide whether to choose every step (`decision`).
         policy: how iterations are planned.
         backend: of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
-        program: an earlier result of `capture` for an equal model, with the arguments of that capture.
+        program: an earlier result of `capture` for an equal model; leave `example` and `loss` to that capture.
         progress_s: seconds without progress of any rank, while some wait, after which all raise and write their stacks.
         home: shares of the state by rank, as an object or text ("3,1 copies=2", "equal", "stages"); None: "auto".
         compiled: a folder of `hydragraph compile` in place of a capture; graphs that are not in it are compiled here.
@@ -210,9 +210,9 @@ def compile(
         what = (model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend)
         executable = Executable(*what, *how)
     executable.progress_s = progress_s
-    if not apart_now and (member := here()) is not None:
+    if (member := here()) is not None and not comes_late():
         member.hold()
-    elif apart_now and not joining:
+    elif comes_late() and not joining:
         survive(executable)
     return executable
 

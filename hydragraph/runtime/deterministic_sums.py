@@ -1,7 +1,7 @@
 """Constraints of deterministic runs, whose bits depend only on the model and the data.
 
 a sequence is computed alone          its activations and gradients are functions of it and of the weights
-gradients and losses are added exactly  no order, grouping or owner changes a sum (`kernels.exact`)
+gradients and losses are added exactly  no order, grouping or owner changes a sum (`kernels.exact_sums`)
 one tensor-parallel degree            a product that is cut in two has other sums than a whole one
 one thread on a CPU, one kind of device  libraries choose the order of sums by both
 """

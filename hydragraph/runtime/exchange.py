@@ -218,7 +218,7 @@ def start_exact_push(
     buffers: Buffers,
     handing: Exchange | None = None,
 ) -> Finish:
-    """Start moving exact sums (`kernels.exact`), which the returned function adds up, then rounds into `home`.
+    """Start moving exact sums (`kernels.exact_sums`), which the returned function adds up, then rounds into `home`.
 
     Args:
         parts: this rank's, 1-D fp64, each empty if it has none; returned to `buffers` when sent.

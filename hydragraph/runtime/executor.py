@@ -106,7 +106,7 @@ class Executor:
         streams: that device's queues; default: those of the device and the communicators.
         rounded: the weights to pull, if the optimizer keeps them alongside the master weights.
         deterministic: make sums over micro-batches and ranks exact, so that they do not depend on the order
-            (`kernels.exact`).
+            (`kernels.exact_sums`).
 
     Attributes:
         before: called with every instruction before it runs; for injecting failures and for tracing.

@@ -5,7 +5,6 @@ A rank may be lost at any instruction. Ranks that meet again are at most one upd
     a rank was lost            state of the others                           recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
     while some detect it       some have updated, the others have all        the others update as well, with the norm
-  that
                                gradients at home                             the commit has shared: no message is needed
     in its own update          the others have updated                       none
 

@@ -14,7 +14,7 @@ from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
-# Kinds of events with a row below the losses, and the sign of each; the rows' names are `events.TITLES`.
+# Kinds of events with a row below the losses, and the sign of each; the rows' names are `run_events.TITLES`.
 _SIGNS: Mapping[Name, str] = {
     "fault": "x",
     "leave": "<",

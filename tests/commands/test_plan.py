@@ -92,6 +92,7 @@ def test_lengths_come_from_text_or_from_a_token_file(folder: Path) -> None:
         (("--strategy", "<[0,1]x4,[2]x4>"), {}, "write pipelines as <tp4,pp2>"),
         (("--strategy", "<tp3,pp1>"), {}, "scheme <tp3,pp1>: it was not measured"),
         (("--strategy", "4*<tp4,pp1>"), {}, "has 16 devices, and there are 8"),
+        (("--deadline", "0"), {}, "--deadline is for devices that differ"),
         (("--context", "900000"), {}, "no measured scheme takes 900000 tokens on 8 devices"),
     ],
 )

@@ -375,3 +375,10 @@ def test_numbers_suit_their_size() -> None:
 
 def test_help_teaches_with_an_example() -> None:
     assert "hydragraph simulate examples/demo.yaml --devices 4" in " ".join(run("simulate", "--help").stdout.split())
+
+
+def test_options_replace_strategies_and_home_without_the_checks_of_a_run(tmp_path: Path) -> None:
+    config = write(tmp_path, strategies="auto", ranks=2, elastic={"replan": True, "copies": 2})
+    result = run("simulate", config, "--home", "equal")
+    assert result.exit_code == 0, result.output
+    assert "2*<tp1,pp1>" in result.stdout

@@ -118,7 +118,7 @@ def _free_port() -> int:
 def stat_of(pid: int) -> list[str]:
     """Return the fields of a process's /proc/PID/stat after its name, the state first; none if it is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 

@@ -39,7 +39,7 @@ LAST = 8  # recent mini-batches that a plan is made for
 
 
 class Stepped(Protocol):
-    """The part of a step's report that the controller uses (`executable.StepReport`)."""
+    """The part of a step's report that the controller uses (`step_report.StepReport`)."""
 
     step: int
     seconds: float
@@ -51,7 +51,7 @@ class Stepped(Protocol):
 
 
 class PlanningService(Protocol):
-    """The planning service (`replanning.Replanner`)."""
+    """The planning service (`background_replanning.Replanner`)."""
 
     @property
     def busy(self) -> bool:
