@@ -148,7 +148,7 @@ class SchemeWork(CostedWork):
         self._whole = profile
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `cost.work.Priced`."""
+        """See `cost.instruction_work.Priced`."""
         stage = self._where[ranks[0]]
         if not block.startswith("layer."):
             return [0.0] * len(micro_batches)

@@ -44,9 +44,8 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     device = data.get("device")
     link = data.get("link")
     sizes = data.get("sizes")
-    plain = ("name", "hetero_sync_s", "type", "commit_s", "norm_s", "efficiency")
+    plain = ("type", "commit_s", "norm_s", "efficiency")
     tuples = ("blocks", "notes", "update")
-    by_scheme = ("limits", "failed", "residuals")
     pieces = {
         StageKind.parse(kind): {template: _read_piece(piece) for template, piece in of_kind.items()}
         for kind, of_kind in data.get("pieces", {}).items()
@@ -54,7 +53,11 @@ def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: data[name] for name in plain if name in data},
         **{name: tuple(data[name]) for name in tuples if data.get(name)},
-        **{name: {_scheme(scheme): value for scheme, value in data.get(name, {}).items()} for name in by_scheme},
+        "name": data["name"],
+        "hetero_sync_s": data["hetero_sync_s"],
+        "limits": {_scheme(scheme): int(tokens) for scheme, tokens in data["limits"].items()},
+        "failed": {_scheme(scheme): why for scheme, why in data["failed"].items()},
+        "residuals": {_scheme(scheme): float(value) for scheme, value in data.get("residuals", {}).items()},
         "schemes": {_scheme(scheme): read_constants(k) for scheme, k in data["schemes"].items()},
         "util": {int(tp): int(tokens) for tp, tokens in data["util"].items()},
         "memory": memory and MemoryModel(**{**memory, **_tables(memory)}),

@@ -160,7 +160,7 @@ class CompiledBlocks:
     """A captured model and its compiled graphs.
 
     Args:
-        compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
+        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
     """
 
     def __init__(self, program: Program, compiled: VariantOf) -> None:
@@ -230,7 +230,7 @@ def rank_memory(
 
     Args:
         micro_batches: of each pipeline.
-        compiled: returns a block's graphs, like `runtime.variants.Variants.get`.
+        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
         messages: include those of pull and push, assumed to be in flight until they must have arrived.
         home: owners of the state; None: equal shares of all ranks. Without nodes, each rank counts as one.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _LARGEST_KEY = 256  # features of a key that the kernels hold at once
+_OLDEST = (0, 6)  # the first version that takes fewer heads of keys than of values
 
 
 def usable(k: Tensor) -> bool:
@@ -48,8 +49,10 @@ def _apply(leaves: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _function() -> Any:
-    """Return the package's function; None: it is not installed, or serves other devices only."""
+    """Return the package's function; None: it is not installed, too old, or serves other devices only."""
     try:
-        return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        version = import_module("fla").__version__
+        function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except (ImportError, AttributeError):
         return None
+    return function if tuple(map(int, version.split(".")[:2])) >= _OLDEST else None

@@ -234,9 +234,10 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
     if not accumulate and source.dtype == target.dtype:
         copy(source, target, table.ordered)
         return
-    longest = max(batch.elements for batch in table.batches)
-    gather_buffer = source.new_empty(longest)
-    scatter_buffer = target.new_empty(longest)
+    gathered = (batch.elements for batch in table.batches if len(batch.lengths) > 1)
+    scattered = (batch.elements for batch in table.batches if batch.whole is None)
+    gather_buffer = source.new_empty(max(gathered, default=0))
+    scatter_buffer = target.new_empty(max(scattered, default=0))
     for batch in table.batches:
         if len(batch.lengths) == 1:
             values = source[int(batch.origins[0]) :][: batch.elements]

@@ -35,6 +35,12 @@ class _Kernels(torch.autograd.Function):
         return (*(x[None] for x in gated_delta_rule.backward(*given)), None)
 
 
+def _version(version: str) -> ModuleType:
+    module = ModuleType("fla")
+    vars(module)["__version__"] = version
+    return module
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Install the stand-in; yield the options of its calls."""
@@ -47,6 +53,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     module = ModuleType("fla.ops.gated_delta_rule")
     vars(module)["chunk_gated_delta_rule"] = chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setitem(sys.modules, "fla", _version("0.6.0"))
     fla_delta_rule._function.cache_clear()
     yield calls
     fla_delta_rule._function.cache_clear()
@@ -83,6 +90,13 @@ def test_only_sixteen_bits_on_a_gpu_use_the_package(package: list[dict[str, Any]
     _, k, *_ = inputs(4)
     assert fla_delta_rule._function() is not None
     assert not fla_delta_rule.usable(k.bfloat16())
+
+
+def test_versions_that_need_as_many_heads_of_keys_are_not_used(
+    package: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fla", _version("0.5.1"))
+    assert fla_delta_rule._function() is None
 
 
 def test_without_the_package_plain_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
