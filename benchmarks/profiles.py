@@ -4,10 +4,10 @@
     python benchmarks/profiles.py --layers 24
 
 AutoHet measures stages of 1, 2, 4, ... layers and adds them up (its equation 5, `Powers`). We measure one block,
-in a chain of `CHAIN` as a stage would run it, and fit what lengths change (`runtime.profile_fitting`). Both are compared
-with measured stages of every other number of layers. Ours is also compared for micro-batches that it did not measure, which
-equation 5 can predict only after another measurement. Times are CPU times of this process, so other processes do not
-affect them.
+in a chain of `CHAIN` as a stage would run it, and fit what lengths change (`runtime.profile_fitting`). Both are
+compared with measured stages of every other number of layers. Ours is also compared for micro-batches that it did not
+measure, which equation 5 can predict only after another measurement. Times are CPU times of this process, so other
+processes do not affect them.
 """
 
 from __future__ import annotations
