@@ -97,7 +97,7 @@ class _Shown(logging.StreamHandler[Any]):
 
 
 def show(level: str | int | None = "info") -> None:
-    """Write the library's lines to stderr, each with its rank and step, also in ranks that `launch` starts afterwards.
+    """Write the library's lines to stderr, each with its rank and step. Ranks that `launch` starts later do so too.
 
     Args:
         level: the lowest level that is shown, by name or number; None: stop writing.

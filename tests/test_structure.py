@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "hydragraph"
 FUNCTION_LINES = 90
 FILE_LINES = 700
 PACKED = 0.01  # share of assignments of several values in one line
-VAGUE = {"found", "given", "known", "wanted", "held", "taken", "made", "told", "each"}  # names that do not say of what
+VAGUE = {"found", "given", "known", "wanted", "held", "taken", "made", "told", "each"}  # names that could hold anything
 VAGUE_SHARE = 0.01  # of local names
 
 

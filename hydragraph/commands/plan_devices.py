@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-COMPILING = 0.6  # of the deadline, after which no further graphs are compiled
+COMPILING = 0.6  # fraction of the deadline that may be spent compiling graphs
 EXPLAINING = 1.0  # relative to the time of planning: time to simulate rivals
 OFFERED = 4  # printed combinations of rented nodes
 

@@ -197,7 +197,7 @@ class Costs(Pricing):
 
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = self.useful_tokens(pipeline)
-        # Which stage is the slowest may depend on the length: a useful one decides.
+        # The slowest stage may depend on the length, so the length at which the pipeline is well used decides.
         by_row: dict[int, list[Constants]] = {}
         for stage, row in zip(stages, pipeline.rows, strict=True):
             by_row.setdefault(row, []).append(stage.constants)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 _LARGEST_KEY = 256  # features of a key that the kernels hold at once
-_OLDEST = (0, 6)  # the first version that takes fewer heads of keys than of values
+_OLDEST = "0.6"  # the first version that takes fewer heads of keys than of values
 
 
 def usable(k: Tensor) -> bool:
@@ -55,4 +56,4 @@ def _function() -> Any:
         function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     except (ImportError, AttributeError):
         return None
-    return function if tuple(map(int, version.split(".")[:2])) >= _OLDEST else None
+    return function if TorchVersion(version) >= _OLDEST else None

@@ -186,7 +186,7 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
                     "out: the other can run its micro-batches too"
                 )
-        # Of each device: where it is, its pipeline, and its first layer and stage.
+        # device -> (its place in words, its pipeline, its first layer and its stage)
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):

@@ -140,7 +140,7 @@ class _RunInputs:
     """Inputs of a run that every rank builds for itself.
 
     Attributes:
-        config: with its number of steps, also if it was given by epochs.
+        config: settings of the run, with epochs converted to steps.
         reference: scores of the model before training, perhaps still unknown; None: the run needs none.
         anew: returns the run's mini-batches from the start.
     """

@@ -92,11 +92,14 @@ def test_only_sixteen_bits_on_a_gpu_use_the_package(package: list[dict[str, Any]
     assert not fla_delta_rule.usable(k.bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("version", "used"), [("0.5.1", False), ("0.6rc1", False), ("0.10.0.dev3", True), ("1.0", True)]
+)
 def test_versions_that_need_as_many_heads_of_keys_are_not_used(
-    package: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    version: str, used: bool, package: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "fla", _version("0.5.1"))
-    assert fla_delta_rule._function() is None
+    monkeypatch.setitem(sys.modules, "fla", _version(version))
+    assert (fla_delta_rule._function() is not None) == used
 
 
 def test_without_the_package_plain_pytorch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def model_record(
             "code": _code(model),
         }
     except Unknown as error:
-        what = f"{error}, so that a compiled folder could not be told from another model's"
+        what = f"{error}, so a compiled folder could belong to another model"
         remedy = "leave that out of the model and its loss, or train without a compiled folder"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy) from None
 

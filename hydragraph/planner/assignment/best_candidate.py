@@ -104,7 +104,7 @@ def compare_pipelines(
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
-        ValueError: there are no candidates.
+        ValueError: the list of candidates is empty.
     """
     if not candidates:
         raise ValueError("no candidates: give at least one strategy")
