@@ -91,6 +91,9 @@ def check_command(options: CheckOptions) -> None:
     from hydragraph.train.model_flops import step_flops
 
     check_prices(options.profile, options.efficiency)
+    if options.arch is not None and options.profile is not None:
+        raise ValueError("--profile has measured seconds and --arch prices a datasheet: give one of them")
+    launches = options.arch is not None and options.efficiency is None  # which prices no launches
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
@@ -112,6 +115,9 @@ def check_command(options: CheckOptions) -> None:
             fits.append((fitting, mfu, advice(costs, fitting, assignment)))
     if options.as_json:
         records = [{**fitting.as_dict(), "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
+        if launches:
+            for record, (fitting, *_) in zip(records, fits, strict=True):
+                record["launches"] = _launch_share(costs, fitting.strategy, config.data.max_length)
         print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
     else:
         print(costs.source)
@@ -120,7 +126,7 @@ def check_command(options: CheckOptions) -> None:
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits))
         for fitting, *_ in fits:
-            if options.arch is not None:
+            if launches:
                 print(_launches(costs, fitting.strategy, config.data.max_length))
             console().print(_memory_table(fitting))
     if not all(fitting.fits for fitting, *_ in fits):

@@ -8,8 +8,8 @@ with its own micro-batches  those that may then be best, in turn: cut for each p
 memory and owners           those that may still be the best, and those to choose among
 a simulation                the best, and any that is estimated to end before it
 
-Every pipeline pulls all weights, so a pipeline that a slow link connects may cost more than it contributes; the search models
-links too coarsely to detect that. A pipeline without micro-batches only adds cost.
+Every pipeline pulls all weights, so a pipeline that a slow link connects may cost more than it contributes. The search
+models links too coarsely to detect that. A pipeline without micro-batches only adds cost.
 """
 
 from __future__ import annotations

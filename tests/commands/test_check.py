@@ -45,6 +45,12 @@ def test_gpus_of_an_architecture_are_predicted_without_one(tmp_path: Path) -> No
     assert "85.9 GB" in text  # 80 GiB
     assert "kernel launches are predicted to take 9" in text  # a tiny model hardly computes
     assert "most of it below about" in text
+    (record,) = json.loads(run("check", config, "--arch", "sm_80", "--json").stdout)["strategies"]
+    assert 0.9 < record["launches"] < 1
+    at_one_rate = run("check", config, "--arch", "sm_80", "--efficiency", "0.4")
+    assert "launches" not in at_one_rate.stdout
+    both = run("check", config, "--arch", "sm_80", "--profile", "p.json")
+    assert "--profile has measured seconds and --arch prices a datasheet" in " ".join(both.stderr.split())
     unknown = run("check", config, "--arch", "sm_70")
     assert unknown.exit_code == 2
     assert "--arch sm_70: use sm_80, sm_90, sm_100" in " ".join(unknown.stderr.split())
