@@ -69,9 +69,7 @@ class CompileOptions(ConfigOptions):
         str | None,
         typer.Option(help="With --device cuda: sm_80, sm_90 or sm_100; this machine needs no GPU. See show --kernels."),
     ] = None
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Also write Inductor's code, for train --trust, which runs that code.")
-    ] = False
+    trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
     def load(self) -> TrainConfig:
         """Read the config, with what is named here."""

@@ -33,7 +33,7 @@ class DevicesOptions(CommonOptions):
         ),
     ] = None
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None
-    output: Annotated[Path | None, typer.Option(help="Write them as a cluster file, which plan reads.")] = None
+    output: Annotated[Path | None, typer.Option(help="Write them to this cluster file, for hydragraph plan.")] = None
 
 
 @verb

@@ -10,7 +10,7 @@ import typer
 
 from hydragraph.commands.options import CommonOptions, verb
 
-EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then from_pretrained('demo-model')."
+EXAMPLE = "Example: hydragraph export runs/demo --step 40 --to demo-model, then load demo-model with from_pretrained."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ HealthFile = Annotated[
     typer.Option("--health", help="A YAML file of slow ranks, by their slowdown, and lost ones: {3: 2.57, 5: inf}."),
 ]
 ProfileFile = Annotated[
-    str | None, typer.Option("--profile", help="A file by hydragraph profile; default: a datasheet.")
+    str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
 ]
 Efficiency = Annotated[
     float | None,

@@ -54,7 +54,7 @@ class ShowOptions(CommonOptions):
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for --memory and --traffic.")] = 2048
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Needs and least time of each kernel of a folder compiled with --arch.")
+        bool, typer.Option("--kernels", help="Registers, spills, bytes and least time of each kernel.")
     ] = False
     schedule: Annotated[bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")] = (
         False
