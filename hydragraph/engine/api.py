@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What a program is captured from: the arguments of `capture`."""
+    """Arguments of `capture`."""
 
     model: nn.Module
     dtype: torch.dtype
@@ -70,23 +70,20 @@ class _Source:
     check: str | bool
 
     def subject(self, program: Program) -> CheckedModel:
-        """Return a captured program with the model to compare it with."""
         loss = self.loss or token_cross_entropy
         return CheckedModel(self.model, program, loss=loss, blocks=self.blocks, example=self.example)
 
     def captured(self) -> Program:
-        """Trace the model, and check the result."""
         program = frontend.capture(self.model, self.dtype, self.example, self.loss, self.blocks)
         check_here(self.subject(program), self.check)
         return program
 
     def loaded(self, folder: str | Path, ranks: int = 1, trust: bool = False) -> CompiledFolder:
-        """Read a compiled folder of the model."""
         record = model_record(self.model, self.loss, self.example, self.blocks)
         return load(folder, record, self.dtype, ranks, trust)
 
     def key(self, strategy: Choices, backend: str | None) -> str:
-        """Return the key under which ranks share the program: a hash of its origin and all arguments."""
+        """Return the key under which ranks share the program: a hash of all arguments."""
         arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.loss, self.blocks)
         said = [frontend.origin(self.model), *map(_said, arguments)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
@@ -102,14 +99,13 @@ def capture(
     check: str | bool = "auto",
     compiled: str | Path | None = None,
 ) -> Program:
-    """Trace a model once into blocks with pull, push and communicate placeholders, and check the result by numbers.
+    """Trace a model into blocks with pull, push and communicate placeholders, and check the result numerically.
 
     Args:
         model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
         check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone (loss and
-            every gradient), for each structurally distinct block once; "full" checks every block; "off" skips the
-            check.
-        compiled: a folder written by `hydragraph compile`; the program is read from it instead of being traced.
+            every gradient), for each structurally distinct block once; "full" checks every block.
+        compiled: a folder of `hydragraph compile` to read the program from, in place of a trace.
 
     Raises:
         Unsupported: the model cannot be captured, or the captured graphs differ from it.
@@ -151,15 +147,15 @@ def compile(
     push_dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Executable:
-    """Compile a model for training under a strategy that every step may change; all ranks call it alike.
+    """Compile a model for training; all ranks call it alike.
 
     Joins the process group of the launcher's environment, uses an existing one, or runs as a single process.
 
     Args:
-        model: a Hugging Face model or your own module, the same on every rank, with weights on the CPU; or on the meta
-            device: weights then come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
-        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, from which every step picks the fastest;
-            or "auto", which plans for `lengths` with `profile`, or measures the devices.
+        model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device; a meta
+            model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
+        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, of which every step picks the fastest; or
+            "auto", which plans for `lengths` with `profile`, or measures the devices.
         optimizer: makes a torch.optim optimizer from one (name, 1-D fp32 tensor) pair per parameter in model order, of
             0 elements where this rank owns none; also called after moves, and with whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
@@ -167,18 +163,18 @@ def compile(
         loss: returns the loss summed over targets, from the model's outputs and the packed batch.
         example, blocks, check: see `hydragraph.capture`; unless off, strategies are also checked before they first run.
         profile: from `hydragraph profile`, or the costs of a plan, for devices that differ; None: rough costs.
-        lengths: of the sequences of sample mini-batches; they decide whether to choose every step (`decision`).
+        lengths: of sequences in sample mini-batches.
         policy: how iterations are planned.
         backend: of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
-        program: an earlier result of `capture` for an equal model; leave `example` and `loss` to that capture.
-        progress_s: seconds without progress of any rank, while some wait, after which all raise and write their stacks.
-        home: shares of the state by rank, as an object or text ("3,1 copies=2", "equal", "stages"); None: "auto".
-        compiled: a folder of `hydragraph compile` in place of a capture; graphs that are not in it are compiled here.
+        program: a result of `capture` for an equal model; leave `example` and `loss` to that call.
+        progress_s: seconds without any rank's progress while some wait; then all raise and write their stacks.
+        home: shares of the state by rank, or their text ("3,1 copies=2", "equal", "stages"); None: "auto".
+        compiled: a folder of `hydragraph compile` in place of a capture; missing graphs are compiled.
         trust: also load Inductor's code from it, which can do anything that you may.
-        joining: this process joins ranks that train, by `Executable.move`; other arguments as on those, a meta model.
-        deterministic: results have the same bits for all pipelines, ranks and homes; see docs/deterministic.md.
+        joining: this process joins training ranks by `Executable.move`; give a meta model and their other arguments.
+        deterministic: same bits for all pipelines, ranks and homes; see docs/deterministic.md.
         window: most bytes of fp32 gradients in flight, and as many weights; None: two of the largest blocks.
-        push_dtype: of gradients on their way to owners, which sum in fp32; bfloat16 halves the bytes.
+        push_dtype: of gradients sent to owners, which sum in fp32.
         seed: of dropout, the same on every rank; masks do not depend on the strategy.
 
     Raises:
@@ -226,7 +222,6 @@ def _check_options(
     seed: int,
     check: str | bool,
 ) -> None:
-    """Reject arguments of `compile` that are wrong by themselves."""
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
@@ -248,7 +243,7 @@ def _check_options(
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A program, the folder that it comes from, and the graphs of it that are compiled already."""
+    """A program, its compiled folder, and its graphs that are compiled already."""
 
     program: Program
     library: CompiledFolder | None = None
@@ -256,7 +251,6 @@ class _Known:
 
 
 def _given(source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool) -> _Known:
-    """Return the program that a user gave, or that of a compiled folder."""
     if folder is None:
         assert program is not None
         check_loss_of(program, source.loss)
@@ -278,10 +272,6 @@ def _captured(
     apart_now: bool,
     meanwhile: Callable[[], object] | None,
 ) -> _Known:
-    """Capture the model and compile the known strategies' graphs on one rank of each machine.
-
-    Rank 0, which plans, prepares for that meanwhile, unless it is alone on its machine.
-    """
 
     def make() -> tuple[Program, Variants | None]:
         program = source.captured()
@@ -300,7 +290,6 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 
 
 def _subject(source: _Source, program: Program, backend: str | None, home: Home, world: World) -> Subject:
-    """Return the model as its blocks are measured on this run's devices."""
     limits = limits_of(program)
     vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
     positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
@@ -312,8 +301,7 @@ def _subject(source: _Source, program: Program, backend: str | None, home: Home,
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:
     """Compile the graphs of the known strategies for all ranks of a machine.
 
-    Returns None for a single rank, under Inductor, which keeps its own code on disk, and if a strategy does not fit,
-    which every rank then reports.
+    Returns None for a single rank, under Inductor, and if a strategy does not fit, which every rank then reports.
     """
     if world.ranks == 1 or choose_backend(backend, world.device) == "inductor":
         return None
@@ -329,7 +317,7 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
 
 
 def _said(value: object) -> str:
-    """Describe an argument of `compile` so that equal texts mean equal arguments on ranks that run one script."""
+    """Describe an argument of `compile` so that equal texts mean equal arguments."""
     match value:
         case Tensor():
             return f"{value.dtype} {tuple(value.shape)}"
@@ -368,7 +356,7 @@ def _check_origin(program: Program, source: _Source) -> None:
 def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
     """Compile a program's templates for strategies, without Inductor, which keeps its own code on disk.
 
-    While the result is alive, executables of this process, and of ranks forked from it (`launch`), re-use its graphs.
+    While the result is alive, executables of this process and of ranks forked from it (`launch`) re-use its graphs.
     """
     variants = Variants(program, added=True, cache=VariantCache())
     variants.compile(strategies)
@@ -377,7 +365,7 @@ def precompile(program: Program, strategies: Iterable[Strategy]) -> Variants:
 
 @dataclass(frozen=True)
 class RankPrograms(Sequence[RankProgram]):
-    """Programs of all ranks for one iteration; they can be printed, verified, priced and run."""
+    """Programs of all ranks for one iteration."""
 
     programs: SharedPrograms
     program: Program
@@ -406,15 +394,14 @@ class RankPrograms(Sequence[RankProgram]):
         efficiency: float | None = None,
         home: Home | str | None = None,
     ) -> Timeline:
-        """Price the programs by an event simulation of every stream of every rank.
+        """Price the programs by an event simulation of every rank's streams.
 
         Args:
             cluster: devices and links, priced from their datasheet; or costs.
-            tokens: length of the single sequence of each micro-batch, one number for all pipelines or one for each.
-            efficiency: fraction of the datasheet's FLOP/s that computation reaches; None: as the roofline of
-                `cost.datasheet` says.
-            home: owners of state, for a cluster; None: as `compile` chooses for the strategy. Costs have their own
-                home.
+            tokens: length of each micro-batch's single sequence, one number for all pipelines or one for each.
+            efficiency: fraction of the datasheet's FLOP/s that computation reaches; None: the roofline of
+                `cost.datasheet`.
+            home: owners of state; None: as `compile` chooses. Costs have their own.
         """
         from hydragraph.cost.datasheet import datasheet
 
@@ -444,12 +431,7 @@ def lower(
 
 
 def simulate(costs: Costs, strategy: Strategy, assignment: Assignment) -> Timeline:
-    """Simulate one iteration of a strategy: when every rank runs each instruction, and how much memory it holds.
-
-    Args:
-        costs: of the model on a cluster.
-        strategy: uses ranks of the cluster.
-        assignment: which pipeline computes which sequences in which micro-batch, with their lengths.
+    """Simulate one iteration of a strategy: times of every rank's instructions, and its memory.
 
     Raises:
         ValueError: the arguments do not fit one another.

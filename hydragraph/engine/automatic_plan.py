@@ -1,12 +1,12 @@
-"""Planning without files, for `strategies: auto`: discover devices, measure the model's blocks on them, and plan.
+"""Planning without files, for `strategies: auto`.
 
     1. every rank reports its device, and pairs of ranks exchange messages       `engine.discovery`
     2. blocks are timed on all types of devices at the same time, unless cached   `runtime.profile_measurement`
     3. rank 0 plans for the data's lengths, and tells all ranks                   `planner.plan`
 
-Times that are too noisy for a fit are measured once more, for longer. If a type then has no usable kind of stage, all
-types are priced by the model's operations. Sequence parallelism and recomputation are measured only if nothing fits
-without them.
+Times that are too noisy for a fit are measured again, for longer. If a type then has no usable kind of stage, all types
+are priced by the model's operations. Sequence parallelism and recomputation are measured only if no plan fits without
+them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _LOG = logging.getLogger(__name__)
 ATTEMPTS = ((2, 4), (5, 6))
 # Tokens of the longest measured micro-batch, at least: shorter ones do not show attention.
 LEAST_TOKENS = 1024
-# Most seconds that the longest measured micro-batch should take in a block, forward and backward.
+# Most seconds for a block's forward and backward of that micro-batch.
 BLOCK_S = 1.0
-# Assumed mini-batches where no lengths are given: sequences per rank, and their tokens.
+# Assumed mini-batches: sequences per rank, and their tokens.
 ASSUMED = (4, 512)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned."""
+    """A model to plan for, and the home of its state."""
 
     model: MeasuredModel
     home: Home
@@ -71,8 +71,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
     """Return inputs for the choice of strategies, measured and planned on the ranks that run; all ranks call this.
 
     Args:
-        world: this process's place.
-        preplanned: whether to plan now; otherwise only devices and costs are measured.
+        preplanned: whether to plan now, rather than only measure devices and costs.
 
     Raises:
         Unsupported: on all ranks: no plan fits the devices.
@@ -114,11 +113,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
 
 
 def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
-    """Check that all ranks have the same model: otherwise they would wait for each other's measurements forever.
-
-    Raises:
-        ValueError: naming two ranks and their hosts.
-    """
+    """Raise a ValueError if ranks have different models: they would wait for each other's measurements forever."""
     programs: list[str] = groups.gather(f"{subject.program.fingerprint}, {subject.program.dtype}")
     for rank, other in enumerate(programs):
         if other != programs[0]:
@@ -131,15 +126,12 @@ def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rank 0's plan, as all ranks need it."""
-
     strategies: tuple[Strategy, ...]
     lines: tuple[str, ...]
     took_s: float
 
 
 def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
-    """Plan on rank 0."""
     from hydragraph.planner.brief_explanation import brief_explanation  # needs numba, which other ranks do without
 
     doing("planning")
@@ -154,7 +146,6 @@ def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
 
 
 def _lines(costs: Costs, found: Discovered, plan: Sequence[str], source: str, assumed: str) -> tuple[str, ...]:
-    """Return the explanation: at most eight lines."""
     from hydragraph.planner.brief_explanation import devices_line
 
     devices = devices_line(costs, found.types, found.links_text)
@@ -195,16 +186,14 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks: fits of one set of times may differ in rounding between hosts."""
+    """Return rank 0's value on all ranks, as fits may differ in rounding between hosts."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
 
 def _longest(program: Program, found: Discovered, planning: Planning) -> int:
-    """Return the tokens of the longest micro-batch to measure.
-
-    It is at least the longest sequence. It is longer, so that attention shows, as far as a block then takes at most
-    `BLOCK_S`.
+    """Return the tokens of the longest micro-batch to measure: more than the longest sequence, up to `BLOCK_S` per
+    block.
     """
     sequence = max(n for batch in planning.lengths or () for n in batch)
     slowest = min(report.flops_per_s for report in found.reports)
@@ -214,13 +203,11 @@ def _longest(program: Program, found: Discovered, planning: Planning) -> int:
 
 
 def _degrees(program: Program, most: int) -> tuple[int, ...]:
-    """Return the tensor-parallel degrees that the model can be cut by, up to the ranks of one place."""
     able = (tp for tp in range(1, most + 1) if program.allows(tp))
     return tuple(tp for tp in able if runs(program, Strategy.parse(f"<tp{tp},pp1>", program.layers), tp))
 
 
 def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dict[str, str]:
-    """Return the key of each type's profile in the cache."""
     program = subject.program
     kinds = tuple(kind.text for kind in settings.every_kind)
     model = (program.fingerprint, program.origin, str(program.dtype), subject.model.backend)
@@ -234,7 +221,6 @@ def _keys(subject: Subject, found: Discovered, settings: MeasureSettings) -> dic
 
 
 def _recalled(keys: Mapping[str, str], found: Discovered) -> Profile | None:
-    """Return the cached profiles of all types; None if one is missing."""
     alone = len(keys) == 1
     profiles = [recall_profile(key, found.reports[found.types.index(name)], name, alone) for name, key in keys.items()]
     cached = [profile for profile in profiles if profile is not None]

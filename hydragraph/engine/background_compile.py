@@ -1,11 +1,10 @@
-"""Preparation of strategies that never ran before, in the background of training: their graphs, and the graphs' check.
+"""Compilation and check of new strategies' graphs in the background of training.
 
-    rank 0 announces new strategies             one rank of each machine starts a low-priority process that makes what
+rank 0 announces new strategies one rank of each machine starts a low-priority process that makes what
                                                 they need; steps continue as before
     the result is ready on every machine        all ranks read it, and choose from the new strategies in the next step
 
-Strategies that fail the check are not used. If the process dies, or takes longer than LIMIT_S, ranks compile when they
-first run the strategy.
+If the process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _Asked:
 
 
 class Beforehand:
-    """Process that prepares some strategies."""
+    """Process that prepares strategies."""
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
         self._asked = _Asked(variants, check, tuple(strategies))
@@ -74,7 +73,7 @@ class Beforehand:
 
     @property
     def offer(self) -> OfferedFile | None:
-        """Location of the `Made` once the process has ended; None: it failed."""
+        """Location of the `Made` once the process has ended; None if it failed."""
         return self._offer if self.settled else None
 
     def close(self) -> None:
@@ -109,11 +108,10 @@ class Beforehand:
 
 @dataclass(frozen=True, eq=False)
 class Readying:
-    """Prepares a rank for strategies that it has never run.
+    """Prepares a rank for new strategies.
 
     Attributes:
-        variants: this rank's graphs.
-        check: check of these graphs; None: done by another rank of this machine, or by none.
+        check: check of this rank's graphs; None: done by another rank of this machine, or not at all.
         makes: whether this rank starts preparations for its machine.
     """
 
@@ -122,7 +120,7 @@ class Readying:
     makes: bool
 
     def begin(self, strategies: Sequence[Strategy]) -> Beforehand | None:
-        """Start preparing strategies; None: they need no preparation, or another rank does it."""
+        """Start preparing strategies; return None if they need none, or another rank does it."""
         if not self.makes or not self.variants.portable or not self.variants.lacks(strategies):
             return None
         return Beforehand(self.variants, self.check, strategies)
@@ -147,8 +145,8 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "hydragraph.engine.background_compile",
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        paths=sys.path,  # the model's code is imported from where the run found it
-        stdin=subprocess.PIPE,  # closed when this process ends for any reason, which ends the other process too
+        paths=sys.path,  # where the run found the model's code
+        stdin=subprocess.PIPE,  # its end ends the other process
         stdout=subprocess.DEVNULL,
     )
 
@@ -160,19 +158,19 @@ def made(asked: _Asked) -> Made:
         if asked.check is not None:
             for strategy in asked.strategies:
                 asked.check.check(strategy)
-    except ValueError as error:  # including `Unsupported`: an error that a rank would raise in its step
+    except ValueError as error:
         return Made(None, {}, str(error))
     return Made(asked.variants, {} if asked.check is None else asked.check.passed)
 
 
 def end_with_stdin() -> None:
-    """End this process when its parent has ended: its result is no longer needed."""
+    """End this process when its parent has ended."""
     os.read(0, 1)  # not `sys.stdin`, whose lock, held here, would end the interpreter with an error
     os._exit(1)
 
 
 def main(folder: Path) -> None:
-    """Process the file "asked" of a folder, and write the result as "made"."""
+    """Read the file "asked" of a folder, and write "made"."""
     write_value(folder / "made", made(read_value(folder / "asked")))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Choices = Strategy | str | Sequence[Strategy | str] | Literal["auto"]  # texts as for `Strategy.parse`
 
 AUTO_CANDIDATES = 8  # kept by "auto"
-SAMPLE = 16  # mini-batches used to improve and compare them
+SAMPLE = 16  # mini-batches
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Planning:
 
     Attributes:
         profile: measured costs of identical devices; or `Costs`, which describe how devices differ; None: rough costs.
-        strategies: candidates that were planned already, for "auto"; none: they are proposed when they are needed.
+        strategies: candidates planned already for "auto"; without any, they are proposed when needed.
     """
 
     profile: Profile | Costs | None = None
@@ -65,11 +65,10 @@ def candidates_of(
     """Return the checked strategies to choose from.
 
     Args:
-        given: one strategy, several, or "auto": proposed for the data, or planned for devices that differ. Texts are
-            parsed for the model's number of layers.
+        given: one strategy, several, or "auto": proposed for the data, or planned for devices that differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
-        home: where state lives, so that "auto" can judge what fits in memory; None: equal shares.
-        passed: strategies that another rank of this run has already checked for the same program.
+        home: where state lives, for "auto" to judge what fits in memory; None: equal shares.
+        passed: strategies that are already checked for this program.
 
     Raises:
         Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
@@ -112,21 +111,17 @@ def candidates_of(
 
 
 def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy, ...]:
-    """Return `candidates_of(given, *how)` on every rank of a world; for "auto", only rank 0 searches.
-
-    Raises:
-        ValueError: as for `candidates_of`, on all ranks.
-    """
+    """Return `candidates_of(given, *how)` on every rank, or raise on all; for "auto", only rank 0 searches."""
     if not (isinstance(given, str) and given == "auto"):
         return candidates_of(given, *how)
     return from_first(world, lambda: candidates_of(given, *how))
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose owners for the strategies; rank 0 chooses, and all ranks of the world return its home.
+    """Choose owners for the strategies on rank 0, for all ranks.
 
     Args:
-        home: a home with a rule; one without a rule is returned unchanged.
+        home: returned unchanged if it has no rule.
 
     Raises:
         ValueError: on all ranks: the home does not fit them.
@@ -141,7 +136,6 @@ def home_among(world: World, program: Program, home: Home, strategies: Sequence[
 def _question(
     program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning, nodes: Sequence[int]
 ) -> HomeQuestion:
-    """Return the inputs for choosing a home on ranks of these nodes."""
     costs = planning.profile
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
@@ -156,10 +150,7 @@ def _question(
 
 
 def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Home:
-    """Choose owners for the strategies on ranks of these nodes, without measurements.
-
-    Strategies that do not fit the ranks or the model are ignored.
-    """
+    """Choose owners without measurements, for the strategies that fit the model on ranks of these nodes."""
     fitting = [strategy for strategy in strategies if runs(program, strategy, len(nodes))]
     if home.rule is None or not fitting:
         return home.without_rule
@@ -172,7 +163,7 @@ def _unmeasured(program: Program, strategies: Sequence[Strategy], home: Home, no
 
 
 def strategy_for(given: Strategy | str, program: Program) -> Strategy:
-    """Return a strategy; a text is parsed for the program's layers.
+    """Parse a strategy's text for the program's layers; return a Strategy unchanged.
 
     Raises:
         ValueError: it is neither a Strategy nor the text of one.
@@ -187,10 +178,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
 def proposed(
     program: Program, ranks: int, profile: Profile, batches: Sequence[Sequence[int]], home: Home | None = None
 ) -> tuple[Strategy, ...]:
-    """Return the best strategy for the sample, and those that add most when one is chosen every iteration.
-
-    The search starts from the proposals for the data's lengths and from the homogeneous strategies.
-    """
+    """Return the best strategy for the sample, and those that gain most when one is chosen every iteration."""
     from hydragraph.planner.generators.hydraulis import propose
     from hydragraph.planner.improve_schemes import homogeneous, refine
 
@@ -242,11 +230,9 @@ def at_once_among(
     home: Home,
     running: Sequence[Strategy],
 ) -> Strategy | None:
-    """Return a good strategy for devices that differ, on all ranks, which wait for the search; None: search more
-    carefully.
+    """Search quickly for a good strategy on devices that differ; all ranks wait for it. Return None if there is none.
 
     Args:
-        world: its rank 0 searches.
         running: strategies that ran before, best first; their ranks beyond those of the costs are lost.
     """
 
@@ -271,7 +257,7 @@ def sample_of(batches: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def runs(program: Program, strategy: Strategy, ranks: int) -> bool:
-    """Return whether a program can run a strategy on so many ranks."""
+    """Return whether a program can run a strategy on this number of ranks."""
     try:
         check_strategy(program, strategy, ranks)
     except ValueError:
@@ -280,7 +266,7 @@ def runs(program: Program, strategy: Strategy, ranks: int) -> bool:
 
 
 def strategy_of(schemes: Sequence[Scheme], layers: int) -> Strategy:
-    """Return a strategy with pipelines of these schemes on devices 0, 1, ..., with layers split evenly."""
+    """Return a strategy of these schemes on devices 0, 1, ..., with layers split evenly."""
     return Strategy.parse(" + ".join(f"<tp{tp},pp{pp}>" for tp, pp in schemes), layers=layers)
 
 
@@ -292,7 +278,7 @@ def _fits(program: Program, scheme: Scheme) -> bool:
 def request_of(
     strategies: Sequence[Strategy], profile: Profile | Costs | None, ranks: int, seed: int, home: Home | None = None
 ) -> PlanRequest:
-    """Return the costs of the candidates that the planner needs: measured, or rough ones without a profile."""
+    """Return the planner's costs of the candidates: rough ones without a profile."""
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)

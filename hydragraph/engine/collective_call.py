@@ -1,4 +1,4 @@
-"""Rules for the calls of an executable, which all its ranks make alike."""
+"""Rules for calls of all ranks of an executable."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Restriction on calls while a loop or a context of an executable is open."""
+    """Calls allowed while a loop or a context of an executable is open, and why no others are."""
 
     calls: tuple[str, ...]
     why: str
 
 
 class CollectiveCalls:
-    """An object whose methods are calls of all ranks (`collective`)."""
+    """Object whose methods are calls of all ranks (`collective`)."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -39,7 +39,6 @@ class CollectiveCalls:
         self._promised: Promise | None = None  # agreed by all ranks for the next step
 
     def _admit(self, what: str) -> None:
-        """Raise a ValueError if a call is not allowed now."""
         if self._closed:
             raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
         if self._promised is not None and what != "step":
@@ -53,7 +52,7 @@ class CollectiveCalls:
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
     """Make a method a collective call: watched, outside the caller's torch modes, and rejected after `close`.
 
-    Errors in the arguments are raised before the call begins, so they do not count as a failure of this rank.
+    Errors in the arguments are raised before the call begins, so they are not a failure of this rank.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:

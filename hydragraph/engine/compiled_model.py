@@ -1,4 +1,4 @@
-"""The part of an executable that does not depend on the ranks: its model, the graphs of it, and what calls check."""
+"""Part of an executable that does not depend on the ranks: its model, graphs and checks."""
 
 from __future__ import annotations
 
@@ -47,25 +47,18 @@ class CompiledModel:
     """A captured model on one process, whatever its ranks.
 
     Args:
-        model: is not kept, so that its weights need no memory after the ranks have theirs.
-        program, backend, loss, seed: as for `compile`.
-        world: the first ranks.
+        model: not kept, so its weights need no memory after the ranks have theirs.
+        program, backend, loss, seed, deterministic: as for `compile`.
         check: how stages are checked (`frontend.check.check_once.mode_of`).
-        library: the compiled folder, if there is one.
-        variants: graphs that exist already.
-        deterministic: as for `compile`.
 
     Attributes:
-        program: the captured model.
-        seed: seed of dropout.
         tensors: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
-        shell: the model without weights; None: it is none of transformers'.
+        shell: the model without weights; None if it is not one of transformers'.
         adapted: whether it is a peft model.
-        buffers: its buffers by name, on this rank's device.
-        variants: its compiled graphs.
+        buffers: by name, on this rank's device.
         check: compares stages with whole blocks before a strategy's first step; None: another rank does, or none.
         state: notices what the user changes after compilation.
-        sums: constraints of a deterministic run; None: it is not one.
+        sums: constraints of a deterministic run, else None.
     """
 
     def __init__(
@@ -113,17 +106,17 @@ class CompiledModel:
             )
         # Another process of this machine may have compiled these for its own GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
-        # Copies, since `load` writes to them and the model stays as it was.
+        # Copies: `load` writes to them, and must not change the model.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
         self.state = CompiledState(model, loss, self.buffers)
         self._torch_seed = torch.initial_seed()
 
     def initial(self, model: nn.Module, blocks: str | None) -> Callable[[], Iterable[Mapping[str, Tensor]]] | None:
-        """Return a function that returns the initial weights of a model on the meta device; None: it has weights."""
+        """Return a function that returns the initial weights of a model on the meta device; else None."""
         return functools.partial(initial_parameters, model, self._torch_seed, blocks) if is_meta(model) else None
 
     def fill(self, model: nn.Module, groups: Groups, home: HomeState) -> None:
-        """Copy the model's weights into the first home state, once all ranks are known to have the same."""
+        """Copy the model's weights into a home state, after checking that all ranks have the same."""
         if is_meta(model):
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
@@ -144,11 +137,9 @@ class CompiledModel:
             "loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
         }
 
-    # Strategies.
-
     @property
     def may_stream(self) -> bool:
-        """Whether stages may stream: sums of deterministic runs may not."""
+        """Whether stages may stream; not in deterministic runs."""
         return self.sums is None
 
     def check_strategy(self, strategy: Strategy, ranks: int) -> None:
@@ -157,7 +148,7 @@ class CompiledModel:
         self.check_modes([strategy])
 
     def check_modes(self, strategies: Sequence[Strategy]) -> None:
-        """Check that the backend runs all strategies, and that deterministic ones give the same sums as the first."""
+        """Raise unless the backend runs all strategies and their sums are alike in deterministic mode."""
         if self._inductor:
             for strategy in strategies:
                 refuse_halves(strategy)
@@ -172,10 +163,8 @@ class CompiledModel:
             return profile.changed(profile=self.sums.alike(profile.profile))
         return self.sums.alike(profile)
 
-    # Mini-batches.
-
     def mini_batch(self, sequences: Batches, purpose: Purpose = "train") -> MiniBatch:
-        """Validate a mini-batch; scoring does not read the fields that only the loss does."""
+        """Validate a mini-batch; scoring ignores fields that only the loss reads."""
         fields, limits = (self._fields, self._limits) if mode_of(purpose) == purpose else self._read_by_scores
         return MiniBatch.of(sequences, self.program.causal, fields, limits)
 
@@ -194,7 +183,7 @@ class CompiledModel:
         purpose: Purpose,
         update: int,
     ) -> AssignedBatch:
-        """Pack a rank's micro-batches of the iteration before an update, whose number selects the masks of dropout."""
+        """Pack this rank's micro-batches; the update's number selects the masks of dropout."""
         draws: Draws | None = None
         if self.program.drops:
             count = len(batch.sequences)
@@ -216,12 +205,7 @@ class CompiledModel:
 def of_least_cut(
     profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """Return strategies whose stages are all cut alike, by the least degree that fits, as it also fits fewer ranks.
-
-    Args:
-        profile: measurements of all cuts.
-        among: returns the best strategies for given measurements, or raises `Unsupported`.
-    """
+    """Return strategies whose stages are all cut alike, by the least degree that fits: it also fits fewer ranks."""
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
     for cut in measured.cuts:
@@ -234,7 +218,7 @@ def of_least_cut(
 
 
 def tensor_names(model: nn.Module) -> dict[str, str]:
-    """Map every key of the model's state dict to the canonical parameter or buffer that holds its value."""
+    """Map every key of the model's state dict to the parameter or buffer that holds its value."""
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {key: names.get(key, key) for key in model.state_dict()}

@@ -1,4 +1,4 @@
-"""Discovery of the cluster that a program runs on: its devices, their types, and the measured links between them."""
+"""Discovery of the cluster that a program runs on: devices, their types, and measured links."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node
 
 @dataclass(frozen=True)
 class Discovered:
-    """The discovered cluster.
-
-    Attributes:
-        types: name of every rank's type of device.
-    """
+    """Devices, types by rank, links and cluster."""
 
     reports: tuple[DeviceReport, ...]
     types: tuple[str, ...]
@@ -28,7 +24,7 @@ class Discovered:
 
     @property
     def places(self) -> tuple[DevicePlace, ...]:
-        """The place of every rank: its node and type."""
+        """Node and type of every rank."""
         return tuple(DevicePlace(report.node, name) for report, name in zip(self.reports, self.types, strict=True))
 
     @property
@@ -45,7 +41,7 @@ class Discovered:
 
 
 def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discovered:
-    """Discover the devices and links of all ranks, which call this together and get the same result.
+    """Discover all ranks' devices and links; all ranks call it.
 
     Args:
         probe: returns a device's products per second; None: measure them.
@@ -61,9 +57,9 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
 
 
 def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: MeasuredLinks) -> Cluster:
-    """Return the cluster of some reports, with a node for every type of device of every host.
+    """Return a cluster with a node for every type of device of every host.
 
-    If ranks do not count through these nodes in order, all have the slowest links within and between nodes.
+    If ranks are not numbered in these nodes' order, all have the slowest links.
     """
     hosts = list(dict.fromkeys(report.node for report in reports))
     host_of = [hosts.index(report.node) for report in reports]
@@ -81,7 +77,7 @@ def cluster_of(reports: Sequence[DeviceReport], types: Sequence[str], links: Mea
     for host, node in enumerate(hosts):
         local = Interconnect(min(report.memory_bytes_per_s for report in reports if report.node == node), 0.0)
         inner.append(links.inner[host] or local)
-        outer.append(links.outer[host] or inner[-1])  # a single host has no network: its types are joined as its ranks
+        outer.append(links.outer[host] or inner[-1])  # a single host has no network
     numbers = [device.node for device in devices]
     if numbers != sorted(numbers):
         within, between = (min(node_links, key=lambda link: link.bytes_per_s) for node_links in (inner, outer))

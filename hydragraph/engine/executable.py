@@ -43,16 +43,13 @@ class Executable(Membership):
     """A model compiled for a strategy, ready to train. `compile` creates one on every rank.
 
     Attributes:
-        program, strategies: the captured program, and the strategies that steps choose from.
-        seed: seed of dropout.
-        given, wanted_home, device: the strategies and the home passed to `compile`, and the device it computes on.
-        spans: set it to a list, and every following step appends the times of its instructions
-            (`runtime.instruction_trace`).
+        strategies: those that steps choose from.
+        given, wanted_home: the strategies and the home passed to `compile`.
+        spans: set it to a list to which steps append the times of their instructions (`runtime.instruction_trace`).
         past: strategies that ran on earlier sets of ranks (`engine.recovery`).
-        watched: set it on all ranks to let idle ranks probe their device now and then.
-        stopping: set it to a positive number on any rank, and the next `step` raises `Stopped` on all ranks without
-            training.
-        listens: called whenever ranks agree on a step; a positive result acts like `stopping`, even during a step.
+        watched: set it on all ranks to let idle ranks probe their device.
+        stopping: set to a positive number on any rank, it makes the next `step` raise `Stopped` on all ranks.
+        listens: called when ranks agree on a step; a positive result acts like `stopping`.
     """
 
     # The interface of a training script.
@@ -61,17 +58,16 @@ class Executable(Membership):
     def step(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> StepReport:
-        """Train on one global mini-batch, which must be identical on every rank.
+        """Train on one global mini-batch, identical on every rank.
 
         Args:
             sequences: 1-D tensors or lists of integers; or mappings with input_ids, labels (-100 where a token does not
                 count; causal models shift them) or shift_labels (already aligned with the predictions), and [L, ...]
-                for each custom field named by compile's example=. A mapping may also be a batch [B, L] whose
-                attention_mask marks padding on the right, as tokenizers produce it.
+                for each custom field named by compile's example=. A mapping may also be a batch [B, L] with an
+                attention_mask for padding on the right.
             strategy: strategy or its text for this step; default: the one given to `compile`, or the best of those.
-                Another one re-uses compiled graphs and moves no optimizer state.
-            divide_by: what the sum of losses is divided by: the "targets" or the "sequences" of the whole mini-batch,
-                or a number, such as the tokens of several mini-batches or 1 for a sum.
+                Changing it moves no optimizer state.
+            divide_by: divisor of the sum of losses: the "targets" or "sequences" of the whole mini-batch, or a number.
 
         Raises:
             Unsupported: no optimizer was given, or the strategy cannot cut the model.
@@ -85,9 +81,9 @@ class Executable(Membership):
         return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
-        """Announce the mini-batch of a later step so that it is planned while earlier steps run; any rank may call it.
+        """Plan the mini-batch of a later step while earlier steps run; any rank may call it.
 
-        Announcing is optional: a mini-batch that was not announced is planned when its step begins.
+        Announcing is optional.
         """
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
@@ -97,16 +93,14 @@ class Executable(Membership):
     ) -> None:
         """Promise the step that follows the next one; all ranks must make the same promise.
 
-        Ranks agree on the promised step while the gradients of the step before it are in flight, so it begins without a
-        separate synchronisation (`hydragraph.engine.step_agreement`). Promising is optional. A promise applies to the
-        next call of `step` only, even if that call is rejected. Once all ranks have agreed, every call except `close`,
-        `leave` and `move` is rejected until the promised step is trained, and a request to stop takes effect one step
+        Ranks agree on it during the step before, which saves a synchronisation (`engine.step_agreement`). Promising is
+        optional. A promise applies to the next call of `step` only, even if that call is rejected. Once ranks agree,
+        only `close`, `leave` and `move` may come before the promised step, and a request to stop takes effect one step
         later.
 
         Args:
             sequences: the same object that `step` will receive; it must be iterable twice, and its tensors must not
                 change.
-            strategy, divide_by: arguments of that step.
         """
         self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
 
@@ -115,15 +109,13 @@ class Executable(Membership):
     ) -> None:
         """Choose from other strategies from the next step on. Only rank 0 calls it; all ranks follow in the same step.
 
-        No state moves. Graphs that a strategy needs are compiled in the first step that runs it, or earlier
-        (`ready_first`).
+        No state moves. A strategy's graphs are compiled in the first step that runs it, unless `ready_first` is set.
 
         Args:
-            strategies: the new candidates.
             request: costs of their pipelines, in the same order.
             static: index of the candidate to keep; None: choose the best for every step.
-            ready_first: keep the current strategies until the new ones are compiled in the background, and checked
-                where compiled graphs are checked; see `changing` and `change_refused`. Not yet supported with Inductor.
+            ready_first: keep the current strategies until the new ones are compiled and checked in the background; see
+                `changing` and `change_refused`. Not yet supported with Inductor.
 
         Raises:
             Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or the previous
@@ -141,7 +133,7 @@ class Executable(Membership):
 
     @property
     def changing(self) -> bool:
-        """On rank 0: whether steps do not yet choose from the strategies last passed to `choose_from`."""
+        """On rank 0: whether the strategies last passed to `choose_from` are not yet used."""
         return self._chooser.changing
 
     @property
@@ -150,8 +142,7 @@ class Executable(Membership):
         return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
-        """Check that a strategy fits the model, the number of ranks and the deterministic mode; every rank calls it
-        alike.
+        """Check that a strategy fits the model, the number of ranks and the deterministic mode.
 
         Raises:
             ValueError: it does not fit; `Unsupported` (a ValueError) if it needs an unsupported feature.
@@ -160,23 +151,23 @@ class Executable(Membership):
 
     @property
     def measured(self) -> tuple[Profile, Cluster] | None:
-        """What was measured for "auto" on the first ranks: costs of blocks by type of device, and the cluster."""
+        """Measurements for "auto" on the first ranks: costs of blocks by type of device, and the cluster."""
         first = self._first_profile
         return (first.profile, first.cluster) if self.planning.explanation and isinstance(first, Costs) else None
 
     def adopt(self, measured: tuple[Profile, Cluster] | None) -> None:
-        """Take over what other ranks have measured, unless this rank has costs of its own."""
+        """Use measurements of other ranks, unless this rank has costs of its own."""
         if self._first_profile is None and measured is not None:
             self._first_profile = Costs(*measured, home=self.wanted_home)
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """For the strategy "auto" without a profile: lines on the devices, the plan, and why others lose; else none."""
+        """Lines on the devices, the plan and its alternatives, for "auto" without a profile; else empty."""
         return self.planning.explanation
 
     @property
     def request(self) -> PlanRequest:
-        """Costs of the current strategies, by the profile that was given."""
+        """Costs of the current strategies."""
         return request_of(
             self.strategies,
             self.planning.profile,
@@ -206,18 +197,16 @@ class Executable(Membership):
     def score(
         self, sequences: Batches, entropy: bool = False, strategy: Strategy | str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the log-probability of each sequence's targets given what precedes them, without changing anything.
+        """Return the log-probability of each sequence's targets given the preceding tokens, without changing anything.
 
         Args:
-            sequences: as for `step`, but without the fields that only the loss reads. Positions whose label is -100,
-                such as a prompt's, do not count.
-            entropy: also return the summed entropies, in nats, of the distributions that targets are drawn from. This
-                materialises the logits of a micro-batch.
-            strategy: as for `step`.
+            sequences: as for `step`, but without the fields that only the loss reads. Labels of -100 do not count.
+            entropy: also return the summed entropies, in nats, of the targets' distributions; materialises the logits
+                of a micro-batch.
 
         Returns:
             fp32 [L] on the CPU, in the order of the sequences, on every rank; 0 for a sequence without a target. With
-            entropy, the pair of both.
+            entropy, a pair.
 
         Raises:
             Unsupported: the loss has no log-probability per token.
@@ -231,7 +220,7 @@ class Executable(Membership):
     ) -> dict[str, Tensor]:
         """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); weights do not change.
 
-        A parameter that is frozen, or that the loss does not reach, has none. Arguments as for `step`.
+        Frozen parameters, and those that the loss does not reach, have none. Arguments as for `step`.
         """
         self._iterate(sequences, strategy, "gradients", divide_by)
         return self._session.gather(self.home.gradients)
@@ -256,7 +245,7 @@ class Executable(Membership):
 
         Args:
             dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
-            to: ranks that get the weights; for the others the loop is empty.
+            to: ranks that get the weights; on others the loop is empty.
 
         Returns:
             Names and tensors as `save_pretrained` writes them, on this rank's device; a tied weight comes once, and
@@ -275,7 +264,7 @@ class Executable(Membership):
         self._holding.begin()
         pieces = self._weights(weights, to)
         if self.rank not in to:
-            return iter(list(pieces))  # takes part at once, whether or not the caller loops
+            return iter(list(pieces))  # takes part even if the caller does not loop
         self._restricted = Restriction(
             ENDS, "a loop over weights() has not ended; finish it, or leave it with break, first"
         )
@@ -285,8 +274,7 @@ class Executable(Membership):
     def adapter_off(self) -> Iterator[None]:
         """Compute `score` and `evaluate` without the adapters of a peft model, as its `disable_adapter` does.
 
-        The base model is then the reference of DPO or of a KL penalty, without a second copy of its weights. All ranks
-        enter it together::
+        Use it for the reference of DPO or of a KL penalty. All ranks enter it together::
 
             with exe.adapter_off():
                 reference = exe.score(sequences)
@@ -305,7 +293,6 @@ class Executable(Membership):
 
     @collective("adapter_off")
     def _switchable(self) -> list[Tensor]:
-        """Return this rank's part of the parameters that switch adapters off where they are zero."""
         names = switchable_parameters(None if self._compiled.shell is None else self._compiled.shell.model)
         self._holding.begin()
         self._stop_handover()
@@ -342,8 +329,8 @@ class Executable(Membership):
             path: a directory visible to all ranks.
             extra: plain data of the caller, returned by `load`.
             asynchronous: return once this rank's shards are copied to CPU memory, and write in the background. The next
-                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it. The first of these calls,
-                or the next step, raises its error on every rank.
+                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; its error is raised on
+                every rank by the first of these calls or the next step.
         """
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
@@ -362,15 +349,15 @@ class Executable(Membership):
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
         """Keep a checkpoint in pieces, which `move` and `load` can restore; all ranks call it.
 
-        Training waits only until the state is copied to CPU memory; its pieces are written during the next steps. A
-        place to which an earlier checkpoint is still being written is left out this time.
+        Training waits for the copy to CPU memory only; pieces are written during the next steps. A place that is still
+        being written to is left out.
 
         Args:
             pieces: where this rank keeps them; all ranks use the same places.
-            extra: plain data of the caller, returned after a restore.
+            extra: plain data, returned after a restore.
 
         Returns:
-            Errors of writing earlier checkpoints, of all ranks, the same on each; these checkpoints are incomplete.
+            Errors of writing earlier checkpoints, which are incomplete; the same on all ranks.
         """
         self._holding.begin()
         return keep(self._session, pieces, extra or {}, persistent_buffers(self._compiled, self._session))
@@ -385,8 +372,7 @@ class Executable(Membership):
         """Read a checkpoint, and return its `extra`; all ranks call it.
 
         Args:
-            path: a directory that `save` wrote, the pieces of `keep`, or the pair (pieces, directory); the newer one
-                is read.
+            path: a directory of `save`, the pieces of `keep`, or the pair (pieces, directory); the newer is read.
         """
         self._session.saver.wait()
         self._stop_handover()
@@ -398,7 +384,7 @@ class Executable(Membership):
 
     @collective("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights of a Hugging Face directory of safetensors files; each rank reads only the parts it owns.
+        """Read the weights of a Hugging Face directory of safetensors files; each rank reads what it owns.
 
         The optimizer state does not change.
 
@@ -454,7 +440,7 @@ class Executable(Membership):
     # Implementation.
 
     def _weights(self, weights: PublishedWeights, to: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Gather and yield one bucket after another; if the caller leaves its loop, still gather the others."""
+        """Yield one bucket after another; if the caller stops early, still gather the others."""
         groups = self.groups
         buckets = weights.buckets(to)
         try:

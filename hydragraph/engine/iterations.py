@@ -1,4 +1,4 @@
-"""Iterations of an executable: all ranks agree on a call, choose a strategy, prepare their programs, and run them."""
+"""Iterations of an executable: ranks agree on a call, choose a strategy, prepare programs, and run them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Running = tuple[Strategy, tuple[int, ...], Purpose]  # with the number of micro
 
 @dataclass(frozen=True, eq=False)
 class RanIteration:
-    """One iteration: its mini-batch, how it was assigned, its outcome, and the seconds spent preparing programs."""
+    """One iteration, with the seconds spent preparing programs."""
 
     batch: MiniBatch
     work: AssignedBatch
@@ -52,7 +52,7 @@ class RanIteration:
 
 
 class IterationRunner(CollectiveCalls):
-    """Runs iterations with the state of the current session; `Executable` describes the attributes."""
+    """Runs iterations on the current session; `Executable` describes the attributes."""
 
     def __init__(self, compiled: CompiledModel, holding: Holding, world: World, max_grad_norm: float | None) -> None:
         super().__init__(world.watch)
@@ -65,15 +65,14 @@ class IterationRunner(CollectiveCalls):
         self.stopping = 0
         self.listens: Callable[[], int] | None = None
         self._choosing: Chooser | None = None
-        self._next: Promise | None = None  # to follow the next step
+        self._next: Promise | None = None
         self._communications = 0
         self._ran: dict[int, _Running] = {}  # by the iteration's number, the last two
         self._probe = SpeedProbe(world.device)
-        self._lasted: float | None = None  # seconds of the last step
+        self._lasted: float | None = None  # seconds
         self._begin_era()
 
     def _begin_era(self) -> None:
-        """Forget what ran with other ranks or strategies."""
         self._running: _Running | None = None
         self._recent: tuple[Strategy, ...] = ()
         self._prepared: set[tuple[Strategy, Purpose]] = set()  # by every rank
@@ -90,17 +89,12 @@ class IterationRunner(CollectiveCalls):
 
     @property
     def steps(self) -> int:
-        """Number of updates that the state has had."""
+        """Number of updates of the state."""
         return self._session.log.progress.updates
 
     def _iterate(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
     ) -> StepReport:
-        """Run one iteration on every rank and report on it.
-
-        Raises:
-            FloatingPointError: the loss or a gradient is not finite.
-        """
         began = time.perf_counter()
         ran = self._run(sequences, given, purpose, divide_by)
         batch, work, outcome = ran.batch, ran.work, ran.outcome
@@ -131,14 +125,14 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration on every rank; an error that all ranks raise together is agreed, and not a rank failure."""
+        """Run one iteration; an error that all ranks raise together is agreed, and not a rank failure."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
         began = time.perf_counter()
         self._communications += 1
         coming: Promise | None = None
-        if trains:  # even if this step is rejected: the promise is consumed, and the caller must renew it
+        if trains:  # even if this step is rejected
             coming, self._next = self._next, None
         with self._watch.step(self._communications, self._describe):
             batch, strategy = self._agree(sequences, given, purpose, divide_by)
@@ -167,7 +161,6 @@ class IterationRunner(CollectiveCalls):
         return RanIteration(batch, work, outcome, preparing_s)
 
     def _update(self, norm: float) -> None:
-        """Update the parameters that this rank owns, after taking over new owners."""
         self._holding.go_over()
         self._session.update(norm, self._max_grad_norm)
 
@@ -176,7 +169,7 @@ class IterationRunner(CollectiveCalls):
     def _agree(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy
     ) -> tuple[MiniBatch, Strategy | None]:
-        """Return the checked mini-batch and strategy once all ranks are about to run the same.
+        """Return the checked mini-batch and strategy once all ranks agree on them.
 
         Raises an agreed error on all ranks if the call is invalid, a background save failed, or ranks differ; also
         `Stopped`.
@@ -215,7 +208,7 @@ class IterationRunner(CollectiveCalls):
         return call.batch, call.strategy
 
     def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy) -> Call:
-        """Check what this rank is about to run; an error becomes part of what ranks compare."""
+        """Check this rank's call; an error becomes part of what ranks compare."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
@@ -230,14 +223,13 @@ class IterationRunner(CollectiveCalls):
             if purpose == "train" and self._session.optimizer is not None:
                 check_hooks(self._session.optimizer)
             self._compiled.state.check()
-        except Exception as error:  # of the user's own iterable, too
+        except Exception as error:
             refused = error
-        # Errors are compared like mini-batches: if all ranks reject the call in the same way, they stay in step.
+        # Errors are compared like mini-batches: ranks that reject the call alike stay in step.
         accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
         return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
     def _update_settings(self, purpose: Purpose) -> str:
-        """Return the hyperparameters of this rank's optimizer if the iteration updates, else ""."""
         return settings_of(self._session.optimizer) if purpose == "train" else ""
 
     def _says(self, coming: Promise | None) -> tuple[int, ...]:
@@ -248,7 +240,7 @@ class IterationRunner(CollectiveCalls):
         return self._session.saying(coming.call.mark, self._reason_to_stop())
 
     def _reason_to_stop(self) -> int:
-        """Return why this rank should not begin the next step (to stop, or to meet other ranks first); 0: it should."""
+        """Return why this rank should not begin the next step (to stop, or to meet other ranks); 0 if it should."""
         member = here()
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
@@ -256,14 +248,13 @@ class IterationRunner(CollectiveCalls):
     # Preparation.
 
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
-        """Assign a mini-batch that all ranks have agreed on, and pack this rank's part of it."""
         choice = self._chooser.choose(batch.lengths, strategy)
         self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
         world, update = self._session.world, self.steps + 1
         return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
 
     def _prepare(self, work: AssignedBatch, purpose: Purpose) -> None:
-        """Build this rank's program. If a rank cannot, all raise an agreed error; no message has been sent yet."""
+        """Build this rank's program. If a rank cannot, all raise an agreed error before any message of the step."""
         self._running = (work.strategy, work.assignment.counts, purpose)
         self._ran = {number: ran for number, ran in self._ran.items() if number == self._communications - 1}
         self._ran[self._communications] = self._running
@@ -280,7 +271,7 @@ class IterationRunner(CollectiveCalls):
             if (check := self._compiled.check) is not None:
                 program = self._compiled.variants.for_purpose(purpose).program
                 (check if program is self._compiled.program else check.of(program)).check(work.strategy)
-        except Exception as error:  # any error of tracing or compilation
+        except Exception as error:
             own = error if isinstance(error, ValueError) else _cannot_compile(error, work.strategy)
         sent = own if own is None or isinstance(own, Unsupported) else _cannot_compile(own, work.strategy)
         raise_together(self._session.groups, own, sent)
@@ -288,7 +279,7 @@ class IterationRunner(CollectiveCalls):
         _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, purpose)
 
     def _probes(self) -> bool:
-        """Return whether this rank probes its device: in the first step for a baseline, then regularly when idle."""
+        """Return whether to probe this device: in the first step for a baseline, then regularly when idle."""
         if not self.watched:
             return False
         assert self._running is not None
@@ -297,17 +288,17 @@ class IterationRunner(CollectiveCalls):
         return self._lasted is None or (idle and self.steps % PROBED_EVERY == 0)
 
     def _describe(self, rank: int, index: int, number: int) -> str:
-        """Return the text of an instruction; another rank may be one iteration earlier or later."""
+        """Return the text of an instruction of another rank, which may be one iteration earlier or later."""
         if self._running is None:
             return ""
         if number > self._communications:
-            return f"instruction {index} of the next step"  # which this rank does not know yet
+            return f"instruction {index} of the next step"  # not known to this rank yet
         running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 
 
 def _cannot_compile(error: Exception, strategy: Strategy) -> Unsupported:
-    """Return an error, with a message short enough to send to every rank, for a strategy that cannot be prepared."""
+    """Return an error whose message is short enough to send to every rank."""
     sentence = (str(error).splitlines() or [""])[0]
     refusal = Unsupported(
         f"it cannot be compiled ({type(error).__name__}: {sentence})",

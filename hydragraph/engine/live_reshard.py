@@ -1,14 +1,14 @@
 """Handover of state to new owners during a step, which continues with the current owners.
 
-Between two updates only gradients change. So state that is to move gets a second owner while a step computes, and at
-the end of the step this owner only needs the gradients:
+Between two updates only gradients change. So state gets a second owner while a step computes, and this owner only needs
+the gradients at the end of the step:
 
     step k    pull, forward, backward, push     | commit             | update           step k + 1
     first     the only owner of the part        | sends gradients    | drops the part
     second    receives weights and moments      | receives them      | updates          pulled from, pushed to
 
-Every rank contributes to the commit after it has received everything, so either all ranks switch to the new owners or
-none does; a failure before it discards the new owners' part (`runtime.state_agreement`).
+Every rank commits after it has received everything, so all ranks switch to the new owners or none does; a failure
+before discards the new owners' part (`runtime.state_agreement`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
 
-CHUNK = 16 << 20  # bytes of the whole state per message of each rank: bounds how long an instruction waits for packing
+CHUNK = 16 << 20  # bytes per message of each rank: bounds how long an instruction waits for packing
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -33,10 +33,10 @@ _WHAT = "rehome"
 
 @dataclass(eq=False)
 class Handover:
-    """A part of the state that is moving to other owners.
+    """State that is moving to other owners.
 
     Attributes:
-        ending, arriving: this rank's sessions before and after, in one world; they share state that does not move.
+        ending, arriving: this rank's sessions before and after; they share state that does not move.
         whole: whether the new owners have everything that an update needs.
     """
 
@@ -50,7 +50,7 @@ class Handover:
 
     @staticmethod
     def begin(ending: Session, arriving: Session) -> Handover:
-        """Start moving state whose owners differ in a new session, with weights not filled; all ranks call it."""
+        """Start moving state whose owners differ in a new, unfilled session; all ranks call it."""
         groups = ending.groups
         own = OwnedState.of(ending.home, ending.optimizer)
         reports = together(groups, _WHAT, lambda: (own.columns, plain_state(ending.home, ending.optimizer)))
@@ -70,7 +70,7 @@ class Handover:
         return Handover(ending, arriving, state, route, carrying, plains)
 
     def go_on(self) -> None:
-        """Advance the transfer as far as possible without waiting; called between instructions."""
+        """Advance the transfer without waiting; called between instructions."""
         with self.ending.executor.streams.beside():
             self._carrying.go_on()
 
@@ -83,7 +83,7 @@ class Handover:
         streams.wait(landed)
 
     def end(self) -> None:
-        """Send the gradients to the new owners, which can then update their parts."""
+        """Send the gradients to the new owners."""
         self.settle()
         old, new = self.ending.home, self.arriving.home
         learning = [bucket for bucket in self._route.buckets if bucket.learns]
@@ -91,7 +91,7 @@ class Handover:
         route = Route(learning, old.layouts, new.layouts, columns)
         Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # Values shared by all ranks, such as the learning rate, may have changed since the start: use this rank's.
+            # Values such as the learning rate may have changed since the start: use this rank's.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "it has an optimizer"
             plain = merged([Plain(**own), *self._plains])
@@ -102,6 +102,5 @@ class Handover:
 
 
 def _gradients(home: HomeState) -> OwnedState:
-    """Return this rank's gradients as columns."""
     learning = {name: piece for name, piece in home.pieces.items() if piece.bucket in home.gradients}
     return OwnedState(home, {name: {_GRADIENT: piece.of(home.gradients)} for name, piece in learning.items()})

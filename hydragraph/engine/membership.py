@@ -1,4 +1,4 @@
-"""Membership of an executable in sets of ranks: its first one, and moves of its state to others."""
+"""Membership of an executable in sets of ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Membership(IterationRunner):
-    """Connects ranks, and moves the state to other ranks or owners; `Executable` describes the attributes."""
+    """Connects ranks and moves the state between them; `Executable` describes the attributes."""
 
     def __init__(
         self,
@@ -98,7 +98,6 @@ class Membership(IterationRunner):
         self._choose()
 
     def _first_strategies(self, world: World) -> tuple[Strategy, ...]:
-        """Return the strategies to choose from on the first ranks."""
         planning, compiled = self.planning, self._compiled
         if self.given == "auto" and planning.strategies:
             return planning.strategies
@@ -113,7 +112,7 @@ class Membership(IterationRunner):
 
     @property
     def recent(self) -> tuple[Strategy, ...]:
-        """Strategies that these ranks have trained with, most recent first."""
+        """Strategies trained with on these ranks, most recent first."""
         return self._recent
 
     @property
@@ -133,7 +132,7 @@ class Membership(IterationRunner):
 
     @property
     def groups(self) -> Groups:
-        """The communicators of this process."""
+        """This process's communicators."""
         return self._session.groups
 
     @property
@@ -157,10 +156,10 @@ class Membership(IterationRunner):
         return self._compiled.may_stream
 
     def leave(self) -> None:
-        """Close the communicators, which a failure may have broken, and keep the state, before ranks meet again.
+        """Close the communicators and keep the state, before ranks meet again.
 
-        This is a local call: it waits for no other rank, unless a save is being written. `move` also calls it. Call it
-        before destroying the process group that these communicators belong to.
+        This local call waits only for a save that is being written. `move` also calls it. Call it before destroying the
+        communicators' process group.
         """
         if self._holding.held is not None:
             try:
@@ -184,24 +183,19 @@ class Membership(IterationRunner):
         strategy: Choices | None = None,
         profile: Profile | Costs | None = None,
     ) -> Moved:
-        """Continue in another world or under another home with the state that ranks have; all ranks of the new world
-        call it.
+        """Continue in another world or under another home; all ranks of the new world call it.
 
-        Call it after a failure or between two steps. Survivors use their executable, newcomers one compiled with
-        `joining=True`. Weights, optimizer state and hyperparameters come from survivors, wherever these parts live now.
-        If only some ranks have finished a step, all finish it (`runtime.state_agreement`). Every rank keeps its old
-        state until the new state has arrived on all ranks: if the move fails, meet again and move again.
+        Call it after a failure or between two steps; newcomers use an executable compiled with `joining=True`. The
+        state and hyperparameters come from survivors. If only some ranks have finished a step, all finish it
+        (`runtime.state_agreement`). Every rank keeps its old state until the new state has arrived on all ranks: if the
+        move fails, meet again and move again.
 
         Args:
-            world: this process's new place, with an initialised process group. If it is the current world, only the
-                home changes.
-            home: new owners of the state, as an object or its text; with a rule ("auto"), owners are chosen for the
-                strategies. None: as in `compile`.
-            before: for each rank of the new world, its rank in the old one; None for a newcomer, whose state is
-                ignored. Old ranks that are not named are lost.
-            restore: read if a part of the state is lost with them; all ranks then go back to it. A checkpoint of
-                `save`, the pieces of `keep`, each read from the nearest place, or the pair (pieces, checkpoint);
-                the newer one is read. Newcomers pass theirs too.
+            world: this process's new place, with an initialised process group; with the current world, only the home
+                changes.
+            home: new owners of the state; None: as in `compile`.
+            before: each new rank's old rank; None for a newcomer. Old ranks that are not named are lost.
+            restore: as for `load`; read by all ranks if a part of the state is lost. Newcomers pass theirs as well.
             strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
             profile: new costs of strategies; None: unchanged.
 
@@ -248,7 +242,7 @@ class Membership(IterationRunner):
             holding.expect(session)
             brought = bring(session, holding.held if counts else None, meeting, restore)
             holding.arrived(meeting.generation + 1)
-            session.groups.gather(None)  # all ranks have their state: none needs another after this
+            session.groups.gather(None)
             holding.take()
             self._choose(chosen)
         step = self.steps
@@ -261,13 +255,9 @@ class Membership(IterationRunner):
     def rehome(self, home: Home | str) -> None:
         """Move state to the owners of another home during the next step; all ranks call it.
 
-        The step computes the same results, and everything after it uses the new home, bit for bit as if `move` had been
-        called after the step. Training waits only while gradients of the moving parts are sent to the new owners. Until
-        that step, `evaluate`, `save` and all other calls use the current home. If a rank is lost, or state is loaded or
-        moved otherwise, the handover is discarded.
-
-        Args:
-            home: new owners; with a rule ("auto"), owners are chosen for the strategies.
+        Results are bit for bit those of a `move` after that step. Training waits only for the gradients of the moving
+        parts. Until then, all calls use the current home. If a rank is lost, or state is loaded or moved otherwise, the
+        handover is discarded.
 
         Raises:
             ValueError: on all ranks: the home does not fit, or another handover is in progress.
@@ -288,7 +278,6 @@ class Membership(IterationRunner):
         self._holding.stop_handover(self._watch.broken)
 
     def _calling(self, what: str) -> AbstractContextManager[object]:
-        """Watch other ranks during a call, unless a failure has broken the world."""
         return nullcontext() if self._watch.broken else self._watch.calling(what)
 
     def _begin_session(
@@ -300,7 +289,6 @@ class Membership(IterationRunner):
         ending: Session | None = None,
         agreed_before: bool = False,
     ) -> Session:
-        """Begin a session in a world, as the first one or in place of `ending`; arguments as for `Session.begin`."""
         alike = {} if agreed_before else self._compiled.identity(self.strategies, self._max_grad_norm)
         session = Session.begin(self._compiled, world, home, self._optimizer, fill, alike, log, ending)
         names = [bucket.name for bucket in self.program.buckets]
@@ -311,7 +299,6 @@ class Membership(IterationRunner):
         return session
 
     def _choose(self, as_before: bool = False) -> None:
-        """Create the chooser for the current strategies and session, or keep the existing one."""
         self._begin_era()
         session, compiled = self._session, self._compiled
         if not as_before:

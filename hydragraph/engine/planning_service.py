@@ -1,7 +1,4 @@
-"""Planning ahead of training in worker processes: training submits coming mini-batches and takes the plans.
-
-A worker that dies is replaced, and its mini-batch is given to the new one.
-"""
+"""Planning ahead of training in worker processes."""
 
 from __future__ import annotations
 
@@ -20,16 +17,14 @@ _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-# Attempts per mini-batch before planning fails: more than one, because memory may run out by chance.
+# Attempts per mini-batch before planning fails.
 ATTEMPTS = 3
 # Errors of a pipe to a dead process, in the middle of an answer or before it.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
-    """Worker processes, a bounded queue of mini-batches, and their plans.
-
-    A plan is looked up by the mini-batch's lengths, so it can never be used for another one.
+    """Worker processes, replaced when they die, a bounded queue of mini-batches, and plans by their lengths.
 
     Args:
         ahead: maximum number of mini-batches that are queued, in work or waiting to be taken.
@@ -44,11 +39,11 @@ class PlanService:
         self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
-        self._number = 0  # version of the request, incremented by every change
-        self._told = [0] * workers  # version of the request that each process has
+        self._number = 0  # version of the request
+        self._told = [0] * workers  # the version that each process has
         self._closed = False
         self.replaced = 0
-        self.answered = False  # whether any process has answered, so has started
+        self.answered = False
         self._threads = [
             threading.Thread(target=self._tend, args=(i,), name=f"hydragraph-planner-{i}", daemon=True)
             for i in range(workers)
@@ -57,8 +52,8 @@ class PlanService:
             thread.start()
 
     def submit(self, lengths: Lengths) -> bool:
-        """Request a plan; return False if the queue is full, so that the plan must be made when needed."""
-        # Bounded: plans that are never taken, as when a run skips data, must not pile up.
+        """Request a plan; return False if the queue is full."""
+        # Plans that are never taken, as when a run skips data, must not pile up.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -69,20 +64,19 @@ class PlanService:
         return True
 
     def take(self, lengths: Lengths, patience_s: float) -> Answer | None:
-        """Return and remove the plan of a mini-batch; None if it was not requested, or is not ready in time."""
+        """Return and remove the plan of a mini-batch; None if it was not requested or is late."""
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # Removed either way: a step that continued with the quick plan never asks for this one again.
+            # Removed either way: a step that took the quick plan never asks again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan with another request from now on, including mini-batches that are queued, in work or waiting to be
-        taken.
+        """Plan with another request from now on, including mini-batches already submitted.
 
         Args:
-            forget: discard those mini-batches instead, because others will follow.
+            forget: discard those mini-batches instead.
         """
         with self._changed:
             self._request = request
@@ -111,7 +105,6 @@ class PlanService:
         return [p.pid for p in self._processes if p is not None and p.poll() is None]
 
     def _tend(self, index: int) -> None:
-        """Hand mini-batches to one worker, and replace it when it dies."""
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
@@ -120,7 +113,7 @@ class PlanService:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Otherwise its step continued without it, or it is planned again with a newer request.
+                # Otherwise its step took the quick plan, or the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
@@ -132,7 +125,6 @@ class PlanService:
                 cast(IO[bytes], pipe).close()
 
     def _answered(self, index: int, lengths: Lengths) -> Answer:
-        # A process that died has not answered; its replacement gets the same mini-batch.
         for _ in range(ATTEMPTS):
             try:
                 return self._ask(index, lengths)
@@ -167,14 +159,12 @@ class PlanService:
         return answer
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        # Protocol: the request, sent again when it changes; then lengths go out and answers come back.
         process = start_module("hydragraph.engine.planning_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes[index] = process
         self._tell(index, cast(IO[bytes], process.stdin))
         return process
 
     def _tell(self, index: int, stdin: IO[bytes]) -> None:
-        """Send the request to a process."""
         with self._changed:
             self._told[index] = self._number
             request = self._request

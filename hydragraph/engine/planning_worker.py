@@ -1,8 +1,6 @@
-"""Planning process: `python -m hydragraph.engine.planning_worker` reads mini-batches from stdin and writes choices to
-stdout.
+"""Planning process: reads mini-batches from stdin and writes plans to stdout, until its stdin closes.
 
-It is started by its module name, so the training script is never imported again, guarded by `__main__` or not. It ends
-when its stdin closes.
+It is started by its module name, so the training script is never imported again.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from hydragraph.planner.request import PlanRequest, answer, get_ready
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer until the source ends."""
+    """Answer until the source ends; a new request replaces the current one."""
     request: PlanRequest = pickle.load(source)
     while True:
         try:
             message = pickle.load(source)
         except EOFError:
             return
-        if isinstance(message, PlanRequest):  # the request has changed
+        if isinstance(message, PlanRequest):
             request = message
             continue
         lengths: tuple[int, ...] = message
@@ -32,11 +30,11 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # These signals reach the whole process group, and training may first finish a step; this process ends with stdin.
+    # These signals reach the whole process group, but training may first finish a step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout
     # Output of libraries must not mix with the answers.
     sys.stdout = sys.stderr
-    get_ready()  # load lazy modules now: otherwise a changed request could load them while a step waits
+    get_ready()  # loads lazy modules now, rather than while a step waits
     serve(sys.stdin.buffer, output.buffer)

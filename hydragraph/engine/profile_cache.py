@@ -1,7 +1,6 @@
-"""Cache of measured profiles in the user's cache folder, so that a second start measures no blocks.
+"""Cache of measured profiles in the user's cache folder.
 
-A profile is stored under a digest of everything that it depends on, and the speed that the device had is part of the
-file's name: a device that is much slower today than it was then is measured again.
+The device's speed is part of a file's name: a device that has become much slower is measured again.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# Fraction of its former speed from which the profile of the only type of device is used: it changes no order of plans
-# as long as communication is slowed as well.
+# The profile of the only type of device is used down to this fraction of its former speed: the order of plans stays the
+# same if communication is slowed as well.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Return the folder of the cache."""
+    """Return the cache's folder."""
     return user_cache.folder("profiles")
 
 
@@ -34,7 +33,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     """Return the digest of what a profile depends on, except the device's speed.
 
     Args:
-        together: most ranks of this type on one node, which share its cores and links.
+        together: most ranks of this type on one node, which share its cores.
         others: the model, dtype, backend and settings of the measurement; their `repr` must be the same every time.
     """
     memory = round(report.memory_bytes / 1e9, 1)
@@ -43,12 +42,12 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of this speed, as that of a type; None if there is none.
+    """Return the stored profile of a device of this speed for a type; None if there is none.
 
-    A file that cannot be read counts as none: it may be of another version.
+    An unreadable file counts as none: it may be of another version.
 
     Args:
-        alone: whether there is one type of device only; then all may be slower than they were, by other work.
+        alone: whether there is only one type of device, which other work may slow down.
     """
     least = ALONE if alone else ALIKE
     best: tuple[float, Path] | None = None
@@ -70,7 +69,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> P
 
 
 def remember_profile(key: str, report: DeviceReport, profile: Profile) -> None:
-    """Store a profile; if it cannot be written, the device is measured again next time."""
+    """Store a profile; log a failure to write it."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:

@@ -1,4 +1,4 @@
-"""Recovery with surviving and new ranks: the call that a training loop makes when a step raises.
+"""Recovery with surviving and new ranks, after a step raised.
 
     while exe.steps < 100:
         try:
@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-The ranks meet again in the same processes (`cluster.rendezvous`), the state moves to its new owners
-(`Executable.move`), a strategy that fits the new ranks is chosen, and the interrupted step is repeated or finished.
+The ranks meet again in the same processes (`cluster.rendezvous`), state moves to new owners (`Executable.move`), a
+strategy that fits is chosen, and the interrupted step is repeated or finished.
 """
 
 from __future__ import annotations
@@ -44,17 +44,15 @@ class Survived:
 
     Attributes:
         generation: number of this set of ranks, counted from 1.
-        step: last step that the state includes; training continues with the next.
+        step: last step that the state includes.
         lost, left: previous rank numbers of the ranks that failed, and of those that were asked to end.
         joined: current rank numbers of new ranks.
-        peers: the processes, by rank.
-        strategies: strategies that steps choose from now on.
         restored: step of the checkpoint that was read; None: no state was lost.
         received: bytes of state that this rank received from others.
         seconds: time from this rank's failure to the arrival of the state.
-        why: description of what happened.
+        why: description of the failure.
         ending: why these ranks may only save and end; "": they continue.
-        read: bytes of checkpoint pieces that this rank read, by kind of place: "memory", "disk" and "store".
+        read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
     """
 
     generation: int
@@ -73,18 +71,16 @@ class Survived:
 
 
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
-    """Meet the surviving and new ranks, and move the state to them; all of them call it.
+    """Meet the surviving and new ranks, and move the state to them; all call it.
 
-    Afterwards `exe` can be used as before, on the new ranks: `exe.world`, `exe.strategies` and `exe.steps` are updated.
+    This updates `exe.world`, `exe.strategies` and `exe.steps`.
 
     Args:
         exe: this rank's executable; on a newcomer, one compiled with `joining=True`.
-        failure: the exception that a call of `exe` raised: a `RankFailure`, or the `Stopped` that calls ranks together.
-        restore: checkpoint that all ranks go back to if a part of the state is lost: a directory that `save` wrote,
-            this rank's pieces (`keep`), or the pair (pieces, directory); the newer one is read.
+        restore: as for `Executable.load`; read by all ranks if a part of the state is lost.
 
     Raises:
-        TooFewRanks: on all ranks, which have the state and can save it: fewer ranks are left than may continue.
+        TooFewRanks: on all ranks: fewer are left than may continue; they can still save.
         RankFailure, Stopped: `failure` itself, if ranks were not started to survive it.
         ValueError: a part of the state is lost, and `restore` is not given.
     """
@@ -106,12 +102,10 @@ def meet_again(
     """Recover as `survive` does, but also return if too few ranks are left.
 
     Args:
-        exe, failure: as for `survive`.
-        newest: returns the checkpoint to restore if state is lost; the answer of the first rank that has one is used.
-        soon: if a strategy is planned, use a good one that is found immediately; the caller looks for a better one in
-            the background.
-        rates: rates of slow members, on the rank that monitors them; used by the immediate plan.
-        pieces: this rank's, if all ranks have some; read instead of that checkpoint where they are newer.
+        newest: returns the checkpoint to restore if state is lost; the first rank's that has one is used.
+        soon: if a strategy is planned, use a good one that is found immediately.
+        rates: rates of slow members, on the rank that monitors them.
+        pieces: this rank's, if all ranks have some; read instead of that checkpoint if newer.
     """
     member = here()
     if member is None or (isinstance(failure, Stopped) and failure.reason < CALLED):
@@ -145,7 +139,7 @@ def meet_again(
             raise Dismissed("handed over its state, as it was asked to end")
         left += generation.leaving
         reasons += [f"rank {generation.members.index(m)} was asked to end" for m in generation.leaving]
-        failure = None  # the others meet again, without those that have handed over their state
+        failure = None  # the others meet again
     exe.stopping = 0
     exe.past = replace(past, seats=tuple(peer.seat for peer in peers))
     now = generation.members
@@ -184,8 +178,7 @@ def _move(
     """Move the state to a generation's ranks; arguments as for `meet_again`.
 
     Args:
-        past: strategies that ran before, used to find a strategy immediately; None: search for the best.
-        rates: rates of members known to this one; used only by the immediate search.
+        past: strategies that ran before, to find a strategy immediately; None: search for the best.
     """
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
@@ -194,7 +187,7 @@ def _move(
     home = home_for(exe.wanted_home, seats, going)
     with world.calling("meet"):
         if exe.given == "auto":
-            exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has measured nothing
+            exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has no measurements
         profile = costs_for(exe.given_profile, seats, home)
         if past is not None and isinstance(profile, Costs):
             member_rates = next((rank_rates for rank_rates in world.gather(rates) if rank_rates), {})
@@ -220,13 +213,10 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the candidates of a world's ranks: the given strategies that fit, else planned or similar ones.
+    """Return the given strategies that fit, else planned or similar ones.
 
     Args:
-        exe: this rank's executable.
-        world, home: the current ranks and their home.
-        profile: costs to choose by.
-        past, seats: what this rank knows of earlier ranks, and the seats of the current ones; used to find a planned
+        past, seats: earlier strategies known to this rank, and the seats of the current ranks, to find a planned
             strategy immediately. None: search for the best.
     """
     choices, lengths = exe.given, exe.planning.lengths
@@ -253,18 +243,17 @@ def strategies_for(
         return True
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, strategies)):
-        with suppress(Unsupported):  # no strategy fits by the costs; one similar to the first given may still fit
+        with suppress(Unsupported):  # no strategy fits by the costs
             strategies = [strategy for strategy in planned() if fits(strategy)] or strategies
     return refit(strategies, world.ranks, exe.program.layers, fits)
 
 
 def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
-    """Return the costs of strategies on ranks in these seats, each with its seat's device.
+    """Return the costs of strategies on the devices of these seats.
 
     Args:
         given: costs for all seats.
         seats: by rank; if one lies outside the cluster, devices are assumed to be identical.
-        home: owners of the state among these ranks.
     """
     if not isinstance(given, Costs):
         return given
@@ -274,11 +263,10 @@ def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:
-    """Return the home of ranks in these seats, derived from the home for all seats.
+    """Derive the home of ranks in these seats from the home for all seats.
 
     Args:
         wanted: shares by seat; ranks in other seats get the average share.
-        seats: by rank.
         leaving: ranks to exclude from ownership.
     """
     copies = wanted.copies if len(seats) - len(leaving) >= wanted.copies else 1

@@ -53,9 +53,8 @@ class Session:
     """One rank's part of a world.
 
     Attributes:
-        buffers: its buffers by name, on this rank's device.
-        world: this process's place.
-        owners: where every bucket's state lives.
+        buffers: by name, on this rank's device.
+        owners: owners of every bucket's state.
         home, optimizer: this rank's share of the state; without an optimizer, no training.
         preparer, executor: build and run this rank's programs.
     """
@@ -86,11 +85,10 @@ class Session:
         """Connect the ranks of a world and give each its share of the state; all ranks call it.
 
         Args:
-            world: this process's place.
             alike: texts by name that must be identical on all ranks.
             log: progress of the state that `fill` provides; None: it is new.
-            ending: session of the same world to replace: its communicators are re-used, and so is the state of buckets
-                whose owners do not change.
+            ending: session of the same world to replace: its communicators and the state of buckets with unchanged
+                owners are re-used.
 
         Raises:
             ValueError: on every rank: an input differs between ranks, or the home does not fit them.
@@ -121,10 +119,10 @@ class Session:
         return Session(program, model.buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
-        """Compare what all ranks are about to do, in one small all-reduce.
+        """Compare the next call of all ranks, in one small all-reduce.
 
         Args:
-            digest: digest of this rank's call and data.
+            digest: of this rank's call and data.
         """
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
@@ -155,9 +153,9 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            purpose: what is run; only "train" updates.
-            spans: receives these times; None: they are not recorded.
-            says: called once this rank has computed; returns its message to all others (`saying`).
+            purpose: only "train" updates.
+            spans: receives the times of instructions.
+            says: called after this rank's computation; returns its message to all others (`saying`).
         """
         prepared = self.preparer.get(work.strategy, work.assignment.counts, purpose)
         batches: dict[int, Mapping[str, Tensor]] = {}
@@ -174,7 +172,7 @@ class Session:
         """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.
 
         Args:
-            shards: by bucket, this rank's part: the weights or the gradients of `home`.
+            shards: by bucket, this rank's part of the weights or gradients.
             names: parameters to return; None: all.
         """
         buckets = self.gather_by_bucket(shards, names)
@@ -191,8 +189,8 @@ class Session:
 
         Args:
             shards, names: as for `gather`; buckets without such parameters are left out.
-            to: ranks that receive the tensors, on their devices; the others get {}.
-            dtype: returns the dtype in which parameters of these names travel and arrive; None: that of their shards.
+            to: ranks that receive the tensors, on their devices; others get {}.
+            dtype: returns the dtype in which parameters of these names arrive; None: that of their shards.
         """
         world = self.world
         for bucket in (b for b in self.program.buckets if b.name in shards):
@@ -228,7 +226,7 @@ class Session:
 
 @dataclass(frozen=True)
 class RanksCompared:
-    """Comparison of what ranks are about to do, made before an iteration; identical on all ranks.
+    """Comparison of all ranks' next calls; identical on all ranks.
 
     Attributes:
         stopping: largest stop request of any rank; 0: none.
@@ -240,29 +238,28 @@ class RanksCompared:
 
     @staticmethod
     def of(said: Sequence[tuple[int, ...]]) -> RanksCompared:
-        """Compare the messages that all ranks sent at a commit (`Session.saying`)."""
+        """Compare the messages of all ranks at a commit (`Session.saying`)."""
         high, _, unsaved, stopping = (max(numbers) for numbers in zip(*said, strict=True))
         same = high >= 0 and len({message[:2] for message in said}) == 1
         return RanksCompared(same, bool(unsaved), stopping)
 
 
 def _same(old: Layout, new: Layout) -> Layout:
-    """Return the old layout if the new one is equal to it."""
     columns = ((old.rank, new.rank), (old.lo, new.lo), (old.hi, new.hi), (old.copy, new.copy))
     return old if all(np.array_equal(before, after) for before, after in columns) else new
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer once all ranks can create theirs, and check that all have the same settings.
+    """Create this rank's optimizer, and check that all ranks' have the same settings.
 
     Raises:
-        Unsupported, ValueError: on every rank, so that no rank waits for one that failed.
+        Unsupported, ValueError: on every rank.
     """
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:
         optimizer = make_optimizer(factory, state) if factory else None
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:
         refused = error
     sent = refused
     if refused is not None and not isinstance(refused, Unsupported) and groups.world.ranks > 1:

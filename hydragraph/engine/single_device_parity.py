@@ -1,7 +1,7 @@
-"""Comparison of strategies with one device: losses and gradients against plain PyTorch on the unmodified model.
+"""Comparison of losses and gradients with plain PyTorch on the unmodified model.
 
-The reference runs one sequence at a time through the transformers model, with its own attention, and computes the loss
-itself; it shares no code with the system under test, except the random words of dropout (`Masks`).
+The reference runs one sequence at a time through the transformers model, with its own attention. It shares no code with
+the system under test, except the random words of dropout (`Masks`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
 class Comparable(Protocol):
-    """Object under verification; `hydragraph.compile` returns one."""
+    """Object to verify, such as an `Executable`."""
 
     def evaluate(self, sequences: Any, strategy: Strategy | None = None) -> Any:
         """Return a report with the loss."""
@@ -38,7 +38,7 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of one device: mean loss per target, and gradients by parameter name."""
+    """Mean loss per target, and gradients by parameter name, of one device."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -46,11 +46,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class ParityRow:
-    """Comparison of one strategy with the reference.
+    """A strategy compared with the reference, at its worst parameter.
 
     Attributes:
-        strategy: text of the strategy.
-        error, norm: |error|_2 and |g|_2 of that parameter's gradient.
+        error, norm: |error|_2 and |g|_2 of the parameter's gradient.
         ratio: error / (1e-5 |g|_2 + 1e-7 |all gradients|_2).
     """
 
@@ -80,9 +79,9 @@ def reference(
 
     Args:
         model: a Hugging Face model with weights; its `.grad` fields are not changed.
-        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and perhaps `weights`,
-            the factor of the sequence's losses.
-        masks: for a model with dropout, the masks of its gradients; the loss is that of an evaluation, without any.
+        sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and optionally `weights`,
+            a factor of the sequence's losses.
+        masks: masks of dropout for the gradients; the loss is computed without dropout.
 
     Raises:
         ValueError: no sequence has a target.
@@ -123,10 +122,6 @@ def reference(
 
 def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, strategy: str) -> ParityRow:
     """Return the row of a strategy's worst gradient.
-
-    Args:
-        gradients: the strategy's gradients, by the same names.
-        loss: the strategy's loss.
 
     Raises:
         ValueError: a parameter has a nonzero gradient on one side only.
@@ -173,7 +168,6 @@ def verify(
 
 
 def _targets(sequence: Tensor | Mapping[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """Return a sequence's ids and, for its first positions, the token that each should predict."""
     if isinstance(sequence, Tensor):
         ids = labels = sequence
     else:

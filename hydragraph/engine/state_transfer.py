@@ -1,4 +1,4 @@
-"""Transfer of a model's state from the ranks that have it to the owners of a new session."""
+"""Transfer of a model's state to the owners of a new session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both: the newer one is read.
+# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both: the newer is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -37,14 +37,12 @@ class Moved:
     """Result of a move.
 
     Attributes:
-        step: last step that the state includes, identical on all ranks; training continues with the next.
-        finished: whether that step had raised on this rank and was finished by the move: step your learning-rate
-            scheduler once more here.
-        restored: step of the checkpoint that was read because the remaining ranks did not have the whole state; None:
-            no checkpoint was read.
+        step: last step that the state includes, identical on all ranks.
+        finished: whether that step had raised on this rank and the move finished it: step your learning-rate scheduler
+            once more.
+        restored: step of the checkpoint that was read; None: no state was lost.
         extra: the `extra` of that checkpoint.
-        received: bytes received from other ranks.
-        seconds: duration on this rank, including the creation of communicators.
+        seconds: duration on this rank.
         read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
     """
 
@@ -62,10 +60,8 @@ class Brought:
     """Result of filling a session.
 
     Attributes:
-        restored: whether a checkpoint was read.
+        restored: whether a checkpoint was read; it provides `extra` and `buffers`.
         received: bytes received from other ranks.
-        extra: the caller's data from that checkpoint.
-        buffers: persistent buffers from that checkpoint, by name.
         read: bytes of pieces that this rank read, by kind of place.
     """
 
@@ -114,8 +110,6 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
 
 @dataclass(frozen=True)
 class _Places:
-    """One rank's places of pieces: those that it writes to, what it wrote last to each, and what it kept last."""
-
     busy: frozenset[Tier]
     written: Mapping[Tier, Kept]
     last: Kept | None
@@ -126,10 +120,10 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     """Fill a new session's state; all ranks call it. The old state is not changed.
 
     Args:
-        session: new session, with weights not filled.
-        old: this rank's old session; None: it holds no valid state.
+        session: not yet filled.
+        old: this rank's old session; None: it has no valid state.
         meeting: which rank has which state.
-        restore: what to read if a part of the state is lost; None: raise instead.
+        restore: read if a part of the state is lost.
 
     Raises:
         ValueError: on all ranks: a part of the state is lost, and no checkpoint is given.
@@ -168,12 +162,10 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read the whole state: survivors are ahead of a checkpoint, and all parts of a state must be of one step.
+    """Read the whole state, as all parts must be of one step and survivors are ahead of a checkpoint.
 
     Args:
-        session, restore: as for `bring`.
         route: transfers, with lost parts.
-        nobody: whether no rank has any of the state.
     """
     if restore is None and nobody:
         raise ValueError(
@@ -197,8 +189,7 @@ def read(session: Session, restore: Restore) -> Brought:
     """Read the whole state from a checkpoint; all ranks call it.
 
     Args:
-        session: its state is replaced.
-        restore: a directory, pieces, or both; the newer one is read.
+        restore: a directory, pieces, or both; the newer is read.
 
     Raises:
         Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
@@ -222,7 +213,7 @@ def read(session: Session, restore: Restore) -> Brought:
 
 
 def _steps_of(path: Path) -> int:
-    """Return the last step that a checkpoint includes; -1 if it cannot be read, as any pieces are then better."""
+    """Return the last step that a checkpoint includes; -1 if it cannot be read."""
     try:
         return save_and_load.read_steps(path)
     except (ValueError, OSError):
@@ -230,11 +221,7 @@ def _steps_of(path: Path) -> int:
 
 
 def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
-    """Return the pieces and the directory to read from.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return the pieces and the directory to read from; raise a TypeError for anything else."""
     if isinstance(restore, Pieces):
         return restore, None
     if isinstance(restore, tuple) and [isinstance(source, Pieces) for source in restore] == [True, False]:
@@ -245,7 +232,6 @@ def parts(restore: Restore) -> tuple[Pieces | None, Path | None]:
 
 
 def _taken(session: Session, found: Recovered) -> Brought:
-    """Take over the optimizer's state and the step of pieces whose weights have been read."""
     optimizer = session.optimizer
     if optimizer is not None:
         plain = Plain(**found.common["optimizer"])
@@ -259,7 +245,7 @@ def _taken(session: Session, found: Recovered) -> Brought:
 
 
 def kept(session: Session, old: Session | None) -> Session:
-    """Return a session that keeps the process's existing optimizer object, because schedulers refer to it."""
+    """Return the session with the existing optimizer object, which schedulers refer to."""
     if old is None or old.optimizer is None or session.optimizer is None:
         return session
     optimizer, new = old.optimizer, session.optimizer

@@ -7,8 +7,8 @@
     A            B, whole         B is complete: this rank takes it, or, if the last meeting failed, may have to
     B            none             steps again, in the next generation
 
-Whether a complete B counts is agreed when ranks meet again (`runtime.state_agreement`): ranks do not all learn of a
-failure at the same moment, so some may already have taken it.
+Whether a complete B counts is agreed when ranks meet again (`runtime.state_agreement`), as some may already have taken
+it when a failure is noticed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Holding:
-    """A rank's current session and the one that is arriving.
-
-    Attributes:
-        held: current session; None: this rank has joined no ranks yet.
-    """
+    """A rank's current session and the one that is arriving."""
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Create it without a session.
+        """Start without a session.
 
         Args:
-            start: returns the initial weights of a model without any; called late, because loading or joining may
-                provide others.
+            start: returns the initial weights of a model without any; called late, as they may be loaded instead.
         """
         self.held: Session | None = None
         self.handover: Handover | None = None
@@ -48,15 +43,11 @@ class Holding:
         self._arriving: Session | None = None
         self._whole = False
         self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # this process's ranks in the meetings since the last switch
+        self._called: tuple[int, ...] = ()  # this process's ranks in meetings since the last switch
 
     @property
     def session(self) -> Session:
-        """Current session.
-
-        Raises:
-            ValueError: there is none yet.
-        """
+        """Current session; a ValueError if there is none yet."""
         if self.held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
         return self.held
@@ -68,13 +59,13 @@ class Holding:
         return list({id(session.groups): session.groups for session in sessions if session is not None}.values())
 
     def begin(self) -> None:
-        """Fill a model that was built on the meta device with its initial weights, unless others were loaded."""
+        """Fill a model built on the meta device with its initial weights, unless others were loaded."""
         start, self._start = self._start, None
         for tensors in start() if start is not None else ():
             self.session.home.fill(tensors)
 
     def loaded(self) -> None:
-        """Record that weights were loaded, so initial ones are not needed."""
+        """Record that weights were loaded."""
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
@@ -127,13 +118,13 @@ class Holding:
         self.expect(arriving)
 
     def go_over(self) -> None:
-        """Switch to the new owners if a step has moved all their state."""
+        """Switch to the new owners if they have all their state."""
         if self.handover is not None and self.handover.whole:
             self.handover = None
             self.take()
 
     def stop_handover(self, broken: bool) -> None:
-        """Stop a handover; among ranks that continue together, all have then sent and received the same."""
+        """Stop a handover; unless ranks are broken, wait for its transfers in flight."""
         handover, self.handover = self.handover, None
         if handover is None:
             return

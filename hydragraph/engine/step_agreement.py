@@ -1,4 +1,4 @@
-"""Agreement on the next step at the end of the current one, so that the next one begins without a separate meeting.
+"""Agreement on the next step at the end of the current one.
 
     without a promise                        with a promise
     step 7 ... commit 7                      step 7 ... check and digest mini-batch 8, commit 7 (with the digests)
@@ -6,7 +6,7 @@
     compare digests: all ranks meet
     step 8
 
-So ranks wait for a slow or briefly stopped rank once per step instead of twice.
+So ranks wait for a slow rank once per step instead of twice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Call:
     """Checked inputs of this rank's next iteration.
 
     Attributes:
-        batch, strategy: None if rejected; strategy also None by default.
-        mark: digest of all this, including an error, so that ranks that reject the call alike stay in step.
+        batch, strategy: None if rejected; strategy is also None by default.
+        mark: digest of the call, including an error, so ranks that reject it alike stay in step.
     """
 
     batch: MiniBatch | None
@@ -40,7 +40,7 @@ class Promise:
     """A promised step that follows the current one.
 
     Attributes:
-        call: the checked arguments, once gradients of the step before are in flight.
+        call: checked arguments, once the step before has computed.
     """
 
     sequences: Batches
@@ -56,11 +56,11 @@ class Promise:
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        """The call, and what ranks know about one another, once all have promised it."""
+        """The call and the comparison of ranks, once all have promised it."""
         assert self.call is not None, "ranks compare what they have checked"
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
-        """Return whether a step that is called with these arguments keeps the promise."""
+        """Return whether a step with these arguments keeps the promise."""
         return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

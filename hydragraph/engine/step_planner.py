@@ -1,4 +1,4 @@
-"""Plan of one iteration: the candidate and its assignment, made ahead of time, on demand, or by a quick heuristic."""
+"""Plan of one iteration, made ahead of time, on demand, or by a quick heuristic."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """Candidate and assignment of one iteration.
+    """Strategy and assignment of one iteration.
 
     Attributes:
         candidate: index of the strategy.
         seconds: expected time; 0 for the quick plan, which has no estimate.
-        hidden_s: seconds of planning that overlapped with training.
-        exposed_s: seconds of planning that training waited for.
-        late: whether the plan was not ready in time, so this is the quick one.
+        hidden_s: planning during training.
+        exposed_s: planning that training waited for.
+        late: whether this is the quick plan.
     """
 
     candidate: int
@@ -37,10 +37,9 @@ class IterationPlan:
 
 
 class IterationPlanner:
-    """Plans the iterations of one training run, on one rank.
+    """Plans iterations, on one rank.
 
     Args:
-        policy: how to plan: number of processes, how far ahead, and how long to wait.
         static: candidate to keep whenever it can run the longest sequence; None: choose every time.
     """
 
@@ -54,8 +53,8 @@ class IterationPlanner:
         self._hurries = False
 
     def announce(self, lengths: Sequence[int]) -> None:
-        """Announce a coming iteration so that it is planned in the background."""
-        # The first announcement starts the processes: a run that never looks ahead needs none.
+        """Plan a coming iteration in the background."""
+        # A run that never looks ahead needs no processes.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -69,8 +68,7 @@ class IterationPlanner:
         """
         began = time.perf_counter()
         key = tuple(lengths)
-        # A sequence too long for the static candidate is planned here, with all candidates; workers know only the
-        # static one.
+        # Workers know only the static candidate, so a sequence too long for it is planned here.
         if not self._static_takes(key):
             if self._service is not None:
                 self._service.take(key, 0.0)  # perhaps announced before the request changed
@@ -82,9 +80,7 @@ class IterationPlanner:
         return self._planned(planned, began, self._static) if planned is not None else self._quick(key, began)
 
     def change(self, request: PlanRequest, static: int | None) -> None:
-        """Use other candidates or costs from now on, including for announced mini-batches; arguments as for the
-        constructor.
-        """
+        """Use other candidates or costs, also for announced mini-batches."""
         self._request = request
         self._static = static
         self._chosen = request if static is None else request.only(static)
@@ -93,11 +89,11 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Continue a running training: while planning processes start, steps take the quick plan instead of waiting.
+        """Continue after another planner: while planning processes start, steps take the quick plan.
 
         Args:
-            before: the previous planner of this process, whose planning processes are re-used and whose announcements
-                are discarded. None: another rank planned, and its processes are gone.
+            before: this process's previous planner: its processes are re-used, and its announcements discarded. None:
+                another rank planned.
         """
         self._hurries = True
         if before is None:
@@ -113,7 +109,6 @@ class IterationPlanner:
             self._service.close()
 
     def _static_takes(self, lengths: Sequence[int]) -> bool:
-        """Return whether the static candidate, if any, can run the longest sequence."""
         return (
             self._static is None
             or self._request.guessed
@@ -121,13 +116,11 @@ class IterationPlanner:
         )
 
     def _planned(self, planned: Answer, began: float, static: int | None) -> IterationPlan:
-        """Return the plan of an answer; `static` is the candidate if it was the only choice."""
         if planned.choice is None:
             raise planned.error or AssertionError("an answer is a choice or an error")
         choice = planned.choice
         self._last = choice.index if static is None else static
         assignment = Assignment(choice.assignment.micro_batches, choice.assignment.lengths)
-        # Planning time beyond the time that the step waited overlapped with training.
         waited = time.perf_counter() - began
         hidden = max(0.0, planned.seconds - waited)
         seconds = 0.0 if self._request.guessed else self._request.seconds(self._last, assignment)
@@ -135,8 +128,8 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Return the quick plan: the last candidate, or the one that can run the longest sequences."""
-        # The last candidate's groups and programs already exist, and a late step should not wait for new ones.
+        """Return a plan of the last candidate, or of the one that takes the longest sequences."""
+        # The last candidate's programs already exist, so this step need not wait for new ones.
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

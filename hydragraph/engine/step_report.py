@@ -1,4 +1,4 @@
-"""Metrics of one step, as a training script gets them."""
+"""Metrics of one step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class StepReport:
         loss: sum of losses of the global mini-batch, divided by `divide_by`; by default the mean over target tokens.
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
-        strategy: text of the strategy in use.
-        chosen: the strategy as an object.
+        strategy, chosen: the strategy as text and as an object.
         sequences: number of sequences in the mini-batch.
         micro_batches: number of micro-batches of each pipeline.
         seconds: wall time on this rank.
@@ -51,5 +50,5 @@ class StepReport:
 
     @property
     def exposed(self) -> Exposed:
-        """Seconds that ranks waited for communication, on average."""
+        """Mean seconds that ranks waited for communication."""
         return mean_exposed(self.ranks)

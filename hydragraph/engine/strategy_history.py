@@ -1,4 +1,4 @@
-"""Strategies that ran on earlier sets of ranks. Ranks are renumbered when some are lost or join; seats are stable.
+"""Strategies that ran on earlier sets of ranks. Ranks are renumbered in recoveries; seats are stable.
 
 ranks 0 1 2 3 in seats 0 1 2 3   <tp1,pp2> on ranks 0, 1 + <tp1,pp2> on ranks 2, 3
 rank 1 is lost: ranks 0 1 2      in seats 0 2 3: <[0,?]..> + <tp1,pp2> on ranks 1, 2; the other pipeline is cut
@@ -20,7 +20,7 @@ class Era:
     """One set of ranks that met and trained.
 
     Attributes:
-        strategies: strategies they trained with, most recent first, with seats in place of ranks.
+        strategies: most recent first, with seats in place of ranks.
     """
 
     seats: frozenset[int]
@@ -32,18 +32,14 @@ class Past:
     """History known to one process.
 
     Attributes:
-        seats: seats of the current ranks, by rank; None: every rank's seat equals its number.
+        seats: of the current ranks, by rank; None: every rank's seat equals its number.
     """
 
     seats: tuple[int, ...] | None = None
     eras: tuple[Era, ...] = ()
 
     def ended(self, strategies: Sequence[Strategy], ranks: int) -> Past:
-        """Return the history after these ranks part.
-
-        Args:
-            strategies: strategies they have trained with, most recent first.
-        """
+        """Return the history after these ranks, which trained with `strategies`, most recent first."""
         if not strategies:
             return self
         seats = tuple(range(ranks)) if self.seats is None else self.seats
@@ -54,10 +50,9 @@ class Past:
         return replace(self, eras=(Era(here, tuple(ran)[:KEPT]), *earlier)[:KEPT])
 
     def among(self, seats: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return earlier strategies for ranks in these seats, most useful first; seats without a rank get higher
-        numbers.
+        """Return earlier strategies for ranks in these seats; seats without a rank get higher numbers.
 
-        Strategies that ran on the same seats come first, then the most recent ones.
+        Those that ran on the same seats come first, then the most recent.
         """
         number = {seat: rank for rank, seat in enumerate(seats)}
         for era in self.eras:

@@ -1,4 +1,4 @@
-"""Choice of the strategy and the assignment of every iteration, by rank 0 for all ranks."""
+"""Choice of every iteration's strategy and assignment, by rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """Strategy and assignment of one iteration; `planned` holds how long choosing took, and the expected time."""
+    """Strategy and assignment of one iteration, the time that choosing took, and the expected time."""
 
     strategy: Strategy
     assignment: Assignment
@@ -30,7 +30,7 @@ class IterationChoice:
 
 @dataclass(frozen=True)
 class _Change:
-    """Candidates that rank 0 will choose from: at once, or (`ready_first`) once all ranks are ready for them."""
+    """New candidates, used at once or (`ready_first`) once all ranks are ready for them."""
 
     strategies: tuple[Strategy, ...]
     request: PlanRequest
@@ -40,11 +40,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Told:
-    """Message from rank 0 to all others before each step; rank 0 does not wait for replies.
-
-    Attributes:
-        coming: new candidates, used from the next step on, or, with `ready_first`, once all ranks are ready.
-    """
+    """Message from rank 0 to all others before each step."""
 
     plan: IterationPlan | ValueError | None
     coming: tuple[Strategy, ...] = ()
@@ -52,14 +48,13 @@ class _Told:
 
 
 class Chooser:
-    """Chooses every iteration's strategy and assignment: rank 0 plans and broadcasts the plan.
+    """Chooses every iteration's strategy and assignment; rank 0 plans and broadcasts the plan.
 
     Args:
-        groups: communicators of this process; only rank 0 has a planner.
-        before: the previous chooser, which is closed; its planning processes, which are slow to start, are re-used.
+        before: the previous chooser; it is closed, and its planning processes are re-used.
 
     Attributes:
-        decision: on rank 0, a sentence on whether one strategy is kept; "" without a decision.
+        decision: on rank 0, whether one strategy is kept, as a sentence; "" without a decision.
         refused: why the last change was rejected; "" if it was accepted or is in progress.
     """
 
@@ -77,13 +72,13 @@ class Chooser:
         self.refused = ""
         self._groups = groups
         self._readying = readying
-        self._measured = planning.profile is not None  # so that expectations are in seconds
+        self._measured = planning.profile is not None
         self._plans = self._measured or len(strategies) > 1
         self._planner: IterationPlanner | None = None  # on rank 0
-        self._change: _Change | None = None  # on rank 0, until all ranks have applied it
+        self._change: _Change | None = None  # on rank 0, until applied by all ranks
         self._coming: tuple[Strategy, ...] = ()  # strategies that ranks prepare for, or are ready for
         self._making: Beforehand | None = None
-        self._ready = False  # whether all ranks are ready
+        self._ready = False
         if self._plans and groups.world.rank == 0:
             self._planner, self.decision = planner_of(strategies, planning, groups.world.ranks, home)
             if before is not None:
@@ -97,7 +92,7 @@ class Chooser:
         return self._planner is not None
 
     def announce(self, lengths: tuple[int, ...]) -> None:
-        """Plan a later mini-batch with sequences of these lengths while earlier ones run."""
+        """Plan a later mini-batch with sequences of these lengths in the background."""
         if self._planner is not None:
             self._planner.announce(lengths)
 
@@ -105,8 +100,7 @@ class Chooser:
         """Choose the strategy and assignment of a mini-batch; all ranks call it.
 
         Args:
-            lengths: sequence lengths in tokens.
-            strategy: the strategy to run; None: the best.
+            strategy: None: the best.
 
         Raises:
             ValueError: agreed on every rank: planning failed.
@@ -126,12 +120,11 @@ class Chooser:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies. The planning rank calls it; its next plan informs the others.
+        """Choose from other strategies; called on the planning rank.
 
         Args:
-            request: their costs, in the same order.
             static: index of the candidate to keep; None: choose every time.
-            ready_first: wait until all ranks have the graphs they need, which are compiled in the background.
+            ready_first: compile their graphs on all ranks in the background first.
 
         Raises:
             Unsupported: the previous request has just become ready.
@@ -157,7 +150,7 @@ class Chooser:
         self._drop()
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
-        """Return rank 0's plan, or the reason why there is none, on every rank."""
+        """Return rank 0's plan, or its error, on every rank."""
         if self._ready:
             self.strategies = self._coming
             self._replan()
@@ -178,13 +171,12 @@ class Chooser:
         return received.plan
 
     def _replan(self) -> None:
-        """Apply the pending change to the planner, if this rank has one."""
         if self._planner is not None and self._change is not None:
             self._planner.change(self._change.request, self._change.static)
         self._change = None
 
     def _follow(self, told: _Told) -> None:
-        """Prepare for new strategies, or check whether all ranks are ready; all ranks act on the same message."""
+        """Prepare for new strategies, or check whether all ranks are ready for them."""
         coming = told.coming
         if not coming:
             return
@@ -199,7 +191,6 @@ class Chooser:
             self._see()
 
     def _see(self) -> None:
-        """Check whether all ranks are ready for the new strategies."""
         making, node = self._making, self._groups.world.node
         settled = making is None or making.settled
         every = self._groups.gather((node, settled, None if making is None else making.offer))
@@ -213,7 +204,6 @@ class Chooser:
                 self._drop()
 
     def _drop(self) -> None:
-        """Discard the new strategies and their preparation."""
         if self._making is not None:
             self._making.close()
         self._coming = ()

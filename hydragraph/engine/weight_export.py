@@ -1,4 +1,4 @@
-"""Weights and buffers of an executable under the names of its model: as a state dict, or bucket by bucket."""
+"""Weights and buffers under the model's names: as a state dict, or bucket by bucket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, T
 
 
 class PublishedWeights:
-    """Weights bucket by bucket, under the names and in the shapes of `save_pretrained`.
+    """Weights bucket by bucket, with the names and shapes of `save_pretrained`.
 
     Args:
         dtype: of floating-point tensors, except those that the model's classes keep in fp32.
@@ -52,7 +52,7 @@ class PublishedWeights:
                 self._first.setdefault(source, key)
 
     def buckets(self, to: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of one bucket after another on the ranks `to`, {} elsewhere; all ranks iterate over all."""
+        """Yield the tensors of one bucket after another on the ranks `to`, {} elsewhere; all ranks iterate."""
         return self._session.gather_by_bucket(self._session.home.weights, frozenset(self._first), to, self._dtype_of)
 
     @property
@@ -66,5 +66,4 @@ class PublishedWeights:
         return published_names(self._shell, state)
 
     def _dtype_of(self, names: Iterable[str]) -> torch.dtype:
-        """Return the dtype in which tensors travel together."""
         return torch.float32 if any(self._first[name] in self._exact for name in names) else self._dtype
