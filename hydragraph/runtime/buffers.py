@@ -1,8 +1,7 @@
 """Buffers for an iteration's weights, gradients and messages, kept for the next iteration.
 
-On the CPU, every step would otherwise pay for fresh pages. On CUDA the device may still read a returned buffer, so the
-buffer carries a mark: it is free once the device has passed it. Iterations of one strategy need the same sizes, so from
-the second on hardly any is allocated; buffers unused by one iteration are dropped when the next begins.
+On the CPU this saves fresh pages. On CUDA the device may still read a returned buffer, so the buffer carries a mark: it
+is free once the device has passed it. Buffers unused by one iteration are dropped when the next begins.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # buffers of one size that the device may still use before reuse waits for it
+AHEAD = 2  # idle buffers of one size before reuse waits for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
 
 
 class Buffers:
-    """Hands out 1-D uninitialised tensors, and reuses them once they are returned.
+    """Hands out 1-D uninitialised tensors, and reuses returned ones.
 
     Args:
         streams: the device's queues; default: a CPU's.
@@ -32,21 +31,20 @@ class Buffers:
     def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
         self._streams = streams or HostStreams()
-        # Buffers left by earlier iterations, and those returned in this one.
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
         self._taken: dict[int, Tensor] = {}  # by address
 
     def begin(self) -> None:
-        """Start an iteration: drop buffers that the last one did not use, such as those of another strategy."""
+        """Start an iteration: drop buffers that the last one did not use."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # buffers that a failed iteration never returned
+        self._taken.clear()  # of a failed iteration
 
     def trim(self) -> None:
-        """Drop idle buffers, so that they do not add to the peak of memory during computation."""
+        """Drop idle buffers, which would add to the peak of memory during computation."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier.clear()
@@ -67,17 +65,14 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back a buffer that has no readers once the current stream gets here; ignore other tensors."""
-        # By address, since the returned view may differ from the taken one. Views that begin further in are not
-        # recognised, and neither are tensors of the home state.
+        """Take back a buffer without readers after this point of the current stream; ignore other tensors."""
+        # By address, since the returned view may differ from the taken one. Views that begin further in are ignored.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
-        """Take the newest buffer that the device has finished with, or the oldest if it still uses too many of them."""
-        # If the device still uses all of them, a new one costs memory and waiting costs time: up to AHEAD a new one is
-        # made, then the oldest is used, which the device finishes first.
+        """Take the newest buffer that the device has finished with, or the oldest if it still uses more than AHEAD."""
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:

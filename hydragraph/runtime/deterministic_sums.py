@@ -30,8 +30,8 @@ class Deterministic:
     """Constants of one deterministic process.
 
     Attributes:
-        device: the kind of device, which must be the same on all ranks.
-        degree, sequence_parallel: of all stages of all strategies; None: no stage was seen yet.
+        device: the kind of device, the same on all ranks.
+        degree, sequence_parallel: of all stages; None: no stage was seen yet.
     """
 
     device: str
@@ -40,7 +40,7 @@ class Deterministic:
 
     @staticmethod
     def begin(device: torch.device, backend: str) -> Deterministic:
-        """Make this process deterministic from now on: with one thread on a CPU, by PyTorch's settings on a GPU.
+        """Make this process deterministic: one thread on a CPU, PyTorch's settings on a GPU.
 
         Raises:
             Unsupported: graphs are compiled by Inductor.
@@ -63,7 +63,7 @@ class Deterministic:
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all stages are cut alike, in these and all earlier and later strategies.
+        """Check that all stages are cut alike, in these and all other strategies.
 
         Raises:
             Unsupported: two differ, a stage streams, or one of more than two devices does not name them in ascending
@@ -96,15 +96,11 @@ class Deterministic:
                     )
 
     def alike(self, profile: Profile) -> Profile:
-        """Return the measurements of stages cut like those seen so far; all of them if none were seen."""
+        """Return the measurements of stages cut like those seen so far; all if none were seen."""
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
-        """Check that sums over this number of sequences are exact.
-
-        Raises:
-            Unsupported: there are too many.
-        """
+        """Raise unless sums over this number of sequences are exact."""
         # Under tensor parallelism a rank of each position may add its part, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
@@ -115,11 +111,7 @@ class Deterministic:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer rounds elements alike regardless of the ends of shards.
-
-        Raises:
-            Unsupported: it does not.
-        """
+        """Raise unless an optimizer rounds elements alike regardless of the ends of shards."""
         # PyTorch's fused CPU kernels use another formula for the remainder after whole vectors.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(

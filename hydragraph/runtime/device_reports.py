@@ -1,7 +1,7 @@
-"""Discovery of devices: what every rank reports of its own, and the types that these reports form.
+"""Reports of every rank's device, and the types that they form.
 
-Types are told apart by measurement, not by name: a GPU that is throttled to half its clock is a type of its own. From
-the fastest down, a rank joins a type if it reaches `ALIKE` of the median of the ranks in it.
+Types differ by measurement, not only by name: a GPU throttled to half its clock is a type of its own. From the fastest
+down, a rank joins a type if it reaches `ALIKE` of the median of the type's ranks.
 
 Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second: "a100", "a100", "a100-51", "a100".
 """
@@ -25,12 +25,12 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Devices of one type reach at least this fraction of the median speed of the faster ones of them, and of their memory.
+# Devices of one type reach at least this fraction of the faster ones' median speed, and of their memory.
 ALIKE = 0.8
-# Most probes of a device; the fastest one counts. A second one runs only if some devices of one name seem slower
-# than others: other processes may have slowed them for a moment.
+# Most probes of a device; the fastest counts. Repeated only if devices of one name differ: other processes may have
+# slowed some for a moment.
 PROBES = 6
-# Bytes copied to measure the bandwidth of memory.
+# Bytes, to measure the bandwidth of memory.
 COPIED = 1 << 25
 # Packages whose versions must be equal on all hosts.
 PACKAGES = ("torch", "transformers")
@@ -42,11 +42,11 @@ class DeviceReport:
 
     Attributes:
         node: identifies the rank's node; ranks of one node share memory and network cards.
-        memory_bytes: bytes that the rank may use: its share where several ranks share a device or a host.
-        products_per_s: small matrix products per second, which distinguish types.
+        memory_bytes: bytes that the rank may use, of a shared device or host.
+        products_per_s: small matrix products per second.
         flops_per_s: floating-point operations per second of these products.
-        memory_bytes_per_s: bandwidth of the device's memory.
-        threads: compute threads of a rank on a CPU; 0 on a GPU.
+        memory_bytes_per_s: bandwidth.
+        threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability and PCI address of a GPU, and the NUMA nodes of its host.
         versions: of hydragraph, Python and the packages that all hosts must agree on.
     """
@@ -64,7 +64,7 @@ class DeviceReport:
 
 
 def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> tuple[DeviceReport, ...]:
-    """Measure this rank's device while all others measure theirs, and return the reports of all ranks.
+    """Measure all ranks' devices at once, and return their reports on all ranks.
 
     Args:
         probe: returns products per second; None: measure them.
@@ -101,11 +101,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
 
 
 def check_versions(reports: Sequence[DeviceReport]) -> None:
-    """Check that all ranks run the same versions.
-
-    Raises:
-        ValueError: naming the package, two ranks and their hosts.
-    """
+    """Raise unless all ranks have the same versions."""
     first = reports[0]
     for rank, other in enumerate(reports):
         for (name, here), (_, there) in zip(first.versions, other.versions, strict=True):
@@ -131,13 +127,13 @@ def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
 
 
 def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
-    """Return whether some devices are of types of their own because they are slower."""
+    """Return whether speed alone separates some types."""
     equally_fast = [replace(report, products_per_s=1.0) for report in reports]
     return len(set(types_of(reports))) > len(set(types_of(equally_fast)))
 
 
 def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
-    """Return whether a device, which is not faster than any member of a type, is of that type as well."""
+    """Return whether a device, not faster than any member of a type, belongs to it."""
     leader = members[0]
     memories = sorted((own.memory_bytes, leader.memory_bytes))
     if own.name != leader.name or memories[0] < ALIKE * memories[1]:
@@ -146,7 +142,7 @@ def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
 
 
 def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) -> str:
-    """Return a name for a type: the device's, with its speed relative to the fastest of that name if there is one."""
+    """Return a type's name: the device's, with its speed in percent of the fastest of that name."""
     fastest = next((members[0] for members in types.values() if members[0].name == own.name), None)
     if fastest is None:
         return own.name
@@ -163,7 +159,7 @@ def _products_per_s(device: torch.device) -> float:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a copy within the device's memory reads and writes."""
+    """Return the bytes per second read and written by a copy."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -29,7 +29,7 @@ ELEMENTWISE = (
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-# Attributes that a subclass may define without changing what an update computes.
+# Attributes that a subclass may define without changing an update.
 _HARMLESS = frozenset({"step", "__init__", "__repr__", "__slots__"})
 
 
@@ -37,8 +37,7 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
     """Return the optimizer that a user's function makes for flat tensors.
 
     Raises:
-        Unsupported: naming the class, if the constructor of an optimizer that needs whole matrices rejects them
-            (Muon), or that of one that works on all tensors together (LBFGS).
+        Unsupported: the constructor of an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
     """
     try:
         return factory(named)
@@ -62,8 +61,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer treats every element alike, so that it can update shards.
 
     Raises:
-        Unsupported: its class is not known to do so (LBFGS, Adafactor, Muon, ...), overrides a method of one that is,
-            or hooks change its updates.
+        Unsupported: its class is not known to do so, overrides a method of one that is, or hooks change its updates.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
@@ -87,7 +85,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
 
     Raises:
-        Unsupported: it or a tensor that it holds has hooks, which would see shards instead of whole tensors.
+        Unsupported: it or one of its tensors has hooks, which would see shards.
     """
     tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
     hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
@@ -100,7 +98,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield attributes of the elementwise class that a derived class redefines."""
+    """Yield redefined attributes of the elementwise class."""
     bases = (*ELEMENTWISE, AdamW)
     for derived in kind.__mro__[: next(i for i, c in enumerate(kind.__mro__) if c in bases)]:
         for name, value in vars(derived).items():
@@ -119,7 +117,7 @@ def _not_elementwise(kind: type) -> Unsupported:
 
 
 def _inside(step: Any) -> Any:
-    """Return the function that PyTorch's own wrappers call: those of profiling and of learning-rate schedulers."""
+    """Return the function inside PyTorch's own wrappers (profiling, learning-rate schedulers)."""
     function = getattr(step, "__func__", step)
     while hasattr(function, "__wrapped__") and _is_torch(function):
         function = function.__wrapped__

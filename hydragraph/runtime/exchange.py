@@ -14,7 +14,7 @@ A gather or scatter that would not move any element is left out, and so is its r
     `in_order`      incoming equals the target element by element: it is received in place
     `whole`         every sending rank has the whole target: rows to sum, instead of a scatter that adds
 
-If a link uses only a part of a buffer, source or target is that part, from the first moved element to the last.
+Source and target may be parts of buffers, from the first moved element to the last.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Exchange:
     """One rank's part of a link.
 
     Attributes:
-        sends, receives: pieces of the local source and target buffers, peer by peer in rank order; local data is the
-            rank's message to itself.
+        sends, receives: pieces of the local source and target buffers, by peer in rank order, including this rank.
         sent, received: elements per peer.
-        source, target: elements of this rank's local buffers, or of the parts of them that take part.
-        stays: no rank of the link, this one included, sends data to another.
+        source, target: elements of this rank's local buffers, or of the parts used.
+        stays: no rank of the link sends data to another.
     """
 
     sends: tuple[Piece, ...]
@@ -65,14 +64,14 @@ class Exchange:
 
     @cached_property
     def gather(self) -> SliceTable:
-        """Slices that copy the sent pieces one after another."""
-        # From each piece's offset to the end of the pieces before it: outgoing is ordered by peer, as `sent` splits it.
+        """Slices that pack the sent pieces."""
+        # Outgoing is ordered by peer, as `sent` splits it.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
     @cached_property
     def scatter(self) -> SliceTable:
-        """Slices that copy the received pieces to their places, or add them there."""
+        """Slices that copy or add the received pieces to their places."""
         at, length = _columns(self.receives)
         return SliceTable.make(length.cumsum(0) - length, at, length, sums=True, device=self.device)
 
@@ -84,7 +83,7 @@ class Exchange:
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
-            # Each peer's pieces must be consecutive from 0 to the end, so that its part of incoming is one row.
+            # Each peer's pieces must be consecutive, to form one row of incoming.
             if offset != at % self.target:
                 return 0
             at += length
@@ -92,7 +91,7 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the target buffer equals the source buffer, so that no data moves."""
+        """Whether the target equals the source, so no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -100,14 +99,14 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether the received data, in order, is the target buffer, each element once, so that it needs no staging."""
+        """Whether the received data in order is the target buffer, so it needs no staging."""
         return _is_whole(self.receives, self.target)
 
 
 def pull_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of values for one rank, whose buffers are on a device (default: the CPU)."""
+    """Lower a link of values for one rank; `device` defaults to the CPU."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
     sizes = source.local_size(rank), target.local_size(rank)
     lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
@@ -117,7 +116,7 @@ def pull_exchange(
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of gradients to first owners for one rank, whose buffers are on a device (default: the CPU)."""
+    """Lower a link of gradients to first owners for one rank; `device` defaults to the CPU."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
     slices = reduce(source, target, rank)
     first = target.first.of(rank)
@@ -156,7 +155,7 @@ def _lower(
 
 
 def _span(at: Ints, length: Ints) -> Piece:
-    """Return the part of a buffer from the first of some pieces to the last."""
+    """Return the part of a buffer that spans some pieces."""
     if not len(at):
         return 0, 0
     first = int(at.min())
@@ -164,7 +163,6 @@ def _span(at: Ints, length: Ints) -> Piece:
 
 
 def _columns(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
-    """Return the offsets and the lengths."""
     both = torch.tensor(pieces, dtype=torch.int64).view(-1, 2)
     return both[:, 0], both[:, 1]
 
@@ -178,9 +176,9 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 
 
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
-    """Start moving values; the returned function waits and gives the 1-D target buffer in `dtype`, one of `buffers`.
+    """Start moving values; the returned function waits and returns the 1-D target from `buffers`, in `dtype`.
 
-    If the link is the identity and no cast is needed, the target is the home shard itself.
+    For an identity without a cast, the target is the home shard itself.
     """
     return _Transfer(exchange, groups, buffers).pull(home, dtype)
 
@@ -200,9 +198,9 @@ def start_push(
     Args:
         gradients: this rank's 1-D contribution, empty if it has none; returned to `buffers` when sent.
         home: this rank's 1-D gradient shard, of the same dtype; overwritten, or added to.
-        handing: the transfer of the sums to second owners (`hand_exchange`).
-        dtype: to round to before sending; gradients that stay on their rank are not rounded.
-        adds: add the sums to `home`, which the bucket's earlier pushes have written.
+        handing: transfer of the sums to second owners (`hand_exchange`).
+        dtype: to round to before sending.
+        adds: add to `home`, which earlier pushes of the bucket have written.
     """
     transfer = _Transfer(exchange, groups, buffers)
     target = _part(home, exchange.target_at, exchange.target)
@@ -218,12 +216,12 @@ def start_exact_push(
     buffers: Buffers,
     handing: Exchange | None = None,
 ) -> Finish:
-    """Start moving exact sums (`kernels.exact_sums`), which the returned function adds up, then rounds into `home`.
+    """Start moving exact sums (`kernels.exact_sums`); the returned function adds them and rounds into `home`.
 
     Args:
         parts: this rank's, 1-D fp64, each empty if it has none; returned to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
-        handing: as for `start_push`; the sums are rounded before.
+        handing: as for `start_push`, after rounding.
     """
     transfer = _Transfer(exchange, groups, buffers)
     totals = [buffers.take(exchange.target, torch.float64) for _ in parts]
@@ -242,7 +240,7 @@ def start_exact_push(
 
 
 def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    """Let a transfer to second owners follow a push."""
+    """Follow a push by a transfer to second owners."""
     if handing is None:
         return push
     transfer = _Transfer(handing, groups, buffers)
@@ -251,14 +249,13 @@ def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Gro
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """One rank's part of a link, with the communicators and buffers that carry it."""
+    """One rank's part of a link, with its communicators and buffers."""
 
     exchange: Exchange
     groups: Groups
     buffers: Buffers
 
     def pull(self, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Start moving values to a new buffer."""
         exchange, buffers = self.exchange, self.buffers
         if exchange.is_identity and home.dtype == dtype:
             return Finish(lambda: home)
@@ -288,7 +285,7 @@ class _Transfer:
         return self._finish(message, scatter, outgoing)
 
     def added(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Start moving gradients to the owners, whose sums are added to `home`."""
+        """Start moving gradients to the owners, which add the sums to `home`."""
         stays = self.exchange.is_identity
         sums = gradients if stays else self.buffers.take(len(home))
         push = Finish(lambda: gradients) if stays else self.summed(gradients, sums, dtype)
@@ -301,7 +298,7 @@ class _Transfer:
         return Finish(add, push.message)
 
     def summed(self, gradients: Tensor, home: Tensor, dtype: torch.dtype) -> Finish:
-        """Start moving gradients to the owners that sum them, in place of what `home` has."""
+        """Start moving gradients to the owners, which overwrite `home` with the sums."""
         exchange, groups, buffers = self.exchange, self.groups, self.buffers
         if exchange.is_identity:
 
@@ -327,7 +324,7 @@ class _Transfer:
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # Two large buffers are alive at a time instead of three: the copied one is returned before incoming is taken.
+        # Return the copied buffer before taking incoming: two large buffers are alive instead of three.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
@@ -340,7 +337,7 @@ class _Transfer:
             if exchange.whole > 1:
                 _sum(incoming.view(exchange.whole, -1), home)
             else:
-                # Incoming and its table are ordered by peer: every element is summed in the order of the ranks.
+                # Ordered by peer: every element is summed in the order of the ranks.
                 home.zero_()
                 slice_copy(incoming, home, exchange.scatter, accumulate=True)
             buffers.give(incoming)
@@ -349,13 +346,13 @@ class _Transfer:
         return self._finish(message, add, outgoing)
 
     def handed(self, home: Tensor) -> Finish:
-        """Start handing sums on to second owners, from gradient shards into those of other ranks."""
+        """Start handing sums on to second owners."""
         exchange = self.exchange
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Not on the communicator of gradients: a rank starts to hand on when one of its sums is ready, between any two
-        # of its pushes, which may differ between ranks. Before the commit all have started, in the order of the pushes.
+        # Not on the communicator of gradients: ranks hand on between different pushes. Before the commit all have
+        # started, in the order of the pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
@@ -370,7 +367,7 @@ class _Transfer:
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sent pieces one after another, cast; the buffer itself if that is the same."""
+        """Return the sent pieces packed and cast, or the buffer itself if that is the same."""
         if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
             return buffer
         gathered = self.buffers.take(sum(self.exchange.sent), dtype)
@@ -378,7 +375,7 @@ class _Transfer:
         return gathered
 
     def _finish(self, message: Message | None, result: Callable[[], Tensor], outgoing: Tensor) -> Finish:
-        """Return an end that waits, returns the sent buffer, then gives the result."""
+        """Return an end that waits, gives back the sent buffer, and returns the result."""
 
         def finish() -> Tensor:
             self.groups.wait(message)
@@ -389,7 +386,7 @@ class _Transfer:
 
 
 def _part(buffer: Tensor, at: int, size: int) -> Tensor:
-    """Return a part of a 1-D buffer, or the buffer itself if that is all of it."""
+    """Return a part of a 1-D buffer, or the buffer itself."""
     return buffer if size == len(buffer) else buffer[at : at + size]
 
 

@@ -1,7 +1,7 @@
-"""Run a RankProgram: one rank, one iteration, instruction by instruction.
+"""Run a RankProgram on one rank for one iteration.
 
-Pulls, pushes and point-to-point messages are started in program order and run during computation; an instruction waits
-only for the values in its `after`. No communication follows the commit, so no update is half applied.
+Messages start in program order and run during computation; an instruction waits only for the values in its `after`. No
+communication follows the commit, so no update is half applied.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class IterationOutcome:
 
     Attributes:
         loss: the sum over the global mini-batch, divided by the divisor.
-        grad_norm: of all gradients together (frozen parameters have none); 0 for an evaluation.
-        scores: log-probability of each sequence, and its entropy if the program returns it: [L, K], fp64 on the CPU;
-            empty unless the program scores.
+        grad_norm: of all gradients; 0 for an evaluation.
+        scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; empty unless the
+            program scores.
     """
 
     loss: float
@@ -66,19 +66,17 @@ class IterationOutcome:
 
 
 class ConcurrentWork(Protocol):
-    """Work that runs during an iteration, and ends with it."""
+    """Work that runs during an iteration."""
 
     def go_on(self) -> None:
         """Do what is possible without waiting; called between instructions."""
 
     def end(self) -> None:
-        """Do the rest; called on all ranks, once every gradient is at home and before they agree to update."""
+        """Do the rest; called on all ranks, after all pushes and before they agree to update."""
 
 
 @dataclass
 class _Iteration:
-    """The values of one rank during one iteration."""
-
     prepared: Prepared
     batches: Mapping[int, Mapping[str, Tensor]]
     divisor: float
@@ -101,17 +99,14 @@ class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        home: this rank's master weights and gradients.
-        device: the device of this rank's computation.
-        streams: that device's queues; default: those of the device and the communicators.
-        rounded: the weights to pull, if the optimizer keeps them alongside the master weights.
-        deterministic: make sums over micro-batches and ranks exact, so that they do not depend on the order
-            (`kernels.exact_sums`).
+        streams: default: those of the device and the communicators.
+        rounded: weights to pull, if the optimizer keeps them rounded.
+        deterministic: make sums over micro-batches and ranks exact, whatever their order (`kernels.exact_sums`).
 
     Attributes:
-        before: called with every instruction before it runs; for injecting failures and for tracing.
-        probe: called before the commit, for `RankTimes.probe`; None: no probe.
-        beside: work that runs during the iteration; None: there is none.
+        before: called with every instruction before it runs.
+        probe: called before the commit, for `RankTimes.probe`.
+        beside: work that runs during the iteration.
     """
 
     def __init__(
@@ -172,14 +167,11 @@ class Executor:
         """Run one iteration.
 
         Args:
-            prepared: this rank's program.
-            batches: the packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
-            update: called with the gradient norm if the program updates and the norm is finite.
-            aux_buffers: the values of the aux graph's buffers.
-            timing: measures this iteration: waits and, if it keeps spans, every instruction and message.
-            says: called while gradients are in flight; returns this rank's message to all others at the commit, `SAYS`
-                whole numbers below 2**53.
-            scored: where the sequences of micro-batches stand in the mini-batch, if the program scores.
+            batches: packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
+            update: called with the gradient norm if it is finite.
+            says: called while gradients are in flight; returns this rank's message to all at the commit, `SAYS`
+                integers below 2**53.
+            scored: places of the sequences in the mini-batch, if the program scores.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -224,21 +216,20 @@ class Executor:
         return self._groups.waited_s
 
     def _after_last_step(self) -> None:
-        """Let every stream wait for the last step's update."""
         start = self.streams.mark()
         for stream in (Stream.PULL, Stream.PUSH, Stream.P2P):
             with self.streams.on(stream):
                 self.streams.wait(start)
 
     def _arrive(self, it: _Iteration, value: Value) -> None:
-        """Wait for a value that another stream makes; for a message, until it has been sent."""
+        """Wait for another stream's value, or until a message is sent."""
         pending = it.arriving.pop(value, None)
         if pending is not None:
             with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
                 it.values[value] = pending()
 
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
-        """End an earlier pull or push, to free its memory beyond weights and home gradients."""
+        """End an earlier pull or push, to free its memory."""
         arriving = it.arriving.get(value)
         if arriving is not None:  # a block will wait for these weights itself
             with it.timing.waiting(stream, value):
@@ -265,7 +256,7 @@ class Executor:
         under_way[weights(name)] = Pending(self.streams, Stream.PULL, finish)
 
     def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
-        """Return a bucket's shards, of its weights or gradients, in their natural shapes, by parameter name."""
+        """Return a bucket's shards by parameter name, in natural shapes."""
         if value not in it.views:
             flat = it.values[value]
             places = it.prepared.shards[value.bucket]
@@ -313,7 +304,7 @@ class Executor:
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        """Return the weights of an instruction that are freed before its block's backward, by bucket."""
+        """Return weights that are freed before the block's backward, by bucket."""
         read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
         return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
@@ -347,7 +338,7 @@ class Executor:
         for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
         results = part.backward(*arguments)
-        # No reference may keep the forward's saved values alive while gradients are summed: memory peaks here.
+        # Drop all references to the forward's saved values before gradients are summed: memory peaks here.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
@@ -393,7 +384,7 @@ class Executor:
         return it.sums[value]
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return the buffer of a parameter's gradient, and the factor on its contents: 0.0 the first time."""
+        """Return a parameter's gradient buffer, and the factor on its contents: 0.0 the first time."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -421,13 +412,13 @@ class Executor:
         it.arriving[on_its_way] = self._pending(message, tensor)
 
     def _pending(self, message: Message, tensor: Tensor) -> Pending:
-        """Return a message as a pending value: waiting for it gives the tensor, which stays alive until then."""
+        """Return a message as a pending value, which keeps the tensor alive."""
 
         def finish() -> Tensor:
             self._groups.wait(message)
             return tensor
 
-        # The message stream must not wait for this one: the peer may first need the message sent next.
+        # The message stream must not wait: the peer may first need the next message.
         return Pending(self.streams, Stream.COMPUTE, Finish(finish, message), at_once=False)
 
     def _receive(self, it: _Iteration, instruction: Instruction) -> None:
@@ -457,10 +448,10 @@ class Executor:
             for parameter, shard in self._shards(it, value).items():
                 if parameter not in it.added:  # no block gave it a gradient
                     shard.zero_()
-            if total is not home:  # the next push of the bucket, if there is one, has a buffer of its own
+            if total is not home:  # the bucket's next push has a buffer of its own
                 it.added.difference_update(it.prepared.shards[value.bucket])
         exchange = it.prepared.pushes[name]
-        it.values.pop(value, None)  # now owned by the message, which frees its memory
+        it.values.pop(value, None)  # the message owns it now
         it.views.pop(value, None)
         handing = it.prepared.handings.get(name)
         dtype = self._program.push_dtype
@@ -478,14 +469,13 @@ class Executor:
         exchange = it.prepared.pushes[instruction.target]
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
-        it.sums.pop(value, None)  # now owned by the message, which frees their memory
+        it.sums.pop(value, None)  # the message owns them now
         handing = it.prepared.handings.get(instruction.target)
         self._start(
             it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers, handing)
         )
 
     def _start(self, it: _Iteration, value: Value, sent: Sequence[Tensor], push: Callable[[], Finish]) -> None:
-        """Start a push after the computation of its values."""
         self._hand_on(it)
         self._end_ready(it, Stream.PUSH, it.pushing)
         computed = self.streams.mark()
@@ -498,7 +488,7 @@ class Executor:
             it.pushed = True
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
-        """Start handing finished sums on to second owners, in the order of the pushes, as on all ranks."""
+        """Start handing finished sums on to second owners, in the order of the pushes on all ranks."""
         for value, pending in list(it.pushing.items()):
             if pending.follows:
                 if not (wait or pending.arrived):
@@ -506,7 +496,7 @@ class Executor:
                 self._begin_handing(it, value, pending)
 
     def _begin_handing(self, it: _Iteration, value: Value, pending: Pending) -> None:
-        """End the sums of a bucket's last push, after those of its earlier ones, and start handing them on."""
+        """End a bucket's pushes in order, and start handing their sums on."""
         earlier = [other for other in it.pushing if other.bucket == value.bucket and other != value]
         for other in earlier:
             self._end(it, Stream.PUSH, it.pushing, other)
@@ -514,9 +504,8 @@ class Executor:
             pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
-        """End finished exchanges, so that their memory can be reused."""
         if self.streams.queued:
-            return  # they end on their own streams, where they began: only the commit waits for them
+            return  # they end on their own streams: only the commit waits for them
         for value in list(under_way):
             if not under_way[value].ready:
                 break
@@ -535,7 +524,7 @@ class Executor:
                 self._buffers.give(freed)
 
     def _commit(self, it: _Iteration, says: Callable[[], tuple[int, ...]]) -> IterationOutcome:
-        """Wait for all pending work, then agree with all ranks on loss, norm and finiteness."""
+        """Wait for pending work, then agree with all ranks on loss, norm and finiteness."""
         if self.probe is not None:
             it.timing.probed(self.probe())
         said = says()
@@ -544,9 +533,8 @@ class Executor:
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
-            self.streams.finish()  # after this, times are known
-            # [the parts of the loss, those of the norm's square, then for every rank its message and its times, in its
-            # own place, then the sequences' log-probabilities]
+            self.streams.finish()  # times are known now
+            # totals: parts of the loss and of the squared norm, every rank's message and times, the sequences' scores
         world = self._groups.world
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
@@ -560,7 +548,7 @@ class Executor:
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # A rank may update once it passes the commit, so all ranks must be able to, even if one is lost meanwhile.
+        # Once a rank passes the commit it may update, so all must be able to, even if one is lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -576,13 +564,13 @@ class Executor:
         return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 
     def _scores(self, it: _Iteration, results: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's part of each sequence's scores, [L, K] fp64; [0, 1] unless the program scores."""
+        """Return this rank's part of the scores, [L, K] fp64; [0, 1] unless the program scores."""
         if it.scored is None:
             return torch.zeros(0, 1, dtype=torch.float64, device=self._device)
         return it.scored.sums({m: (rows, it.batches[m]["cu_seqlens"]) for m, rows in results.items()}, self._device)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return [2, 1]: this rank's part of the loss and of the squared norm; and the scale 1."""
+        """Return this rank's loss and squared norm, [2, 1], and the scale 1."""
         totals = torch.zeros(2, 1, dtype=torch.float64, device=self._device)
         for loss in losses:
             totals[0] += loss.double()
@@ -591,7 +579,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return [2, 3]: parts that sum exactly over ranks to the loss and the scaled squared norm; and the scale.
+        """Return [2, 3], parts that sum exactly over ranks to the loss and the scaled squared norm, and the scale.
 
         Raises:
             FloatingPointError: on all ranks: a gradient is too large for exact sums.
@@ -620,17 +608,16 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor with the memory layout of a received one: kernels choose the order of sums by strides as well."""
+    """Return a tensor laid out like a received one, as kernels choose the order of sums by strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D fp32 tensor in fp64, 0-d: rows in fp32, whose sums are added in fp64.
+    """Return the sum of squares of a 1-D fp32 tensor, 0-d fp64: rows are summed in fp32, and their sums in fp64.
 
-    Short rows keep the error near fp32's own rounding, unlike one long fp32 sum, at a fortieth of the cost of
-    converting every element.
+    The error stays near fp32's rounding, at a fortieth of the cost of converting every element.
     """
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)
@@ -639,7 +626,7 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the tag of the message that carries an activation or its gradient: both ends derive it from the value."""
+    """Return the tag of the message with an activation or its gradient, equal at both ends."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)
 
 
@@ -649,7 +636,7 @@ def hidden_size(program: Program) -> int:
 
 
 def hidden_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the hidden state and its gradient: a model may keep it wider or narrower than weights.
+    """Return the dtype of the hidden state and its gradient, which may differ from the weights'.
 
     All blocks keep the dtype of the first one's output (`frontend.skeleton`).
     """
@@ -664,7 +651,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(graph: fx.GraphModule) -> TensorForm:
-    """Return the form of a graph's first output; its value would cost half a second, including symbols."""
+    """Return the form of a graph's first output; its value would cost half a second."""
     form = form_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
     assert form is not None
     return form

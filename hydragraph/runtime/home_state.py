@@ -1,6 +1,6 @@
-"""The home state of one rank: its shards of the fp32 master weights, and the optimizer over them.
+"""One rank's shards of the fp32 master weights, and the optimizer over them.
 
-It does not depend on the strategy, so a switch of strategies does not move it (Hydraulis, section 5.2).
+They do not depend on the strategy, so a switch of strategies does not move them (Hydraulis, section 5.2).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from hydragraph.runtime.elementwise import OptimizerFactory, call_factory, check
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """The part of one parameter owned by a rank, contiguous in its shard of the bucket, regardless of its intervals.
+    """The part of one parameter owned by a rank, contiguous in its shard of the bucket.
 
     Attributes:
-        bucket: the name of the parameter's bucket.
-        intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty: at most one of each copy.
-        counted: for each interval, whether its elements count on this rank (instead of their other owner) where they
-            must count once: in norms, and in files.
+        intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty.
+        counted: for each interval, whether its elements count on this rank, rather than on their other owner, in norms
+            and files.
         at: the offset in the bucket's shard.
     """
 
@@ -65,9 +64,8 @@ class HomeState:
 
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views into `gradients` of the elements that count here: over all ranks every element counts once,
-            regardless of its number of owners.
-        pieces: parameter name -> the part of it owned by this rank (possibly empty), in model order.
+        counted: views into `gradients` of the elements that count here: every element counts on one rank.
+        pieces: parameter name -> the part owned by this rank (possibly empty), in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
             if the parameter is frozen or the loss does not reach it.
     """
@@ -88,10 +86,10 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return the uninitialised home state of one rank, under home layouts by bucket (`ir.home_layout.HomeLayouts`).
+        """Return one rank's uninitialised state, under home layouts by bucket.
 
         Args:
-            old: the rank's current state: if it has the identical layout object for a bucket, its tensors are shared.
+            old: current state; its tensors are shared for buckets with the identical layout object.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
@@ -111,7 +109,7 @@ class HomeState:
         return state
 
     def attach_gradients(self) -> None:
-        """Point `.grad` of every trained parameter at its part of the gradients, even after a `zero_grad`."""
+        """Point `.grad` of every trained parameter at its part of the gradients, as `zero_grad` may have removed it."""
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
@@ -132,7 +130,7 @@ class HomeState:
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
     """Yield the parts of parameters among elements [lo, hi) of a bucket, in its order.
 
-    Each is the parameter's name, the part's interval in the bucket, and the parameter's first element there.
+    Each is a name, the part's interval in the bucket, and the parameter's first element there.
     """
     start = 0
     for parameter in bucket.parameters:
@@ -145,7 +143,7 @@ def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, i
 
 @contextmanager
 def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set this rank's part of some parameters to zero inside, and back afterwards."""
+    """Set some parameters to zero inside, and back afterwards."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
@@ -159,7 +157,6 @@ def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
-    """Yield the parts of a rank's shard whose elements count on it instead of their other owner."""
     mine = layout.of(rank)
     for at, size, copy in zip(mine.at.tolist(), (mine.hi - mine.lo).tolist(), mine.copy.tolist(), strict=True):
         if copy == 0:
@@ -167,7 +164,6 @@ def _counted(layout: Layout, rank: int, shard: Tensor) -> Iterator[Tensor]:
 
 
 def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
-    """Return the part of each parameter of a bucket that a rank owns, possibly empty."""
     mine = layout.of(rank)
     rows = list(zip(mine.lo.tolist(), mine.hi.tolist(), mine.copy.tolist(), strict=True))
     pieces = []
@@ -187,10 +183,10 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
 
 
 def check_factory(given: OptimizerFactory | None) -> None:
-    """Check before any work that a user's optimizer argument can make an optimizer for each rank's shards.
+    """Check that a user's optimizer argument is a function.
 
     Raises:
-        Unsupported: it is an optimizer instance, which holds the whole model's parameters, or it is not callable.
+        Unsupported: it is an optimizer instance, or not callable.
     """
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
@@ -210,11 +206,11 @@ def check_factory(given: OptimizerFactory | None) -> None:
 
 
 def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.Optimizer:
-    """Call the user's factory and reject optimizers that are wrong on flat shards.
+    """Call the user's factory, and check its optimizer.
 
     Raises:
-        Unsupported: all parameters are frozen; or the optimizer uses whole tensors (LBFGS, Adafactor, Muon,
-            ...), or holds other parameters than it was given.
+        Unsupported: all parameters are frozen; or the optimizer uses whole tensors (LBFGS, Adafactor, Muon, ...) or
+            holds other parameters.
     """
     named = state.named()
     if not state.gradients:
@@ -237,12 +233,12 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     return optimizer
 
 
-# Options that change how an update is computed, but not its value.
+# Options that do not change an update's value.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return the class and the hyperparameters of an optimizer, which must be equal on all ranks at every step."""
+    """Return an optimizer's class and hyperparameters, which must be equal on all ranks."""
     if optimizer is None:
         return "none"
     names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
@@ -257,17 +253,16 @@ def _value(option: object) -> object:
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
     """Reject parameter groups chosen by shape: shards are 1-D, so `p.dim() >= 2` is never true.
 
-    The factory is called again with tensors of the whole shapes, expanded from one element so that they take no memory.
+    The factory is called again with tensors of the whole shapes, expanded from one element.
 
     Raises:
-        Unsupported: naming a parameter that then gets other options, or is then trained although it was not, or vice
-            versa; or the factory cannot be called again, so a comparison is impossible.
+        Unsupported: a parameter then gets other options, or the factory cannot be called again.
     """
     named = state.named()
     whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
     try:
         of_whole = _options(factory(whole), whole)
-    except Exception as error:  # a user's function may raise anything
+    except Exception as error:
         raise Unsupported(
             f"called again, with tensors of the model's own shapes, it fails ({type(error).__name__}: {error})",
             where=f"optimizer {type(optimizer).__name__}",
@@ -286,7 +281,6 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
 
 
 def _options(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]]) -> dict[str, dict[str, Any]]:
-    """Return, by name, the options of each parameter that an optimizer holds."""
     names = {id(p): name for name, p in named}
     kinds = [({k: v for k, v in group.items() if k not in _OF_GROUPS}, group) for group in optimizer.param_groups]
     return {names[id(p)]: options for options, group in kinds for p in group["params"] if id(p) in names}

@@ -28,16 +28,15 @@ class Exposed:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How one rank spent an iteration; all ranks learn it at the commit.
+    """One rank's times of an iteration, sent to all at the commit.
 
     Attributes:
-        seconds: from its first instruction until it reached the commit, with no pending work.
-        exposed: the part of it spent waiting for communication.
-        own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks
-            inside of them.
-        ran, queued: the part of these in which its thread ran, and in which it waited for its core; both 0 if unknown,
-            as on a GPU. For a rank that computed no blocks, those of its probe.
-        probe: products per second in a probe (`runtime.speed_probe`); 0: it made none.
+        seconds: from its first instruction to the commit, without pending work.
+        exposed: waits for communication.
+        own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
+        ran, queued: seconds of these in which its thread ran, and waited for its core; both 0 if unknown, as on a GPU.
+            Those of its probe if it computed no blocks.
+        probe: products per second in a probe (`runtime.speed_probe`); 0: none.
     """
 
     seconds: float
@@ -49,7 +48,7 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """Seconds without waiting, spent on computation and its preparation."""
+        """Seconds without waits."""
         return self.seconds - self.exposed.pull - self.exposed.push - self.exposed.p2p
 
 
@@ -63,8 +62,7 @@ class Timing:
     """Measurements of one rank during one iteration.
 
     Args:
-        step: the iteration's number, which its spans carry.
-        spans: a list to which every instruction and message is added; None: only sum the waits.
+        spans: receives every instruction and message; None: only sum the waits.
         clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
     """
 
@@ -81,7 +79,7 @@ class Timing:
         self._parts: list[tuple[Stream, str, Reading, Reading]] = []
         self._started: dict[str, Reading] = {}
         self._began = time.perf_counter()
-        self._offset = time.time() - time.perf_counter()  # ranks of different hosts only share the wall clock
+        self._offset = time.time() - time.perf_counter()  # hosts share only the wall clock
 
     @property
     def exposed(self) -> Exposed:
@@ -93,7 +91,7 @@ class Timing:
 
     @property
     def times(self) -> RankTimes:
-        """How this rank has spent the iteration so far; the device's queues must have finished."""
+        """This rank's times so far; the device's queues must have finished."""
         return RankTimes(
             time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self._probe
         )
@@ -113,7 +111,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message of a stream; `more`: another message forwards the value from there."""
+        """Time a wait for a message of a stream; `more`: another message forwards the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -151,7 +149,7 @@ class Timing:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction; other streams than computation only start it, which also delays computation."""
+        """Time an instruction; for streams other than computation, only its start."""
         if self.spans is None:
             yield
             return

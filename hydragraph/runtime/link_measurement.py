@@ -1,7 +1,7 @@
-"""Measurement of links: one pair of ranks in each node, one pair between nodes, and all pairs of two nodes at once.
+"""Measurement of links, in each node, between nodes, and of all pairs of two nodes at once.
 
-A pair exchanges messages of growing size, there and back. If k pairs between two nodes together are as fast as k times
-one pair, each has its own network card; if they are not, the pairs share cards.
+A pair exchanges messages of growing size, there and back. If pairs between two nodes are slower together than alone,
+they share network cards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # larger messages than one that takes this long are not measured
+LONGEST_S = 0.1  # no larger messages after one that takes this long
 REPEATS = 3
-NODES = 8  # most nodes whose links to the first one are measured; further ones are assumed to be like the last
+NODES = 8  # most nodes to measure; further ones are assumed to be like the last
 
 Pair = tuple[int, int]
 Messages = tuple[tuple[int, float], ...]  # bytes and seconds
@@ -28,12 +28,12 @@ Messages = tuple[tuple[int, float], ...]  # bytes and seconds
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Links of nodes, by node in the order of their first ranks.
+    """Links by node, in the order of their first ranks.
 
     Attributes:
         inner: within each node; None if it has one rank.
         outer: between each node and the others; None if there is one node.
-        cards: number of network cards of each node, as far as its ranks can tell.
+        cards: estimated number of network cards of each node.
     """
 
     inner: tuple[Interconnect | None, ...]
@@ -73,7 +73,7 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
 
 
 def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
-    """Return the number of network cards of a node.
+    """Estimate the number of network cards of a node.
 
     Args:
         alone_s, together_s: seconds of a message of one pair alone, and of the slowest of all pairs at once.
@@ -85,7 +85,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Return the messages of pairs of ranks that exchange at the same time; no rank is in two pairs."""
+    """Return the messages of disjoint pairs of ranks that exchange at the same time."""
     rank = groups.world.rank
     own = next((pair for pair in pairs if rank in pair), None)
     by_pair: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
@@ -100,7 +100,7 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
 
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
-    """Return half the seconds of a round trip of `size` bytes between this rank and the other one of its pair."""
+    """Return half the seconds of a round trip of `size` bytes between the ranks of a pair."""
     message = torch.zeros(size, dtype=torch.uint8, device=groups.world.device)
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
@@ -117,10 +117,10 @@ def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) ->
 
 
 def link_of(messages: Messages) -> Interconnect:
-    """Return the link that messages show: the time of the smallest one, and the bandwidth of the largest.
+    """Return a link with the smallest message's time as latency, and the largest's bandwidth.
 
-    Buffers and traffic shaping let short messages pass faster than the link's lasting bandwidth, so a fit over all
-    sizes would overestimate the bandwidth for weights and gradients.
+    Buffers let short messages pass faster than the link's lasting bandwidth, so a fit over all sizes would overestimate
+    it.
     """
     latency = messages[0][1]
     size, seconds = messages[-1]

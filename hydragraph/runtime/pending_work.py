@@ -1,4 +1,4 @@
-"""Pending work: started on one stream, awaited by another."""
+"""Work started on one stream and awaited by another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Finish:
     """The end of an exchange: called once, on the stream that started it.
 
     Attributes:
-        message: the awaited message; None: there is none.
-        then: starts a following exchange of the result, whose end completes the value; None: the result is complete.
+        message: the awaited message, if any.
+        then: starts a following exchange of the result, whose end completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -38,12 +38,10 @@ class Finish:
 class Pending:
     """A value in flight: ended on its own stream, then awaited by the stream that needs it.
 
-    If waiting is queued, the value is ended right after its start: that does not block the host, and later work of its
-    stream need not run earlier.
+    If waits are queued, the value is ended right after its start, which does not block the host.
 
     Args:
-        streams: the device's queues.
-        at_once: False if its end would delay later work of its stream: it is then ended on demand.
+        at_once: False to end it on demand, if its end would delay later work of its stream.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -81,7 +79,7 @@ class Pending:
         self._ended()
 
     def __call__(self) -> Tensor:
-        """Let the current stream wait; return the value, whose memory then outlives its use on this stream."""
+        """Let the current stream wait; return the value, whose memory is kept until its use on this stream ends."""
         value, mark = self._ended()
         self._streams.wait(mark)
         self._streams.hold(value)

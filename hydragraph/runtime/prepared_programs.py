@@ -1,4 +1,4 @@
-"""Everything that one rank needs to run one (strategy, micro-batch counts, mode): built once, then reused."""
+"""One rank's program and data for a (strategy, micro-batch counts, mode): built once, then reused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # prepared iterations kept: with unequal batches, micro-batch counts vary from step to step
+CAPACITY = 64  # prepared iterations kept, as micro-batch counts vary
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +39,11 @@ class BoundBlock:
 
     Attributes:
         aux: template input -> index of its output of the aux graph.
-        starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the number of the block.
-        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and whether its
-            result goes to one or out of the model: it travels whole.
-        recompute: its backward runs its forward again, and is therefore a peak of memory.
-        halves: its input and its weight gradient, if the schedule splits backwards.
+        starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the block's number.
+        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and its result
+            leaves the stage: it travels whole.
+        recompute: its backward runs its forward again.
+        halves: its input and weight gradient, if the schedule splits backwards.
     """
 
     variant: Variant
@@ -63,12 +63,11 @@ class Prepared:
 
     Attributes:
         part: this rank's place in its stage.
-        blocks: by name, those of this rank's stage.
-        pulls, pushes: by name, which is the bucket's unless they are streamed; only what learns is pushed.
-        handings: by push, the transfer of its bucket to second owners, if the home has such: only by the last push.
-        adds: the pushes that add to the home gradients, as a push of the same bucket precedes them.
-        at_home: the buckets whose gradients are accumulated in the home gradients themselves.
-        shards: bucket -> for each of its parameters: name -> (offset, length) in the local buffer; only if held.
+        pulls, pushes: by name, which is the bucket's unless streamed.
+        handings: by the last push of a bucket, its transfer to second owners, if any.
+        adds: pushes that add to the home gradients, after a push of the same bucket.
+        at_home: buckets whose gradients accumulate in the home gradients.
+        shards: held bucket -> parameter name -> (offset, length) in the local buffer.
     """
 
     program: RankProgram
@@ -88,8 +87,8 @@ class Preparer:
     """Prepares strategies for one rank, reusing compiled templates.
 
     Args:
-        buffers: the model's buffers by name, on the right device.
-        capacity: number of most recently used prepared iterations to keep; compiled templates are always kept.
+        buffers: by name, on the right device.
+        capacity: prepared iterations to keep; compiled templates are always kept.
         device: of the computation; default: the CPU.
     """
 
@@ -105,13 +104,13 @@ class Preparer:
     def __post_init__(self) -> None:
         self._buckets_by_name = {bucket.name: bucket for bucket in self._program.buckets}
         self._known = LRU[tuple[Strategy, tuple[int, ...], Purpose], Prepared](self.capacity)
-        # Shared by iterations of one strategy; the capacity covers all kept iterations.
+        # Shared by iterations of one strategy.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](self.capacity * len(self._program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program under a strategy, for these counts of micro-batches per pipeline."""
+        """Return this rank's program for counts of micro-batches by pipeline."""
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -156,9 +155,9 @@ class Preparer:
         variant = variants.get(block, part)
         visit = stage.visit_of(at)
         first, end = stage.blocks[visit]
-        scores = program is not self._program and block is program.blocks[-1]  # returns a row of tokens, not a number
+        scores = program is not self._program and block is program.blocks[-1]  # returns tokens' values, not a number
         others = [i for i in template.inputs if i.startswith("other.")]
-        # Pipelines that share a stage agree on its layers, and so on what comes before and behind.
+        # Pipelines that share a stage agree on its layers and neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,
@@ -179,14 +178,14 @@ class Preparer:
         return self._halves[variant]
 
     def _accumulates_at_home(self, name: str, push: Exchange) -> bool:
-        """Return whether a push moves no data: its gradients are this rank's home gradients."""
+        """Return whether a push moves no data."""
         # Not if the home also has a second copy.
         return push.is_identity and self._homes[bucket_of(name)].local_size(self._rank) == push.target
 
     def _link(self, turn: Turn, placement: Placement) -> tuple[Exchange, Exchange | None]:
         bucket = self._buckets_by_name[turn.bucket]
         stages = turn.stages
-        # All ranks of a stage agree on this, so the first one's part represents them.
+        # The first rank's part represents its stage.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
         source = self._homes[bucket.name]  # one object for all buckets with the same home
@@ -208,7 +207,7 @@ class Preparer:
 
 
 def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
-    """Return the place of each parameter's shard in a rank's local buffer of a bucket: offset and length, elements."""
+    """Return each parameter's (offset, length) in a rank's local buffer of a bucket, in elements."""
     shards = {}
     at = 0
     for parameter in bucket.parameters:

@@ -1,7 +1,7 @@
-"""Fitting: constants of the cost models from measurements, by non-negative least squares.
+"""Fitting of the cost models' constants by non-negative least squares.
 
-Relative errors of micro-batches are minimised, weighted by their seconds, since long micro-batches take most of an
-iteration. Noise may push a coefficient to its bound of 0: the measurements then do not determine it.
+Relative errors of micro-batches are minimised, weighted by their seconds. Noise may push a coefficient to its bound of
+0.
 
 Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
 
@@ -38,12 +38,12 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
 WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are rejected
-LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time; a smaller a may result from rounding alone
+LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
 FIRST_NEAR = 3  # then the sum of pairs of each window and chunk
-PLATEAU = 0.85  # UtilLen: this fraction of the plateau of tokens/s (Hydraulis, section 6)
+PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CurveFit:
         a, b, c: s / token^2, s / token and s; 0 if the measurements do not show it.
         residual: root mean square relative error, rows weighted by their seconds.
         quadratic: the fraction of the longest micro-batch's time that attention explains, 0 to 1.
-        near: s / pair of attention with each window or chunk, whose pairs add to a l^2 + b l; may be 0.
+        near: s / pair of attention with each window or chunk, in addition to a l^2 + b l; may be 0.
     """
 
     a: float
@@ -71,7 +71,7 @@ class CurveFit:
 
     @property
     def failure(self) -> str | None:
-        """Return why the fit must not be used as the constants of a stage; None: it may be."""
+        """Return why the fit must not be used, or None."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
         # Windows shorter than most measured sequences look linear, so either part may contain the other.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
@@ -84,7 +84,7 @@ class CurveFit:
 
     @property
     def doubt(self) -> str | None:
-        """Return possible errors of usable constants; None: there are none."""
+        """Return possible errors of usable constants, or None."""
         if self.near or self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -100,7 +100,7 @@ def fit_work(
 
     Args:
         seconds: of each, above 0.
-        reaches: of its attention calls; none: it has no quadratic part, like pieces of a model without attention.
+        reaches: of its attention calls; none: it has no quadratic part.
 
     Raises:
         ValueError: fewer measurements than constants, or a time that is not above 0.
@@ -112,7 +112,7 @@ def fit_work(
     constants = np.zeros(rows.shape[1])
     constants[used] = _nnls(rows[:, used], measured, measured)
     predicted = rows @ constants
-    # A quadratic part shows first in the longest micro-batch: if it is not visible there, it is not visible at all.
+    # A quadratic part is most visible in the longest micro-batch.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     attention += constants[FIRST_NEAR:] @ rows[longest, FIRST_NEAR:]
@@ -145,9 +145,8 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
     """Return UtilLen: the tokens of a micro-batch that reaches 85 % of the plateau of tokens/s.
 
-    The quadratic part is subtracted first: it grows with the length of sequences, not with their number. Between
-        measured
-    token counts the speed is interpolated; if the shortest micro-batch is already fast, it is the answer.
+    The quadratic part is subtracted first: it grows with the length of sequences, not with their number. Speed is
+    interpolated between measured token counts; if the shortest micro-batch is already fast, it is the answer.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -155,7 +154,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     for reach, constant in fit.near:
         attention = attention + constant * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
     linear = np.maximum(measured - attention, 1e-3 * measured)
-    # Several micro-batches have the same tokens, whole or in parts; without the quadratic part they are alike.
+    # Micro-batches of the same tokens, whole or in parts, are alike without the quadratic part.
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
     useful = PLATEAU * speed.max()
@@ -166,8 +165,7 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
 
 
 def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -> tuple[int, ...]:
-    """Return token counts to measure: a geometric series from longest / span to longest, in multiples of `multiple`."""
-    # Geometric, since effects depend on ratios of tokens: overheads at the short end, attention at the long one.
+    """Return a geometric series of token counts from longest / span to longest, in multiples of `multiple`."""
     exact = np.geomspace(max(longest / span, multiple), max(longest, multiple), points)
     return tuple(sorted({max(1, round(n / multiple)) * multiple for n in exact.tolist()}))
 
@@ -179,17 +177,14 @@ def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...
     return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
 
 
-# A whole profile.
-
-
 @dataclass(frozen=True)
 class Measured:
     """Measurement of one template in one kind of stage.
 
     Attributes:
-        piece: its sizes; the seconds are still to be fitted.
+        piece: its sizes, with the seconds not yet fitted.
         reaches: of its attention calls; none: its time is linear.
-        forward: the forward's part of `seconds`; empty if they were not measured separately.
+        forward: the forward's part of `seconds`; empty if not measured.
     """
 
     piece: BlockPiece
@@ -200,20 +195,20 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of one kind of stage: micro-batches, and for every template its time for each of them."""
+    """Measurements of one kind of stage: micro-batches, and every template's times for them."""
 
     rows: tuple[Lengths, ...]
     times: Mapping[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return the seconds of consecutive blocks and of a stage's auxiliary values, for each micro-batch."""
+        """Return the seconds of consecutive blocks and the aux graph, for each micro-batch."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
     def fit(self, templates: Sequence[str]) -> CurveFit:
         """Fit `total`."""
         limited = {reach for t in templates for reach in self.times[t].reaches} - {WHOLE}
-        # Without windows a model is expected to have attention; a stage without any is one whose fit failed.
+        # Without windows a model is expected to have attention.
         whole = not limited or any(WHOLE in self.times[t].reaches for t in templates)
         return fit_work(self.rows, self.total(templates), [*limited, *([WHOLE] if whole else [])])
 
@@ -236,7 +231,7 @@ def fit_profile(
 
     Args:
         blocks: the template of every block of the model, in order.
-        found: measurements by kind of stage, including plain stages of every scheme's degree.
+        found: by kind of stage, including plain stages of every scheme's degree.
         messages: bytes and seconds; empty for one rank.
     """
     unfit = {}
@@ -249,7 +244,7 @@ def fit_profile(
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
         fitted = {template: _fitted(m, measured.rows) for template, m in measured.times.items()}
-        # Every stage has layers, and `Costs` refuses those whose attention takes no time.
+        # `Costs` rejects layers whose attention takes no time.
         noisy = [t for t, m in measured.times.items() if m.reaches and _hidden(fitted[t].seconds)]
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
@@ -257,10 +252,9 @@ def fit_profile(
             unfit[kind] = f"the fit of {noisy[0]} failed: noise hides what attention takes"
         else:
             pieces[kind] = fitted
-        # Schemes have plain stages, and only those have their own UtilLen; other kinds share it by degree.
+        # Only plain stages have their own UtilLen; other kinds share it by degree.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
-    # A scheme is priced from its blocks, so its quality is that of their fit.
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
     failed = {s: unfit[StageKind(s[0])] for s in schemes if s not in fits}
     failed |= {s: f"its fit failed: {fit.failure}" for s, fit in fits.items() if fit.failure}
@@ -283,16 +277,15 @@ def fit_profile(
 
 
 def _hidden(seconds: Constants) -> bool:
-    """Return whether a curve has no part for attention."""
     return not seconds.a and not seconds.near
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
-    """Fit a piece's seconds; separate forward and backward add up to them."""
+    """Fit a piece's seconds, as the sum of forward and backward if they were measured."""
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, measured.reaches)
         return replace(measured.piece, seconds=fit.constants)
-    # Forward and the total were measured; backward is the rest, which noise may push below 0.
+    # Backward is the rest, which noise may push below 0.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
     together = Constants.sum([(1, forward), (1, backward)])
@@ -303,7 +296,7 @@ def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, usef
     """Fit every stage of a scheme; return the slowest one for a sequence of UtilLen tokens."""
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
     fits = []
-    first = 1  # block 0 is the prologue, which the first stage computes in addition to its layers
+    first = 1  # block 0 is the prologue
     for i, stage in enumerate(stages):
         last = first + stage.layers
         span = blocks[(0 if i == 0 else first) : (last + 1 if i == len(stages) - 1 else last)]
@@ -323,11 +316,8 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     return notes
 
 
-# Least squares.
-
-
 def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
-    """Return [sum of l^2, sum of l, 1, sums of pairs] of each micro-batch: columns QUADRATIC, LINEAR, ONCE and more."""
+    """Return [sum of l^2, sum of l, 1, sums of pairs] of each micro-batch."""
     pairs = [[float(sum(map(reach.pairs, m))) for reach in limited] for m in micro_batches]
     polynomial_rows = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
     return np.array([[*row, *more] for row, more in zip(polynomial_rows, pairs, strict=True)])

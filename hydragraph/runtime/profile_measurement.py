@@ -1,8 +1,8 @@
-"""Measure a profile: time templates on this machine's ranks, not models and not strategies.
+"""Measurement of a profile: times of templates, not of models or strategies.
 
 Each distinct template runs once per kind of stage and micro-batch, forward and backward, with its real collectives;
-stages of any number of layers are sums of these times. All groups of ranks run at once, to share cores and links as in
-training; a group is as slow as its slowest rank, and the median over groups and repetitions counts.
+stages of any number of layers are sums of these times. All groups of ranks run at once, as in training; a group is as
+slow as its slowest rank, and the median over groups and repetitions counts.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # elements of home shards whose update and norm are timed
-CHAIN = 4  # blocks per measurement, if the model has that many equal ones
-USABLE = 0.9  # of a device's memory; the rest is for fragmentation
+UPDATED = (1 << 16, 1 << 21)  # elements of timed home shards
+CHAIN = 4  # blocks per measurement, if the model has enough equal ones
+USABLE = 0.9  # of a device's memory, because of fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next
-_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward, which returns its backward
+_Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward that returns its backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +61,8 @@ class MeasuredModel:
 
     Attributes:
         vocabulary: exclusive upper bound of token ids.
-        positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer, since times do not
-            depend on the values of positions.
-        type: the clusters' name of this type of device; "": the name that the device reports.
+        positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer.
+        type: name of this type of device; "": the one that the device reports.
     """
 
     program: Program
@@ -79,9 +78,9 @@ class MeasureSettings:
     """Settings of a measurement.
 
     Attributes:
-        schemes: to fit; the ranks of one stage suffice, their pipelines need not exist.
+        schemes: to fit; the ranks of one stage suffice.
         longest: tokens of the longest micro-batch.
-        repeats: of every measurement, after one that is discarded.
+        repeats: of every measurement, after a warm-up.
         points: number of token counts of micro-batches, from longest / 64 up.
     """
 
@@ -103,11 +102,7 @@ class MeasureSettings:
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
     def check(self, program: Program, ranks: int) -> None:
-        """Check that a program can be measured on these ranks.
-
-        Raises:
-            ValueError: naming the scheme or the setting.
-        """
+        """Raise unless a program can be measured on these ranks."""
         for tp, pp in self.schemes:
             if tp > ranks:
                 raise ValueError(
@@ -125,14 +120,14 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Where a rank computes: its node, and the type of its device; stages are measured within one place."""
+    """Node and type of a rank's device; stages are measured within one place."""
 
     node: str
     type: str
 
 
 def stages_of(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks of one place, in rank order; ranks left over are in none."""
+    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -151,9 +146,8 @@ def measure(
     """Measure a profile; all ranks call it together and get the same one.
 
     Args:
-        places: by rank; several types of device are measured at once, and the result has a profile of each. None: all
-            ranks are in one place.
-        messages: bytes and seconds of messages between two ranks, if they were measured before.
+        places: by rank; the result has a profile of each type of device. None: all ranks are in one place.
+        messages: bytes and seconds of messages, if measured before.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -189,7 +183,7 @@ def measure(
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
-    # Measured again: now all communicators of roles and tensor-parallel degrees exist, and their memory is in use.
+    # Measured again, as all communicators exist now and use memory.
     memory = device_memories(groups)
     profiles = []
     for name, by_kind in measurements.items():
@@ -215,13 +209,11 @@ def measure(
 def stage_timer(
     subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages: forwards, then backwards, of one micro-batch.
-
-    `measure` derives the time of a stage from one block; this function checks it.
+    """Return a function that times whole stages, to check `measure`, which derives a stage's time from one block.
 
     Args:
-        layers: of the longest stage; each has its own weights.
-        clock: returns seconds; for a rank with one thread on a busy machine, `time.process_time` gives computing time.
+        layers: of the longest stage.
+        clock: returns seconds; `time.process_time` for one thread on a busy machine.
 
     Returns:
         A function of the number of layers and a micro-batch, which all ranks call together.
@@ -234,11 +226,8 @@ def stage_timer(
     return lambda count, row: count * sum(bench._time(runs[:count], row))
 
 
-# This machine.
-
-
 def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlace]) -> dict[str, PricedDevice]:
-    """Describe the devices that ranks compute on, by type."""
+    """Describe the ranks' devices, by type."""
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
     by_type: dict[str, list[tuple[str, float]]] = {}
@@ -266,7 +255,7 @@ def type_name(device: torch.device) -> str:
 def device_memories(groups: Groups) -> list[float]:
     """Return the bytes that each rank may use, on a GPU without contexts and communicators.
 
-    Ranks of one host share its memory, and ranks of one GPU share the GPU's.
+    Ranks of one host or GPU share its memory.
     """
     here = socket.gethostname()
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -280,7 +269,7 @@ def device_memories(groups: Groups) -> list[float]:
 
 
 def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
-    """Return each rank's share, from each rank's place, its free bytes, and the bytes that it holds."""
+    """Return each rank's share, from reports of (place, free bytes, bytes held)."""
     shares = {}
     for place in {place for place, _, _ in reports}:
         here = [(free, reserved) for other, free, reserved in reports if other == place]
@@ -289,7 +278,7 @@ def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
 
 
 def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
-    """Time messages of several sizes between ranks 0 and 1: half of a round trip."""
+    """Time messages of several sizes between ranks 0 and 1."""
     if groups.world.ranks == 1:
         return []
     talks = groups.world.rank < 2
@@ -297,7 +286,7 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
 
 
 def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Time AdamW on home shards of two sizes, all ranks at once; return constant and seconds per element by type."""
+    """Time AdamW on home shards; returns as for `_per_element`."""
     device = groups.world.device
 
     def stepped(elements: int) -> Callable[[], object]:
@@ -309,7 +298,7 @@ def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 
 
 def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Time the end of an iteration on home shards of two sizes: the norm of their gradients, and agreeing on it."""
+    """Time the end of an iteration: the norm of gradients, and its agreement."""
     device = groups.world.device
 
     def agreed(elements: int) -> Callable[[], None]:
@@ -328,7 +317,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 def _per_element(
     groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Time functions made for shards of two sizes, on all ranks at once; return the constant and seconds per element.
+    """Time functions made for shards of two sizes; return (constant, seconds per element) by type.
 
     The median of each type's slowest rank counts.
     """
@@ -355,11 +344,8 @@ def _per_element(
     return by_type
 
 
-# Templates.
-
-
 class _Bench:
-    """Runs templates in one kind of stage on this rank; remaining ranks only take part in gathering."""
+    """Runs templates in one kind of stage; ranks outside of stages only take part in gathering."""
 
     def __init__(
         self,
@@ -395,7 +381,7 @@ class _Bench:
         self._several = "cu_seqlens" in self._program.templates[self._program.blocks[-1].template].inputs
 
     def that_fit(self, rows: Sequence[Lengths], blocks: Sequence[Block], device: PricedDevice) -> tuple[Lengths, ...]:
-        """Return the micro-batches whose largest block this device can hold, the same on all ranks."""
+        """Return the micro-batches whose blocks fit into memory on all ranks."""
         most = math.inf
         for block in blocks:
             piece = self._sizes(block)
@@ -409,12 +395,12 @@ class _Bench:
     def measure(
         self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[DevicePlace]
     ) -> dict[str, Measured]:
-        """Time one block, or the aux graph, on every micro-batch; return the result by type of device."""
+        """Time a block or the aux graph on every micro-batch; return the result by type of device."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
         runs = [self._aux_run()] if aux else self._chain(block)
         links = self._links(piece, rows, device)
-        # Row by row within a repetition, so that temporary load of the machine affects all rows alike.
+        # Row by row within a repetition: temporary load then affects all rows alike.
         chains = list(zip(links, rows, strict=True))
         times = [[self._time(runs[:count], row) for count, row in chains] for _ in range(repeats + 1)][1:]
         everyone = self._groups.gather((times, piece))
@@ -433,7 +419,6 @@ class _Bench:
         rows: int,
         reaches: frozenset[Reach],
     ) -> Measured:
-        """Return the measurement of some stages from the times and sizes of all ranks."""
 
         def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
             return median(
@@ -459,16 +444,14 @@ class _Bench:
     def _chain(self, block: Block) -> list[_Run]:
         """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.
 
-        As in a stage, all forwards come before the backwards, and each block has its own memory: a block running alone
-            would
-        find its recently used data in the cache, and memory already provided by the system. On a GPU, blocks are also
-        enqueued one after another without waiting.
+        As in a stage, forwards come before backwards, and each block has its own memory: a block running alone would
+        find its data in the cache.
         """
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
-        """Return how many blocks fit into memory with the kept values of a micro-batch, equal on all ranks."""
+        """Return how many blocks fit into memory for each micro-batch, on all ranks."""
         weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and their gradients
         own = []
         for row in rows:
@@ -477,7 +460,7 @@ class _Bench:
         return [max(1, min(column)) for column in zip(*self._groups.gather(own), strict=True)]
 
     def _time(self, runs: Sequence[_Run], row: Lengths) -> tuple[float, float]:
-        """Time one forward and one backward, averaged over a chain of blocks; all ranks start together."""
+        """Return the seconds of a forward and a backward, averaged over a chain of blocks; all ranks start together."""
         batch = self._batch(row)
         aux = self._aux_values(batch)
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
@@ -505,7 +488,6 @@ class _Bench:
         return self._batches[row]
 
     def _own(self, tokens: int) -> dict[str, Tensor]:
-        """Return user-defined fields of a sequence, all 0."""
         fields = own_fields(self._program).items()
         return {name: torch.zeros((tokens, *field.sizes), dtype=field.dtype) for name, field in fields}
 
@@ -566,7 +548,7 @@ class _Bench:
         )
 
     def _block_run(self, block: Block) -> _Run:
-        """Return a function that runs a block forward and returns its backward, which accumulates gradients."""
+        """Return a block's forward, which returns its backward, which accumulates gradients."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)

@@ -1,4 +1,4 @@
-"""16-bit copies of the master weights, for the next pull: the optimizer's kernel writes them along with the weights."""
+"""16-bit copies of the master weights for the next pull, written by the optimizer's kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from hydragraph.runtime.home_state import HomeState
 
 
 class Rounded:
-    """This rank's shards in the compute dtype. They cost 2 bytes per owned trained parameter.
+    """This rank's trained shards in the compute dtype.
 
-    Frozen weights have no copy: they are cast whenever they are pulled.
-
-    Args:
-        home: this rank's master weights, in fp32.
+    Frozen weights have no copy: they are cast in every pull.
     """
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
@@ -25,9 +22,8 @@ class Rounded:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again if anything but the kernel changed the weights since.
-
-        For a frozen bucket, return the weights themselves.
+        """Return a bucket's copy, rounded again if anything but the kernel changed the weights; a frozen bucket's
+        weights.
         """
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
@@ -45,7 +41,7 @@ class Rounded:
 
 
 def rounded(home: HomeState, dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> Rounded | None:
-    """Return copies that an optimizer maintains; None if it cannot or if models compute in the weights' own dtype."""
+    """Return copies that an optimizer maintains; None if it cannot, or the dtype is fp32."""
     if not isinstance(optimizer, AdamW) or dtype not in (torch.bfloat16, torch.float16):
         return None
     kept = Rounded(home, dtype)

@@ -1,4 +1,4 @@
-"""Sums over the tokens of each sequence of a mini-batch, from rows of values per token of packed micro-batches."""
+"""Sums over each sequence's tokens, from values of packed micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scored:
-    """Places of the sequences of a rank's micro-batches in the mini-batch.
+    """Places of a rank's sequences in the mini-batch.
 
     Attributes:
         count: L, the number of sequences of the mini-batch.
         values: K, the number of values per token.
-        places: for each micro-batch, the indices of its sequences in the order in which they are packed.
+        places: for each micro-batch, the indices of its sequences in packed order.
     """
 
     count: int
@@ -27,8 +27,8 @@ class Scored:
         """Return the sums of each sequence's values in fp64, [L, K]; 0 for sequences of other ranks.
 
         Args:
-            rows: for each micro-batch, values of its tokens [1, T, K] and the bounds of its sequences [N + 1]. What is
-                behind the sequences named in `places` is padding.
+            rows: for each micro-batch, values of its tokens [1, T, K] and bounds of its sequences [N + 1], with padding
+                after the sequences in `places`.
         """
         total = torch.zeros(self.count, self.values, dtype=torch.float64, device=device)
         for micro_batch, (values, bounds) in rows.items():

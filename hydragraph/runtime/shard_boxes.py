@@ -1,4 +1,4 @@
-"""This rank's part of every parameter as boxes of its natural shape, the form in which files hold tensors."""
+"""This rank's part of every parameter as boxes of its natural shape, as in files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hydragraph.runtime.home_state import HomeState, OwnedPart
 
 @dataclass(frozen=True, eq=False)
 class OwnedBoxes:
-    """One tensor of the checkpoint, and the boxes of it that this rank owns.
+    """This rank's boxes of one tensor of the checkpoint.
 
     Attributes:
-        boxes: offsets -> a view of this rank's elements, in natural order.
+        boxes: offsets -> a view of the elements, in natural order.
     """
 
     shape: torch.Size
@@ -25,7 +25,7 @@ class OwnedBoxes:
     boxes: Mapping[torch.Size, Tensor]
 
     def copied(self) -> OwnedBoxes:
-        """Return a copy of the elements in CPU memory, independent of later changes."""
+        """Return a copy in CPU memory."""
         copies = {offsets: box.to("cpu", copy=True).contiguous() for offsets, box in self.boxes.items()}
         return OwnedBoxes(self.shape, self.dtype, copies)
 
@@ -34,8 +34,8 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        flat: their elements, one interval after another.
-        once: leave out elements that count on their second owner, so that all ranks together have them once.
+        flat: the elements, one interval after another.
+        once: leave out elements that count on their other owner.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule

@@ -1,8 +1,8 @@
-"""A micro-probe: the number of small products per second of an otherwise idle device.
+"""Number of small products per second of an otherwise idle device.
 
-A strategy may leave a slow device idle (Malleus's standby); then no instruction shows whether it is fast again. A
-device that is stopped for 60 of every 100 ms looks healthy for 40 of them, so a probe lasts a while and counts whole
-periods: from the end of one stop to the end of another. Use of the core by other processes is separated, as for blocks.
+If a strategy leaves a slow device idle (Malleus's standby), no instruction shows whether it is fast again. A device
+stopped for 60 of every 100 ms looks healthy for 40 of them, so a probe counts whole periods: from the end of one stop
+to the end of another.
 
 Example: stopped for 92 of every 100 ms, a probe of 0.25 s begins 4 ms before a stop and ends with the third, after
 296 ms. It ran for 20 of them, 1 of 14.8; between the ends of the first and the third for 16 of 200, 1 of 12.5.
@@ -19,9 +19,9 @@ import torch
 from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
-SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns: some tenths of a millisecond
+SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
 MOST_S = 0.25  # duration of a probe
-STOP_S = 0.01  # minimum time of a product during which the device was stopped
+STOP_S = 0.01  # minimum time of a product that shows a stop
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        per_s: products per second, as if no other process had wanted the core; 0: it did not run.
-        ran, queued: seconds that its thread ran, and that it waited for its core; both 0 if unknown.
+        per_s: products per second, as if no other process had used the core; 0: it did not run.
+        ran, queued: seconds that its thread ran, and waited for its core; both 0 if unknown.
     """
 
     per_s: float = 0.0
@@ -40,7 +40,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class _ClockReading:
-    """A reading of the clocks: seconds, seconds that the thread ran and was queued, and the number of products."""
+    """Seconds, seconds that the thread ran and was queued, and the number of products."""
 
     seconds: float
     ran: float
@@ -52,7 +52,7 @@ class SpeedProbe:
     """Probes one device.
 
     Args:
-        clock, scheduled: return seconds, and seconds that this thread ran and was queued; tests replace them.
+        clock, scheduled: return seconds, and seconds that this thread ran and was queued.
 
     Attributes:
         most_s: its duration in seconds; 0: it does not run.
@@ -70,7 +70,7 @@ class SpeedProbe:
         self.most_s = 0.0
 
     def __call__(self) -> ProbeResult:
-        """Run the probe and return its result, empty if it must not run. Its memory is freed at the end."""
+        """Run the probe and return its result, empty if `most_s` is 0."""
         if self.most_s <= 0:
             return ProbeResult()
         size = SIZES[self._device.type]

@@ -1,6 +1,6 @@
-"""State of ranks that meet to move it, and their agreement on one state of the whole model.
+"""Agreement of ranks that meet on one state of the whole model.
 
-A rank may be lost at any instruction. Ranks that meet again are at most one update apart, as every step ends with all:
+Ranks that meet again are at most one update apart, as every step ends with all:
 
     a rank was lost            state of the others                           recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
@@ -8,9 +8,9 @@ A rank may be lost at any instruction. Ranks that meet again are at most one upd
                                gradients at home                             the commit has shared: no message is needed
     in its own update          the others have updated                       none
 
-A process whose own update was interrupted has weights of neither step: it counts as a newcomer. Moves end like steps:
-new state arrives alongside the old one, all ranks meet once, then each replaces its old state locally. A rank that
-missed that last meeting also has everything, and switches when ranks meet again.
+A process whose own update was interrupted counts as a newcomer. Moves end like steps: new state arrives alongside the
+old, all ranks meet once, then each replaces its old state. A rank that missed that last meeting switches when ranks
+meet again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hydragraph.spec.home import Home
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Position of a rank's state in the whole: its number, the number of ranks, and the home.
+    """Position of a rank's state in the whole.
 
     Attributes:
-        generation: number of earlier moves; newer state has a higher one.
-        rank, ranks: this rank's number at that time, and the number of ranks.
+        generation: number of earlier moves.
+        rank, ranks: at that time.
         home: the owners, with nodes if it has copies.
     """
 
@@ -54,7 +54,7 @@ class StateProgress:
 
 @dataclass
 class ProgressLog:
-    """A rank's progress, as recorded by its executor and its updates; each change is one assignment."""
+    """A rank's progress; each change is one assignment."""
 
     progress: StateProgress = StateProgress()
 
@@ -81,7 +81,7 @@ class ProgressLog:
 
 @dataclass(frozen=True)
 class HeldState:
-    """One state of a rank: its position in the whole, and its progress."""
+    """One state of a rank."""
 
     place: StatePlace
     progress: StateProgress
@@ -92,7 +92,7 @@ class Standing:
     """State of one rank when ranks meet.
 
     Attributes:
-        arrived: the complete state of a move, which it has not switched to yet.
+        arrived: a move's complete state that it has not switched to yet.
         called: its numbers since `held`, in worlds whose ranks did not complete a move.
     """
 
@@ -101,7 +101,7 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return its state of a generation; None: it has none, or one left inconsistent by an interrupted update."""
+        """Return its state of a generation; None: it has none, or only one torn by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -111,10 +111,10 @@ class AgreedState:
     """Agreement of ranks that meet.
 
     Attributes:
-        generation, ranks, home: of the state that all ranks use now; generation -1: no rank has any.
+        generation, ranks, home: of the agreed state; generation -1: no rank has any.
         before: by new rank, its number in that state; None: it has no valid state.
-        updates: number of updates of the state, after all ranks have finished their step.
-        leader: the rank whose hyperparameters count: the first one without an unfinished step; None: there is none.
+        updates: after all ranks have finished their step.
+        leader: the first rank without an unfinished step, whose hyperparameters count.
     """
 
     generation: int
@@ -127,11 +127,11 @@ class AgreedState:
 
 
 def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> AgreedState:
-    """Agree on the state of the model; a pure function, so that all ranks get the same result.
+    """Agree on the state of the model, by a pure function of the same arguments on all ranks.
 
     Args:
-        standings: by new rank; None: a process that never had any state.
-        before: by new rank, its number in the world before; None: a newcomer, regardless of its state.
+        standings: by new rank; None: it never had any state.
+        before: by new rank, its number in the world before; None: a newcomer.
 
     Raises:
         ValueError: `before` does not fit the ranks, or gives a rank another's number.

@@ -1,7 +1,7 @@
-"""Moving the state of all ranks from one home to another: weights, and optimizer state per element and in total.
+"""Movement of weights and optimizer state from one home to another.
 
-A bucket's two home layouts are linked (`ir.link.move`); all values per element use the same slices. The moved data are
-cut into windows of the whole state, and every rank enters each window with one message per peer:
+A bucket's two home layouts are linked (`ir.link.move`); all values per element use the same slices. Data are cut into
+windows of the whole state, each with one message per pair of ranks:
 
     bucket a         bucket b   bucket c      the state of the model, in the order of buckets
     |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, with AHEAD of them in flight at a time
@@ -29,11 +29,11 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
 CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
-AHEAD = 2  # messages in flight: one is packed while another travels
+AHEAD = 2  # messages in flight
 
 _WEIGHT = ""
 
-Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> its values per element: "" its weight, else a state
+Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> values per element: "" its weight, else a state
 Intervals = Sequence[tuple[int, int]]
 
 
@@ -42,7 +42,7 @@ class OwnedState:
     """State owned by one rank: weights and optimizer state.
 
     Attributes:
-        states: of the optimizer: parameter -> state -> 1-D tensor of this rank's part, or another value.
+        states: parameter -> optimizer's state -> 1-D tensor of this rank's part, or another value.
     """
 
     home: HomeState
@@ -57,11 +57,7 @@ class OwnedState:
 
     @staticmethod
     def empty(home: HomeState, columns: Columns, kept: OwnedState | None = None) -> OwnedState:
-        """Allocate the new state: each optimizer state of a bucket is contiguous, like the weights.
-
-        Args:
-            columns: the values per element of each parameter.
-        """
+        """Allocate new state, contiguous by bucket and optimizer state."""
         kinds = {(home.pieces[name].bucket, *column) for name, those in columns.items() for column in those.items()}
         room = {
             (bucket, state): torch.empty(len(home.weights[bucket]), dtype=dtype, device=home.weights[bucket].device)
@@ -82,7 +78,7 @@ class OwnedState:
 
     @property
     def columns(self) -> dict[str, dict[str, torch.dtype]]:
-        """The values per element of each parameter that this rank owns a part of."""
+        """Columns of the parameters that this rank owns a part of."""
         columns = {}
         for name, parameter in self.home.parameters.items():
             if parameter.numel():
@@ -131,8 +127,7 @@ class MovedPart:
     """Elements of one parameter that move between two ranks, or stay.
 
     Attributes:
-        src_at, dst_at: their offsets in the bucket's shard of either rank.
-        size: number of elements.
+        src_at, dst_at: offsets in the bucket's shard of either rank.
     """
 
     src: int
@@ -161,8 +156,8 @@ class Route:
     """Route of state from one home to another; the same on all ranks.
 
     Attributes:
-        source: by bucket, the current owners, in the numbers of this world; ranks without state are not in it.
-        columns: the values per element of every parameter; no rank has values of a parameter that is not in it.
+        source: current owners by bucket, in the numbers of this world, without ranks that have no state.
+        columns: values per element of every parameter that some rank has.
     """
 
     buckets: Sequence[Bucket]
@@ -172,7 +167,7 @@ class Route:
 
     @cached_property
     def lost(self) -> dict[str, Intervals]:
-        """By bucket, its intervals that no rank has."""
+        """Intervals that no rank has, by bucket."""
         gaps = {bucket.name: self.source[bucket.name].missing for bucket in self.buckets}
         return {name: list(zip(lo.tolist(), hi.tolist(), strict=True)) for name, (lo, hi) in gaps.items() if len(lo)}
 
@@ -181,7 +176,7 @@ class Route:
         return sum(dtype.itemsize for dtype in self.columns.get(parameter, {}).values())
 
     def windows(self, chunk: int) -> Iterator[dict[str, tuple[int, int]]]:
-        """Yield windows of at most `chunk` bytes of the whole state: bucket -> interval of it."""
+        """Yield windows of at most `chunk` bytes of the whole state: bucket -> interval."""
         window: dict[str, tuple[int, int]] = {}
         room = chunk
         for bucket in self.buckets:
@@ -202,7 +197,7 @@ class Route:
             yield window
 
     def parts(self, window: Mapping[str, tuple[int, int]], rank: int) -> Iterator[MovedPart]:
-        """Yield the parts of a window that one rank sends, receives or keeps; in the same order on both ranks."""
+        """Yield the parts of a window that a rank sends, receives or keeps, in the same order on both ranks."""
         for bucket in self.buckets:
             if bucket.name not in window:
                 continue
@@ -216,7 +211,7 @@ class Route:
 
 
 def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
-    """Return the intervals within [lo, hi) that some rank has."""
+    """Return the starts and ends of intervals within [lo, hi) that some rank has."""
     begin, end = source.missing
     starts = np.concatenate((np.zeros(1, np.int64), end)).clip(lo, hi)
     ends = np.append(begin, source.size).clip(lo, hi)
@@ -225,8 +220,6 @@ def _held(source: Layout, lo: int, hi: int) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, eq=False)
 class _UnderWay:
-    """A window in flight to this rank."""
-
     arriving: Sequence[MovedPart]
     incoming: Tensor
     message: Message | None
@@ -236,14 +229,11 @@ class _UnderWay:
 class Carrying:
     """Columns in flight to their new owners; every rank makes one, and ends it.
 
-    All ranks send the same windows in the same order, each at its own time.
+    All ranks send the same windows in the same order.
 
     Args:
-        old: this rank's state, which stays unchanged and must not be modified until the end; None: it has none.
+        old: this rank's state, which must not be modified until the end; None: it has none.
         chunk: bytes of the whole state in a message of each rank.
-
-    Attributes:
-        received: bytes that this rank has received.
     """
 
     route: Route
@@ -265,7 +255,7 @@ class Carrying:
         self._fill()
 
     def finish(self) -> int:
-        """Wait until everything has arrived; return the bytes that this rank has received."""
+        """Wait until everything has arrived; return the bytes received."""
         self._fill()
         while self._under_way:
             self._land()
@@ -277,7 +267,7 @@ class Carrying:
             self._under_way.append(self._sent(window))
 
     def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
-        """Send this rank's part of a window, and copy the part that stays here."""
+        """Send this rank's part of a window, and copy the part that stays."""
         route, world = self.route, self.groups.world
         rank, columns, old = world.rank, route.columns, self.old
         parts = list(route.parts(window, rank))
@@ -309,16 +299,12 @@ class Carrying:
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    """Move all columns to their new owners, and wait; all ranks call it.
-
-    Returns:
-        Bytes that this rank has received.
-    """
+    """Move all columns to their new owners; return the bytes received. All ranks call it."""
     return Carrying(route, old, new, groups, chunk=chunk).finish()
 
 
 def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:
-    """Pack tensors one after another into a message of bytes, or unpack them from one."""
+    """Pack tensors into a message of bytes, or unpack them from it."""
     at = 0
     for view in views:
         bytes_of = view.view(torch.uint8)

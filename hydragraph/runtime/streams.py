@@ -1,4 +1,4 @@
-"""Queues of work on one device, one for each stream of a RankProgram, and the marks that order them.
+"""Queues of work on one device, by stream of a RankProgram, and the marks that order them.
 
 On a CPU an operation is done when its call returns, and the host itself waits for communication. On CUDA every stream
 of the program is a stream of the device, the host only queues, and a mark is an event.
@@ -6,7 +6,7 @@ of the program is a stream of the device, the host only queues, and a mark is an
 How weights cross from one stream to another:
 
     on(PULL)     start the message; mark() -> m after the weights are written to their buffer
-    on(COMPUTE)  wait(m), then use them: the device waits, the host continues immediately
+on(COMPUTE) wait(m), then use them: the device waits, the host continues
     hold(w)      if the host may drop w before the reading stream gets there: its memory must not be reused until then
 """
 
@@ -27,7 +27,7 @@ Reading = Any  # of a clock
 
 
 class Clock(Protocol):
-    """Reads the time when the current queue reaches a point."""
+    """Reads when the current queue reaches a point."""
 
     def now(self) -> Reading:
         """Return a reading for `seconds`."""
@@ -37,10 +37,10 @@ class Clock(Protocol):
 
 
 class DeviceStreams(Protocol):
-    """Interface of a device for the executor.
+    """A device's queues.
 
     Attributes:
-        queued: whether waiting for communication is itself queued; otherwise the host waits.
+        queued: whether waits for communication are queued; otherwise the host waits.
     """
 
     queued: bool
@@ -61,7 +61,7 @@ class DeviceStreams(Protocol):
         """Return whether a mark's queue has reached it."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory, after it is dropped, until the current queue has reached this point."""
+        """Keep a dropped tensor's memory until the current queue has reached this point."""
 
     def finish(self) -> None:
         """Wait for all queues."""
@@ -128,16 +128,16 @@ class CudaClock:
 
 
 class CudaStreams:
-    """Streams of a GPU: computation stays on the current stream; each other stream of the program gets its own.
+    """Streams of a GPU; computation stays on the current stream.
 
     Args:
-        queued: whether communication is queued as well (NCCL, or a single rank); with gloo the host waits for it.
+        queued: whether communication is queued (NCCL, or a single rank); with gloo the host waits for it.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
         self.queued = queued
         self._device = device
-        # Messages are short and other ranks wait for them, so they get priority on the GPU.
+        # Other ranks wait for messages, so they get priority.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 
@@ -184,5 +184,5 @@ def synchronise(device: torch.device) -> None:
 
 
 def streams_of(device: torch.device, backend: str, ranks: int) -> DeviceStreams:
-    """Return the queues of a device whose ranks communicate over a backend ("gloo" or "nccl")."""
+    """Return a device's queues; `backend` is "gloo" or "nccl"."""
     return CudaStreams(device, backend == "nccl" or ranks == 1) if device.type == "cuda" else HostStreams()

@@ -1,7 +1,6 @@
-"""Kernel statistics of a thread: how long it ran, and how long it waited to run while others had its core.
+"""Kernel statistics of a thread: how long it ran, and how long it waited for its core.
 
-A slow device and a shared core look alike by the clock, but not by these two numbers: if ranks share cores with each
-other and with other processes, the wall clock of one iteration reveals little about the device.
+A slow device and a shared core look alike by the clock, but not by these two numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 import threading
 from contextlib import suppress
 
-_PATH = "/proc/thread-self/schedstat"  # Linux: nanoseconds run, nanoseconds queued, times chosen
+_PATH = "/proc/thread-self/schedstat"  # Linux: nanoseconds run and queued, times chosen
 
 
 class Scheduled:
@@ -42,5 +41,5 @@ class Scheduled:
 
 
 def unknown() -> tuple[float, float]:
-    """Return zeros: for a GPU, whose work the host only queues, the host's thread is not informative."""
+    """Return zeros, for a GPU, whose work the host only queues."""
     return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""Saved views of weights that a stage streams: kept as sizes and strides, because the weights are pulled again.
+"""Saved views of weights that a stage streams and pulls again, kept as sizes and strides.
 
-A forward may save a transposed weight for its backward. The view would keep the pulled buffer alive, or show other data
-once the buffer is reused; the same view of the next pull's buffer has the same values.
+A forward may save a transposed weight for its backward, but the view would keep the pulled buffer alive, or show other
+data once it is reused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class WeightView:
     """View of a bucket's pulled weights.
 
     Attributes:
-        at: its offset from the beginning of the weights, in elements.
+        at: offset from the beginning of the weights, in elements.
     """
 
     bucket: str
@@ -29,10 +29,10 @@ class WeightView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace the views of weights among saved values.
+    """Replace views of weights among saved values.
 
     Args:
-        weights: bucket -> the 1-D weights that it used.
+        weights: bucket -> 1-D weights.
     """
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
@@ -46,7 +46,7 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Return saved values with views of these weights in place of `WeightView`s; arguments as for `let_go`."""
+    """Replace `WeightView`s by views of these weights; arguments as for `let_go`."""
 
     def view(value: Any) -> Any:
         if not isinstance(value, WeightView):
