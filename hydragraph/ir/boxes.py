@@ -1,7 +1,6 @@
-"""Geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes of the tensor.
+"""Geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes.
 
-A rank owns an interval of a parameter's canonical order; a checkpoint stores boxes of its natural shape, which any
-program can read.
+A rank owns an interval of a parameter's canonical order; a checkpoint stores boxes of its natural shape.
 
 Symbols:
 
@@ -31,7 +30,7 @@ class Box:
     """Axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
 
     Attributes:
-        sizes: number of indices along each dimension, none of them 0.
+        sizes: number of indices along each dimension, never 0.
         at: offset of its elements from the start of the interval.
     """
 
@@ -52,30 +51,28 @@ class Box:
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
     """Cut the interval [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order.
 
-    Along each dimension there are whole rows, preceded by the end of one row and followed by the beginning of another.
-
     Args:
-        lo, hi: elements of the flattened tensor; an empty interval has no boxes.
-        shape: shape of the tensor; `()` is a single element.
+        lo, hi: an interval of the flattened tensor; an empty one has no boxes.
+        shape: of the tensor; `()` is a single element.
     """
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))
 
 
 def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
-    """Cut an interval of the sub-tensor at index `prefix`, `at` elements after the start of the whole interval."""
+    """Cut an interval of the sub-tensor at `prefix`, `at` elements after the start of the whole interval."""
     if lo == hi:
         return []
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
     row = math.prod(shape[1:])
-    first = -(-lo // row)  # rounded up: the first row that starts at or after lo
+    first = -(-lo // row)  # rounded up
     last = hi // row
-    # If the interval contains no row boundary, it is inside row `last`, a tensor with one dimension less.
+    # Without a row boundary, the interval is inside row `last`, a tensor with one dimension less.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # The whole rows, preceded by the end of one row and followed by the beginning of another. These touch an end of
-    # their row, so each leaves one partial end: a dimension adds two boxes.
+    # Whole rows, preceded by the end of one row and followed by the beginning of another. Both touch an end of their
+    # row, so each leaves one partial end: a dimension adds two boxes.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

@@ -1,4 +1,4 @@
-"""Simulation of all ranks' programs together, without executing them, to detect deadlocks."""
+"""Simulation of all ranks' programs together, to detect deadlocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Deadlock:
     """State in which programs are stuck.
 
     Attributes:
-        at: rank -> index of the instruction it is stuck at, for every stuck rank.
-        waits: rank -> the ranks it waits for, at least one.
+        at: stuck rank -> index of its instruction.
+        waits: stuck rank -> the ranks it waits for.
     """
 
     at: Mapping[int, int]
@@ -36,15 +36,13 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Simulate all programs together; return None if all of them end.
 
-    Over gloo, sends are buffered, and everything else that could wait does: a receive for its message; the instruction
-    that frees a message for its receiver; a computation for its tensor-parallel peers and for every rank to have
-    entered the pulls of its weights; a pull or push for every rank to have entered the earlier ones that must be
-    complete; and the commit for all ranks. Programs that end here end however far ranks run ahead, so they also end
-    over `Transport.NCCL`, but not always over the other two, where messages wait for more (`ir.queues`).
+    Over gloo, sends are buffered, and everything else waits as long as it could: a receive for its message; a free of a
+    message for its receiver; a computation for its tensor-parallel peers and for every rank to enter the pulls of its
+    weights; a pull or push for every rank to enter the earlier ones in its `after`; and the commit for all ranks.
+    Programs that end here also end over `Transport.NCCL`, but not always over the other two (`ir.queues`).
 
     Args:
         programs: one per rank, in rank order.
-        transport: transport of the messages.
     """
     if transport is not Transport.GLOO:
         queued = run_queues(programs, transport)
@@ -53,15 +51,15 @@ def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transp
     thin = _thinned(programs)
     if thin is not None and not _Simulation(thin).run().waits():
         return None
-    simulation = _Simulation(programs).run()  # the full programs, to report where they are stuck
+    simulation = _Simulation(programs).run()  # to report where the full programs are stuck
     waits = simulation.waits()
     return Deadlock({rank: simulation.at[rank] for rank in waits}, waits) if waits else None
 
 
 def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
-    """Remove instructions where no rank can wait forever; return None if that is not obvious.
+    """Remove instructions where no rank can wait forever; return None unless all of this holds.
 
-    - All ranks enter the pulls, and the pushes, in one order, and wait at the same places for earlier ones.
+    - All ranks enter pulls and pushes in one order, and wait at the same places for earlier ones.
     - Up to its last pull a rank waits only for pulls and for its tensor-parallel peers. The rank that has entered the
       fewest pulls does not wait for any, so all ranks get past the pulls.
     - From the first push that waits for others, a rank neither sends nor receives.
@@ -73,7 +71,7 @@ def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
         thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
     """
     exchanges = [(i.op, i.target, _room(i)) for i in programs[0].instructions if i.op in _EXCHANGED]
-    orders: dict[tuple[int, ...], list[Step]] = {}  # computations and exchanges of each stage's ranks
+    orders: dict[tuple[int, ...], list[Step]] = {}  # of each stage's ranks
     entries: dict[tuple[int, ...], set[int]] = {}  # computations that follow a possible wait on some rank
     for program in programs:
         if not _exchanges_apart(program):
@@ -117,7 +115,7 @@ def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
 
 
 def _can_wait(instruction: Instruction) -> bool:
-    """Return whether a rank may have to wait at an instruction alone; computations wait for the stage's ranks."""
+    """Return whether a rank may have to wait at an instruction, apart from computations."""
     if instruction.op is Op.FREE:
         return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
     return instruction.op in (Op.RECEIVE, Op.COMMIT)
@@ -143,19 +141,19 @@ def _exchanges_apart(program: RankProgram) -> bool:
             waited = waited or (i.op is Op.PUSH and bool(_room(i)))
             entered.add((i.op, i.target))
             pulls -= i.op is Op.PULL
-        # After pushes a rank may still wait for messages, whose receivers have requested them before their own pushes.
+        # After pushes a rank may still wait for messages to leave: their receivers request them before pushing.
         elif (pulls and _can_wait(i)) or (waited and i.op in (Op.SEND, Op.RECEIVE)):
             return False
     return True
 
 
 class _Simulation:
-    """State of a simulation: each rank's position, the messages in flight, and the number of ranks in each exchange."""
+    """Each rank's position, the messages in flight, and the number of ranks in each exchange."""
 
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
-        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages, which arrive in order
+        self.sent: Counter[tuple[int, int]] = Counter()  # (from, to) -> number of messages
         self.received: Counter[tuple[int, int]] = Counter()
         self.turn: dict[tuple[int, Value], int] = {}  # (from, message) -> number of receives that complete it
         self.entered: Counter[tuple[Op, str]] = Counter()  # exchange -> number of ranks that have entered it
@@ -164,7 +162,7 @@ class _Simulation:
     def run(self) -> _Simulation:
         waiting = deque(range(len(self.programs)))
         while waiting:
-            # A rank runs until it must wait, and is retried only when another rank does something it may wait for.
+            # A rank that waits is retried only when another does something it may wait for.
             rank = waiting.popleft()
             while (instruction := self._current(rank)) is not None and not self._must_wait(rank, instruction):
                 for peer in self._together(rank, instruction):
@@ -237,6 +235,6 @@ class _Simulation:
     def _woken(self, instruction: Instruction) -> Sequence[int]:
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (instruction.partner,)
-        # Only the last rank to enter an exchange releases others; the last peer to arrive advances all (`_together`).
+        # Only the last rank to enter an exchange releases others.
         complete = self.entered[instruction.op, instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

@@ -1,4 +1,4 @@
-"""Graphs as plain data and back: lists, numbers and strings that both JSON and pickle can represent.
+"""Graphs as plain data, for JSON and pickle, and back.
 
     {"hints": [64, 5],                       the sizes of the symbols s0, s1 when the graph was traced
      "graphs": [[["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
@@ -6,7 +6,7 @@
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
 Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list; names are never evaluated or
-imported. Data from a file is validated first (`hydragraph.frontend.compiled_folder.record_schema`).
+imported. Data from files is validated first (`frontend.compiled_folder.record_schema`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
     """Convert graphs of one trace to data.
 
     Raises:
-        ValueError: a node has a target or an argument that cannot be represented as data.
+        ValueError: a target or an argument cannot be represented as data.
     """
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
@@ -64,7 +64,7 @@ def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
     """Build graphs from data; their values are rebuilt on demand by `value_of`.
 
     Raises:
-        ValueError: a target is unknown here, or a node uses one that does not precede it.
+        ValueError: a target is unknown.
     """
     values = ValueDecoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
@@ -76,13 +76,13 @@ def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def results_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Return what a graph that returns a tuple returns."""
+    """Return the elements of a graph's output."""
     results: Any = module.graph.output_node().args[0]
     return list(results)
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the form of a node's value without rebuilding it, or None if it is not a tensor or unknown."""
+    """Return the form of a node's value without rebuilding it; None if it is not a known tensor."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -94,17 +94,17 @@ def value_of(node: Any) -> Any:
     """Return a node's traced value: a fake tensor, a size, or a tuple of these; None if it is unknown."""
     if not isinstance(node, fx.Node):
         return None
-    # PyTorch stores it in "val"; for a decoded graph, "later" makes it on first use.
+    # For a decoded graph, "later" makes PyTorch's "val" on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
 
 
 def storages_of(node: Any) -> list[tuple[int, Tensor]]:
-    """Return a storage number and the tensor for each tensor that a node makes; views share their number."""
+    """Return (storage number, tensor) for each tensor that a node makes; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    # A decoded graph has the storage numbers it was written with: fake tensors made one by one share no storage.
+    # Fake tensors of a decoded graph share no storage, so it keeps the numbers it was written with.
     numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
     return list(zip(numbers, tensors, strict=True))
 
@@ -125,7 +125,6 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         return full_name(node.target)
     if isinstance(node.target, str):
         return node.target
-    # Python functions have no universal name, so only those in the list are supported.
     if node.target not in _NAMES:
         raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
     return _NAMES[node.target]
@@ -178,7 +177,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # create_node treats the name as a suggestion, and changes names that it takes for Python builtins.
+        # create_node changes names of Python builtins.
         node.name = name
         by_name[name] = node
         if value is not None:

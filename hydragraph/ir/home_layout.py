@@ -1,4 +1,4 @@
-"""Home layouts: a `Home` as one layout per bucket, used by state, pull, push, checkpoints, memory and traffic."""
+"""Home layouts: a `Home` as one layout per bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.spec.home import Home
 
 
 class HomeLayouts:
-    """Location of each bucket's state; buckets of equal size and shares share one layout, made on demand.
+    """Owners of each bucket's state; buckets of equal size and shares share one layout.
 
     Args:
         home: chosen, without a rule; if it has copies, placed on its nodes (`Home.on`).
@@ -38,5 +38,4 @@ class HomeLayouts:
         return self._known[key]
 
     def by_name(self, buckets: Sequence[Bucket]) -> dict[str, Layout]:
-        """Return the home layouts of buckets by their names."""
         return {bucket.name: self.of(bucket) for bucket in buckets}

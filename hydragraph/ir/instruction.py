@@ -1,7 +1,4 @@
-"""Instruction set: one rank's iteration is a short list of instructions over values (`ir.value`).
-
-`RULES` has everything that is fixed for an operation: its stream, and the kinds of values that it reads and makes.
-"""
+"""Instruction set of a rank's iteration, over values (`ir.value`)."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ class Op(Enum):
     """Operations of the instruction set."""
 
     PULL = "pull"  # W.bucket = link home -> here
-    FORWARD = "forward"  # run one block's forward graph on one micro-batch
-    BACKWARD = "backward"  # run one block's backward graph or a half of it, accumulate into G.bucket
+    FORWARD = "forward"  # one block, one micro-batch
+    BACKWARD = "backward"  # one block's backward or a half of it, accumulated into G.bucket
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
-    PUSH = "push"  # link G.bucket -> home: summed at first owners, which replicate the sum to second ones
+    PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied to second ones
     FREE = "free"  # drop values; for a message, once it has left
     COMMIT = "commit"  # agree with all ranks that the gradients are finite; the last communication
     UPDATE = "update"  # optimizer step on the home shard
 
-    # Each operation is a single object, and hashing its identity is ten times as fast as hashing its name.
+    # Ten times as fast as hashing its name.
     __hash__ = object.__hash__
 
 
@@ -85,12 +82,11 @@ class Instruction:
 
     Attributes:
         target: the bucket of a pull or push, the block of a forward or backward, else "".
-        micro_batch: number of a forward's or backward's micro-batch (`ir.rank_program.Role`); else None.
+        micro_batch: of a forward or backward (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
-        reads: the values it needs.
-        writes: the values it makes, or (G.*) adds to.
-        after: the reads that another stream makes, which it waits for. For a free, only messages, which it releases
-            once they have left. For a pull or push, also earlier ones that must be complete (`passes.window`).
+        writes: values it makes, or (G.*) adds to.
+        after: reads of other streams that it waits for; for a free, only messages; for a pull or push, also earlier
+            ones that must be complete (`passes.window`).
     """
 
     op: Op
@@ -108,7 +104,7 @@ class Instruction:
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """The same on all tensor-parallel ranks, whatever values they name."""
+        """Identity of the step, the same on all tensor-parallel ranks."""
         return self.op, self.target, self.micro_batch
 
     @property
@@ -119,7 +115,7 @@ class Instruction:
 
     @property
     def work(self) -> Work:
-        """Kind of work of a forward or backward: the halves of a backward make and read a postponed value."""
+        """Kind of work of a forward or backward, whose halves make and read a postponed value."""
         if self.op is Op.FORWARD:
             return Work.FORWARD
         if any(value.kind is ValueKind.POSTPONED for value in self.reads):
@@ -129,7 +125,7 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    """Return the values that an instruction must wait for, given the stream that makes each value it reads."""
+    """Return the values that an instruction must wait for, given the stream of each value it reads."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

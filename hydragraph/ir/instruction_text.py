@@ -1,12 +1,12 @@
-"""Printed form of an instruction, which parses back to an equal one.
+"""Printed form of an instruction, and its parser.
 
     pull     W.layer.0 = link home -> here
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-Each line has the operation's stream, the values it makes or (`+=`) adds to, the operation with the values it reads, and
-those it waits for. The message of a send is named in its line: `h2.0>3` is complete once it has left for rank 3.
+Each line has the stream, the values made or (`+=`) added to, the operation with the values read, and those waited for.
+A send to rank 3 makes the message `h2.0>3`, complete once it has left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
         (Op.UPDATE, "update", "update"),
     )
 )
-# The word that identifies a line's operation, for an error that shows the expected form.
+# The word that identifies a line's operation, for errors.
 _WORDS = {"link": (Op.PULL, Op.PUSH), **{op.value: (op,) for op in Op}}
 
 
@@ -84,7 +84,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
     """Parse a line printed by `instruction_text`.
 
     Raises:
-        ValueError: names the line, what was expected there, and what was found.
+        ValueError: names the line, what was expected, and what was found.
     """
     name, _, rest = line.partition(" ")
     try:
@@ -95,7 +95,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values behind 'after', such as 'h1.0, W.head', found {after!r}")
-    # No statement matches two forms: each starts with, or assigns by, words that no other has.
+    # No statement matches two forms.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)
         if match is None:

@@ -1,8 +1,7 @@
 """Layouts: the intervals of a bucket's flat state that each rank holds, their order, and how gradients are combined.
 
-A bucket's flat state is parameter-major. A tensor-parallel shard is then one interval per parameter and fused segment,
-a home shard one interval, and every movement of state a link between two layouts (`hydragraph.ir.link`). All intervals
-are in elements.
+A bucket's flat state is parameter-major, so a tensor-parallel shard is one interval per parameter and fused segment, a
+home shard one interval, and a movement of state a link between two layouts (`ir.link`). Intervals are in elements.
 
 Symbols of a layout's arrays, each with one entry per interval:
 
@@ -40,15 +39,15 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GradientKind(Enum):
-    """How gradients computed by a stage's holders of the same elements are combined into the stage's gradient."""
+    """How gradients of a stage's holders of the same elements are combined."""
 
     REPLICA = "replica"  # every holder has the same value: take one
-    PARTIAL = "partial"  # the sum over the holders is the gradient; includes the case of a single holder
+    PARTIAL = "partial"  # the gradient is the sum over the holders, perhaps a single one
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Assignment of one bucket's elements to ranks: one row per interval, sorted by rank, then by buffer position.
+    """Assignment of a bucket's elements to ranks: one row per interval, sorted by rank and buffer position.
 
     A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D and read-only; no interval
     is empty. Layouts compare by identity, so they can key a cache.
@@ -57,8 +56,8 @@ class Layout:
         lo, hi: int64, the interval [lo, hi) of the bucket.
         at: int64, the start of the interval in the rank's local buffer.
         copy: int64, the copy of the state: the index of the stage in a propagation layout, 0 or 1 in a home layout.
-            Each copy holds every element at least once. In a home layout, copy 0 is used where an element must count
-            once, and where its gradient is summed: its holder is the *first owner*, that of copy 1 the *second owner*.
+            Each copy holds every element at least once. In a home layout, the holder of copy 0 is the *first owner*,
+            where an element counts and its gradient is summed, and that of copy 1 the *second owner*.
         partial: bool, whether its gradient is PARTIAL rather than REPLICA among the holders in the same copy.
         nodes: int64, the node of each rank from 0, -1 if unknown; None: the layout does not depend on nodes.
     """
@@ -84,7 +83,7 @@ class Layout:
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
-        """Return the number of elements in one rank's local buffer; 0 if it holds none."""
+        """Return the number of elements in a rank's local buffer."""
         mine = self.rank == rank
         return int((self.hi[mine] - self.lo[mine]).sum())
 
@@ -93,11 +92,11 @@ class Layout:
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
-        """Return the rows of all other ranks, i.e. the layout after `ranks` are lost."""
+        """Return the layout after `ranks` are lost."""
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return the layout with the rank numbers of another world, dropping ranks that are not in it.
+        """Return the layout with the rank numbers of another world, without ranks that are not in it.
 
         Args:
             before: old rank number of each new rank; None for a rank that is new.
@@ -111,7 +110,7 @@ class Layout:
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return the part within the disjoint intervals [lo, hi): rows are cut, positions in local buffers are kept."""
+        """Return the part within disjoint intervals [lo, hi), with positions in local buffers kept."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -122,17 +121,17 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """The first owners' rows of a home layout; positions in local buffers are kept."""
+        """The first owners' rows of a home layout, with positions in local buffers kept."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
     def second(self) -> Layout:
-        """The second owners' rows of a home layout, possibly none; positions in local buffers are kept."""
+        """The second owners' rows of a home layout, if any, like `first`."""
         return self._where(self.copy != 0)
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """The intervals [lo, hi) of the bucket that no rank holds, ascending, disjoint and not empty."""
+        """Starts and ends of the bucket's intervals that no rank holds, ascending, disjoint and not empty."""
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -152,7 +151,7 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket, independent of the strategy: every rank owns its share of the bucket.
+    """Make the home layout of a bucket: every rank owns its share.
 
     A copy is cut into one interval per rank, in order; equal shares of a divisible size are exactly equal, as the
     native collectives require. A second copy is the first one shifted by half of the bucket. Other cuts are rounded to
@@ -193,7 +192,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Round the cuts rather than the lengths: errors do not accumulate, and the intervals remain adjacent.
+    # Round the cuts rather than the lengths: errors do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the remainder from rounding goes to the last rank with a share
@@ -203,7 +202,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut two copies, the second shifted by half a bucket, so that no node owns an element twice.
+    """Cut two copies, the second shifted by half a bucket: no node owns an element twice.
 
     A node's ranks are adjacent and cover at most half of a copy. Three equal ranks on three nodes own a bucket of 6:
 
@@ -212,7 +211,7 @@ def _twice(
         second   1 2 2 0 0 1
 
     Returns:
-        For each interval, possibly empty: its owner's index, lo, hi, and its copy.
+        For each interval, possibly empty: its owner's index, lo, hi, and copy.
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
@@ -233,7 +232,7 @@ def _twice(
     unit = 1 if size % len(nodes) == 0 and len(set(exact)) == 1 else align
 
     def cut(at: Fraction) -> int:
-        # A position is rounded in the same way in both copies, so that rounding does not cause overlaps.
+        # Positions are rounded alike in both copies, to avoid overlaps.
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
@@ -251,13 +250,12 @@ def propagation(
     stages: Sequence[tuple[int, ...]],
     kinds: Mapping[str, GradientKind] | Sequence[Mapping[str, GradientKind]],
 ) -> Layout:
-    """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its tensor-parallel ranks.
+    """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its ranks.
 
     Args:
-        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice. Each is a
-            copy, and their gradients are summed.
-        kinds: the gradient kind of each replicated parameter, by name: one mapping for all stages, or one per stage;
-            ignored for stages of one rank. A parameter with a rule is PARTIAL.
+        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice.
+        kinds: the gradient kind of each replicated parameter, by name, for all stages or per stage; ignored for stages
+            of one rank. A parameter with a rule is PARTIAL.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -266,7 +264,7 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # Each distinct sharding is made once, then assigned to the ranks of all its stages.
+    # Each distinct sharding is made once.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
@@ -315,7 +313,7 @@ def _check_home(
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    # A single holder's gradient is the sum over the holders: PARTIAL, so adjacent parameters are merged.
+    # PARTIAL for a single holder, so adjacent parameters are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -328,7 +326,7 @@ def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tupl
 
 
 def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
-    """Return the shards of a stage of `tp` ranks: rows (index in the stage, lo, hi, partial) x intervals."""
+    """Return a stage's shards: rows (index in the stage, lo, hi, partial) x intervals."""
     offsets = bucket.offsets()
     rows = [
         (index, offsets[parameter.name] + lo, offsets[parameter.name] + hi, flag)
@@ -340,12 +338,12 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank (otherwise keeping the order), drop empty ones, merge adjacent ones, and place them."""
+    """Sort intervals by rank (stably), drop empty ones, merge adjacent ones, and place them."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))
     partial = partial[kept]
-    # Rows of one rank are adjacent in its buffer, so contiguous in the bucket means contiguous in both.
+    # Rows of one rank are adjacent in its buffer.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])

@@ -1,8 +1,8 @@
 """Link: the mutual slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
-Hydraulis (5.2) cuts even shards into LCM pieces; intersecting intervals gives the same pieces and covers uneven shards.
-The source's interval ends cut a line into *cells*; the ranks that hold part of a cell hold all of it, and each target
-interval, cut at the same ends, chooses its senders cell by cell.
+Intersecting intervals gives the pieces of Hydraulis (5.2), and covers uneven shards. The source's interval ends cut a
+line into *cells*; the ranks that hold part of a cell hold all of it, and each target interval, cut at the same ends,
+chooses its senders cell by cell.
 
 Symbols; [n] is the length of an array:
 
@@ -41,10 +41,10 @@ _PIECE, _PIECES = 1024, 64  # pieces that holders share: minimum elements, and m
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D, of equal length, and read-only.
+    """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
 
-    A slice moves elements [lo, hi) of the bucket from `src`, starting at `src_at` of its local buffer, to `dst`,
-    starting at `dst_at`. If src == dst it is a local movement.
+    A slice moves elements [lo, hi) of the bucket from `src`, at `src_at` of its local buffer, to `dst`, at `dst_at`. If
+    src == dst it is a local movement.
     """
 
     src: Ints
@@ -63,7 +63,7 @@ class Slices:
 
     @property
     def elements(self) -> int:
-        """Number of elements that the slices move, including local movements."""
+        """Number of moved elements, including local movements."""
         return int((self.hi - self.lo).sum())
 
     @property
@@ -74,25 +74,23 @@ class Slices:
     def of(self, rank: int) -> tuple[Slices, Slices]:
         """Return what one rank sends, sorted by (dst, lo), and what it receives, sorted by (src, lo).
 
-        A pair of ranks exchanges one message, with slices in the same order on both sides. Local movements are in both.
+        Both sides have a pair's slices in the same order. Local movements are in both.
         """
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
-        """Return the slices selected by a mask, in order."""
         return Slices(
             self.src[rows], self.dst[rows], self.lo[rows], self.hi[rows], self.src_at[rows], self.dst_at[rows]
         )
 
 
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values: cover every target interval exactly once, by its own rank if that already holds it.
+    """Link values: cover every target interval exactly once, by its own rank if that holds it.
 
-    Otherwise the nearest replica sends: one on the same node, if the source knows nodes, then the one with the closest
-    rank. Equally near replicas alternate over target ranks and cells.
+    Otherwise the nearest replica sends: one on the same node, if known, then the closest rank. Equally near replicas
+    alternate over target ranks and cells.
 
     Args:
-        source, target: layouts of one bucket, over any ranks.
         rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
@@ -103,10 +101,10 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values like `copy`, but balance the load: holders on the same node, or else on any node, take turns.
+    """Link values like `copy`, but let holders on the same node, or else on any node, take turns.
 
-    The nearest is best if many ranks need everything; here a few elements move once, and the rank that sends most
-    dominates. Long intervals are sent in parts by several holders. The source knows the nodes of both.
+    That balances the load where elements move once. Several holders send parts of long intervals. The source has the
+    nodes of both.
     """
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
@@ -119,7 +117,7 @@ def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
-    """Return each candidate's distance from its target: any on another node is farther than any on the same node."""
+    """Return each candidate's distance from its target, larger on other nodes than on the same."""
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
@@ -129,11 +127,11 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
 
 
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link gradients: select the contributions that the owners in the target must sum, element by element.
+    """Link gradients: select the contributions that the first owners in the target must sum.
 
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
-    intervals the owner itself if it is a holder, otherwise holders take turns. Only first owners sum; `hand_on` links
-    their sums to the second owners.
+    intervals the owner itself if it is a holder, otherwise holders take turns. `hand_on` links the sums to second
+    owners.
 
     Args:
         source: where gradients were computed (`layout.propagation`).
@@ -142,14 +140,14 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     Raises:
         ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
     """
-    # Each copy gets a separate line, so that the choice of a holder is per copy. Copy numbers may have gaps.
+    # Each copy gets a separate line; copy numbers may have gaps.
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Link the sums of first owners to second owners, which then have the same bits; empty if there are none.
+    """Link the sums of first owners to second owners; empty if there are none.
 
     Offsets on both sides are in the local buffers of `owners`.
     """
@@ -157,14 +155,14 @@ def hand_on(owners: Layout, rank: int | None = None) -> Slices:
 
 
 def stays(source: Layout, target: Layout) -> bool:
-    """Return whether `copy(source, target)` is entirely local: each rank already has everything it needs."""
+    """Return whether `copy(source, target)` is entirely local."""
     if not {*target.ranks} <= {*source.ranks}:
         return False
     return all(_keeps(copy(source, target, rank), rank) for rank in target.ranks)
 
 
 def sums_stay(source: Layout, target: Layout) -> bool:
-    """Return whether `reduce(source, target)` is entirely local: each owner computed all of its gradient alone."""
+    """Return whether `reduce(source, target)` is entirely local."""
     owners = target.first.ranks
     if not {*owners} <= {*source.ranks}:
         return False
@@ -195,7 +193,7 @@ def _equal_shards(layout: Layout) -> bool:
         return False
     shard = layout.size // n
     starts = np.arange(n) * shard
-    one_each = bool((np.diff(layout.rank) > 0).all())  # rows are sorted by rank: no rank occurs twice
+    one_each = bool((np.diff(layout.rank) > 0).all())  # no rank occurs twice
     return one_each and np.array_equal(layout.lo, starts) and np.array_equal(layout.hi, starts + shard)
 
 
@@ -205,7 +203,7 @@ def _whole_everywhere(layout: Layout) -> bool:
 
 
 class Cells(NamedTuple):
-    """Elementary intervals of a source: rows[first[c] : first[c + 1]] hold cell c, which is [ends[c], ends[c + 1])."""
+    """Cells of a source: rows[first[c] : first[c + 1]] hold cell c, which is [ends[c], ends[c + 1])."""
 
     ends: Ints
     first: Ints
@@ -214,7 +212,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Mutual slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
+    """Slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
 
     Attributes:
         src, dst: ranks of the candidate and of the target.
@@ -236,7 +234,7 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for counts [2, 0, 3], the group [0, 0, 2, 2, 2] and the position in it [0, 1, 0, 1, 2] of every item."""
+    """Return, for counts [2, 0, 3], every item's group [0, 0, 2, 2, 2] and place in it [0, 1, 0, 1, 2]."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
@@ -244,20 +242,18 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
     """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
-    # Every lo and hi is among the ends: a source row consists of whole cells from begin on.
+    # A source row consists of whole cells from begin on.
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
-    # A stable sort by cell keeps the order of rows within each cell.
     first = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(cell, minlength=len(ends)))))
     return Cells(ends, first, row[np.argsort(cell, kind="stable")])
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
-    """Intersect the target with the cells of the source, whose row i lies on line `line[i]` (0, 1, ...) of cells.
+    """Intersect the target with the cells of the source, whose row i lies on line `line[i]`.
 
-    With a `rank`, slices that it neither needs nor sends may be missing. The cell and `turns` of the target's row break
-    ties.
+    With a `rank`, slices of others may be missing. The cell and `turns` of the target's row break ties.
     """
     size = source.size
     lines = int(line.max(initial=0)) + 1
@@ -273,7 +269,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     lo = np.maximum(cells.ends[cell], lo[item])
     hi = np.minimum(cells.ends[cell + 1], hi[item])
 
-    # A cell that no row holds is a gap in the source: the state there is lost.
+    # A cell that no row holds is lost state.
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -281,11 +277,10 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    # By the cell and the target, not the slice: every rank makes the same choice, whichever slices it computes.
+    # By the cell and the target, not the slice: every rank makes the same choice.
     turn = turns[row] + cell
 
-    # Each slice once for each of its holders, converted to elements of the bucket, then to offsets in both local
-    # buffers.
+    # Each slice once per holder, in elements of the bucket, then as offsets in both local buffers.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -300,7 +295,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
-    """Repeat the target on every line; return its rows' indices and intervals, or those that may concern `rank`."""
+    """Repeat the target on every line; return rows and intervals, or those that may concern `rank`."""
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()
@@ -310,8 +305,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # Between this rank's first and last element, with the gaps, which takes two comparisons per target; `_slices`
-        # drops what it does not send.
+        # Between this rank's first and last element, including gaps; `_slices` drops what it does not send.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -319,7 +313,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 
 
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
-    if len(pairs.start) == len(cost):  # one candidate each, as from a home layout of one copy
+    if len(pairs.start) == len(cost):  # one candidate each
         return np.ones(len(cost), bool)
     # Of m cheapest candidates, number turn % m is chosen; a slice's own numbers start at before[start].
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
@@ -330,7 +324,7 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
 
 
 def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
-    """Return the order by (dst, src, lo): a stable sort by one number, if one can encode all three."""
+    """Return the order by (dst, src, lo), sorted by one number if it can encode all three."""
     ranks = int(src.max(initial=0)) + 1
     elements = int(lo.max(initial=0)) + 1
     if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:
@@ -339,14 +333,13 @@ def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
 
 
 def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
-    """Sort the kept entries by (dst, src, lo) and merge those of a pair of ranks that are contiguous everywhere."""
+    """Sort the kept entries by (dst, src, lo), and merge contiguous ones of a pair of ranks."""
     if rank is not None:
         kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
     chosen = np.flatnonzero(kept)
     chosen = chosen[_order(pairs.dst[chosen], pairs.src[chosen], pairs.lo[chosen])]
     columns = (pairs.src, pairs.dst, pairs.lo, pairs.hi, pairs.src_at, pairs.dst_at)
     src, dst, lo, hi, src_at, dst_at = (column[chosen] for column in columns)
-    # A slice continues the previous one if they are adjacent in the bucket and in both buffers of the same ranks.
     opens = np.ones(len(chosen), bool)
     opens[1:] = (src[1:] != src[:-1]) | (dst[1:] != dst[:-1]) | (lo[1:] != hi[:-1])
     opens[1:] |= (np.diff(src_at - lo) != 0) | (np.diff(dst_at - lo) != 0)

@@ -1,6 +1,6 @@
-"""Number of elements that each rank sends to each other rank in a link of two layouts, without making its slices.
+"""Number of elements between ranks in a link of two layouts, without making its slices.
 
-A planner needs these numbers for many layouts of many ranks. Rules, symbols and worked example are those of `ir.link`.
+Rules and symbols are those of `ir.link`.
 
 Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs all: `copied` is 4 from 0 to 1.
 """
@@ -16,11 +16,11 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Cells, Slices, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # how one of several possible senders is chosen: `_cost`
+_NEAREST, _OWN = range(2)  # choice of a sender: `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the number of elements from each rank to each other rank in `link.copy(source, target)` [ranks, ranks]."""
+    """Return the elements from each rank to each other rank in `link.copy(source, target)` [ranks, ranks]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
         nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks beyond the known ones are on another node
@@ -28,20 +28,19 @@ def copied(source: Layout, target: Layout, ranks: int) -> Ints:
 
 
 def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the number of elements between ranks in `link.reduce(source, target)` [ranks, ranks], like `copied`."""
+    """Return the elements between ranks in `link.reduce(source, target)`, like `copied`."""
     line = np.unique(source.copy, return_inverse=True)[1]
     return _counted(reduce, source, target.first, line, np.zeros(ranks, np.int64), _OWN)
 
 
 def handed_on(owners: Layout, ranks: int) -> Ints:
-    """Return the number of elements from each rank to each other rank in `link.hand_on(owners)` [ranks, ranks]."""
+    """Return the elements between ranks in `link.hand_on(owners)`, like `copied`."""
     return copied(owners.first, owners.second, ranks)
 
 
 def _counted(
     link: Callable[[Layout, Layout], Slices], source: Layout, target: Layout, line: Ints, nodes: Ints, way: int
 ) -> Ints:
-    """Count the elements of a link, whose source rows lie on lines of cells as in `ir.link`."""
     size = source.size
     lines = int(line.max(initial=0)) + 1
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
@@ -50,7 +49,7 @@ def _counted(
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
     if len(sent) and size == target.size:
         return np.asarray(sent)
-    link(source, target)  # raises the error of layouts that it cannot link
+    link(source, target)  # raises for layouts that it cannot link
     raise AssertionError("ir.link makes slices where none were counted")
 
 
@@ -71,7 +70,7 @@ def _sent(
     """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element.
 
     Args:
-        at: the cell in which each part of the target begins [lines, rows of the target].
+        at: first cell of each part of the target [lines, rows of the target].
     """
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)

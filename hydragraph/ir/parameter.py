@@ -1,7 +1,7 @@
-"""Parameters, their sharding rules, and the flat order in which their shards are intervals.
+"""Parameters, their sharding rules, and the flat order that makes their shards intervals.
 
 A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row. A shard is
-then one interval per fused segment, for any degree, and the state of a whole block a flat vector.
+then one interval per fused segment, for any degree.
 
 Symbols:
 
@@ -40,10 +40,10 @@ class ShardRule:
     """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        segments: number of units of each fused segment: `(8,)` for eight heads, `(8, 8, 8)` for a fused q, k and v.
+        segments: number of units of each fused segment: `(8, 8, 8)` for q, k and v of eight heads.
         unit: elements along `dim` in one unit (the head size; 1 for MLP widths and vocabularies).
-        heads: the units are attention heads: if there are fewer than ranks, ranks share a head, whose gradient is the
-            sum of theirs.
+        heads: the units are attention heads: ranks share a head if there are fewer heads than ranks, and its gradient
+            is the sum of theirs.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -61,9 +61,9 @@ class ShardRule:
             raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of one segment held by rank j = `index` of t = `tp`: from floor(j n / t)."""
+        """Return the units [a, b) of one segment held by rank j = `index` of t = `tp`."""
         n = self.segments[segment]
-        # Fewer heads than ranks: t / n consecutive ranks hold the same head. Both divisions must be exact.
+        # Fewer heads than ranks: t / n consecutive ranks hold the same head.
         if self.heads and n < tp:
             if not shares_heads(n, tp):
                 raise Unsupported(
@@ -78,7 +78,7 @@ class ShardRule:
                 where=f"tp {tp}",
                 remedy="use a degree that divides the head count",
             )
-        # Rank j ends where rank j + 1 starts: the units are covered once, and ranks differ by at most one unit.
+        # Every unit is covered once, and ranks differ by at most one unit.
         return index * n // tp, (index + 1) * n // tp
 
     def allows(self, tp: int) -> bool:
@@ -86,21 +86,21 @@ class ShardRule:
         return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
     def shared(self, tp: int) -> bool:
-        """Return whether several of `tp` ranks hold the same unit (fewer key/value heads than ranks)."""
+        """Return whether several of `tp` ranks hold the same unit."""
         return self.heads and min(self.segments) < tp
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Tensor of the model that is not a buffer.
+    """A parameter of the model.
 
     Attributes:
-        name: its first name in `model.named_parameters()`.
-        rule: its sharding rule; None: every rank of a stage holds all of it.
-        trainable: whether the optimizer updates it, from `requires_grad`; otherwise it is frozen.
+        name: the first in `model.named_parameters()`.
+        rule: None: every rank of a stage holds all of it.
+        trainable: its `requires_grad`.
 
     Raises:
-        ValueError: it has no elements, or the rule does not cover its dimension; the message names the parameter.
+        ValueError: it has no elements, or the rule does not cover its dimension.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Parameter:
         """Return the canonical intervals [lo, hi) held by rank `index` of a stage of `tp` ranks, in order.
 
         Raises:
-            Unsupported: the degree cannot shard its heads; the message names the parameter.
+            Unsupported: the degree cannot shard its heads.
         """
         if self.rule is None or tp == 1:
             return ((0, self.size),)
@@ -167,11 +167,11 @@ class Parameter:
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor or a shard (natural order) in 1-D canonical order; copies only if necessary."""
+        """Return a full tensor or a shard in 1-D canonical order; copies only if necessary."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
-        """View a shard's 1-D canonical elements as its natural shape, without a copy (strides may be transposed)."""
+        """View a shard's 1-D canonical elements as its natural shape; strides may be transposed."""
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
@@ -181,15 +181,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose state is one flat vector and that are exchanged together: one message per pair of ranks.
+    """Parameters whose state is one flat vector, exchanged in one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter has a separate bucket, as have parameters without a
-    gradient, which are pulled and never pushed.
+    A block's own parameters form a bucket; a tied parameter has its own, and so have parameters without a gradient,
+    which are never pushed.
 
     Attributes:
         name: the block's name, or the tied parameter's.
-        blocks: names of the blocks that use it; empty for parameters that no block uses.
-        learns: whether its parameters get a gradient: all of them are trainable and contribute to the loss.
+        blocks: names of the blocks that use it; may be empty.
+        learns: whether its parameters get a gradient: all are trainable and contribute to the loss.
 
     Raises:
         ValueError: a parameter occurs twice.
@@ -213,7 +213,7 @@ class Bucket:
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Key of its layouts: buckets of equal form, such as a model's layers, have equal layouts and links."""
+        """Key of its layouts: buckets of equal form have equal layouts and links."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:

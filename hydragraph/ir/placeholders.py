@@ -1,4 +1,4 @@
-"""Placeholders of a Program that a strategy fills in, the same three as in Hydraulis (section 5.3).
+"""Placeholders of a Program that a strategy fills in (Hydraulis, section 5.3).
 
 They are targets of FX nodes and never run; `hydragraph.passes.shard` and the rank programs replace them.
 """
@@ -27,7 +27,7 @@ def push(bucket: str, *uses: Any) -> Any:
 
 
 def communicate(value: Any, where: str) -> Any:
-    """Communicate-Activation: a point where a strategy may communicate an activation.
+    """Communicate-Activation: a strategy may communicate an activation here.
 
     Args:
         where: "stage" between blocks (a possible pipeline cut), "enter" before a product that tensor parallelism may

@@ -1,4 +1,4 @@
-"""The strategy-independent Program: blocks in order, their templates, and the placeholders between and around them."""
+"""The strategy-independent Program: blocks in order, their templates, and placeholders."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hydragraph.private.tracing import hint_of
 class Template:
     """Forward graph of one structurally unique part of the model, captured once.
 
-    Its placeholders are, in order, `parameters`, `buffers`, then `inputs`; it is made of functional operators, with a
-    symbolic token count, and `communicate` placeholders where tensor parallelism may shard it.
+    Its placeholders are, in order, `parameters`, `buffers`, then `inputs`. It has functional operators, a symbolic
+    token count, and `communicate` placeholders where tensor parallelism may shard it.
 
     Attributes:
-        name: the SHA-256 of its graph, in hex; printed in short form (`short`).
+        name: the SHA-256 of its graph, in hex.
         graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
         parameters: local names of its parameters (as inside the block's module), in placeholder order.
         inputs: names of its other inputs: "hidden", "aux.0", ..., or batch fields.
@@ -47,8 +47,8 @@ class Template:
 
     @cached_property
     def content(self) -> Hashable:
-        """Complete identity: the graph's digest, the meaning of its placeholders, and the sizes it was traced with."""
-        # Equal text does not imply equal sizes of the symbols in the trace, and the trace may depend on these.
+        """Identity: the graph's digest, the meaning of its placeholders, and the traced sizes."""
+        # Equal texts may have different traced sizes, which the trace may depend on.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
@@ -71,7 +71,7 @@ def _given(graph: fx.GraphModule) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """Instance of a template in the model, with the names of the model's parameters and buffers for it.
+    """Instance of a template in the model, with its parameters and buffers.
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
@@ -91,16 +91,16 @@ class Program:
     """Captured model, independent of devices and strategies.
 
     Attributes:
-        causal: labels are the next tokens, shifted here; otherwise sequences must provide their labels.
+        causal: labels are the next tokens; otherwise sequences must provide labels.
         blocks: in order; the first is "embed", the last "head".
-        aux: the block of parameter-free values that every stage recomputes (positions, rotary tables).
-        parameters: by canonical name, in model order, with their shard rules.
+        aux: the block of parameter-free values that every stage computes (positions, rotary tables).
+        parameters: by canonical name, in model order.
         buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
         heads: query head counts; each must be divisible by the tensor-parallel degree.
-        unplaced: a token id that is skipped when positions are counted, and has position -1: RoBERTa's padding id.
-        positions: maximum number of tokens in a sequence, by the model's config, and the name of the setting.
-        origin: a digest of the captured model: its modules and its config.
-        push_dtype: dtype in which gradients are sent to their owners; set by `compile`, like window.
+        unplaced: a token id that is not counted in positions, and has position -1: RoBERTa's padding id.
+        positions: maximum number of tokens in a sequence, and the name of the config's setting.
+        origin: a digest of the captured model's modules and config.
+        push_dtype: dtype in which gradients are sent to their owners.
         window: maximum number of elements of weights, and of gradients, in flight at once.
     """
 
@@ -129,18 +129,18 @@ class Program:
         return len(self.blocks) - 2
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree shards the query heads and every head of keys and values."""
+        """Return whether a tensor-parallel degree can shard all heads."""
         return all(count % tp == 0 for count in self.heads) and all(
             parameter.rule is None or parameter.rule.allows(tp) for parameter in self.parameters.values()
         )
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training drops any values: batches then have keys (`hydragraph.kernels.philox`)."""
+        """Whether training uses dropout: batches then have keys (`kernels.philox`)."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:
-        """Return the number of a block in the places of its dropout: from 1 for layers, 0 for embed and head."""
+        """Return a block's number for dropout: from 1 for layers, 0 for embed and head."""
         return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
@@ -166,7 +166,7 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """12 hex digits that identify templates, blocks and parameters: compared by ranks before they run."""
+        """12 hex digits that identify templates, blocks and parameters."""
         content = (self.model, str(self.dtype), self.blocks, self.aux, tuple(self.parameters.values()), self.buckets)
         return hashlib.sha256(repr((*content, self.unplaced)).encode()).hexdigest()[:12]
 
@@ -190,7 +190,7 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
-        # Backward runs from the last block to the first, so the last block's gradients are complete first.
+        # Backward ends the last block's gradients first.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)
@@ -208,7 +208,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return the printed form: independent of rank, device and micro-batch; T stands for the token count."""
+    """Return the printed form, where T stands for the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Outline of a model for building rank programs: its blocks in order, and which of them share weights."""
+"""Outline of a model for building rank programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.ir.value import bucket_of
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
-# A mode, or log-probabilities of sequences, computed by an evaluation with another head.
+# A mode, or log-probabilities, by an evaluation with another head.
 Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
@@ -22,7 +22,7 @@ def mode_of(purpose: Purpose) -> Mode:
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
-# Names become parts of value names and of the printed form, whose punctuation they must not contain.
+# Names are parts of value names, whose punctuation they must not contain.
 _NAME = re.compile(r"[\w.\-/:]+")
 
 
@@ -32,14 +32,13 @@ class Outline:
 
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
-        buckets: (bucket, blocks that use it) pairs; a tied weight is a bucket that several blocks use.
-        elements: number of elements of each bucket, in the order of `buckets`; empty: every bucket has one.
-        window: maximum number of elements of weights, and of gradients, in flight at once; at least one bucket always
-            is. None: two of the largest blocks.
+        buckets: (bucket, blocks that use it) pairs.
+        elements: of each bucket, in the order of `buckets`; empty: every bucket has one.
+        window: maximum elements of weights, and of gradients, in flight, but at least one bucket. None: two of the
+            largest blocks.
 
     Raises:
-        ValueError: there are fewer than two blocks, a name is repeated or cannot be printed, or a bucket has no block
-            or an unknown one.
+        ValueError: fewer than two blocks, a repeated or unprintable name, or a bucket of no block or an unknown one.
     """
 
     blocks: tuple[str, ...]
@@ -55,7 +54,7 @@ class Outline:
         object.__setattr__(self, "elements", tuple(self.elements))
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
-        # `forward aux [m]` is a reserved instruction: it makes the values that every stage computes for itself.
+        # `forward aux [m]` makes the values that every stage computes for itself.
         if "aux" in self.blocks:
             raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
         for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
@@ -95,7 +94,7 @@ class Outline:
 
     @cached_property
     def in_flight(self) -> int:
-        """Maximum number of elements in flight at once: the window, or two of the largest blocks."""
+        """Maximum number of elements in flight."""
         if self.window is not None:
             return self.window
         return 2 * self._largest
@@ -105,11 +104,10 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return the maximum number of elements in flight for the pulls, or the pushes, of an iteration.
+        """Return the maximum elements in flight for an iteration's pulls, or pushes.
 
         Args:
-            exchanges: their names. If any is streamed, the default is one of the largest blocks: streaming saves
-                memory.
+            exchanges: their names. If any is streamed, the default is one of the largest blocks.
         """
         if self.window is None and any(bucket_of(name) != name for name in exchanges):
             return self._largest
@@ -117,7 +115,7 @@ class Outline:
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets by the first block that uses them, and within a block as listed; pushes run in reverse."""
+        """The buckets by the first block that uses them; pushes run in reverse."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -134,12 +132,12 @@ class Outline:
 
     @cached_property
     def lowest(self) -> int:
-        """Position of the first block with trainable parameters, where the backward ends; past the end if none."""
+        """Position of the first block with trainable parameters; past the end if none."""
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
         """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
-        # Layer i is the block at position i + 1; the first and the last block belong to the outer stages.
+        # Layer i is the block at position i + 1.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1
         return first, last

@@ -1,7 +1,7 @@
-"""Simulation of a device's queues, without a device, to check whether programs over NCCL end.
+"""Simulation of a device's queues, to check whether programs over NCCL end.
 
-With gloo, a rank's host waits for a message. With NCCL, a queue of the device waits: the host queues the whole program,
-and each communicator executes its operations in order, as soon as both ends have reached them.
+With gloo, a rank's host waits for a message. With NCCL, a queue of the device waits, and each communicator executes its
+operations in order, as soon as both ends have reached them.
 
     host         queues everything in program order; it waits only where a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
@@ -39,7 +39,7 @@ class Stuck:
 
     Attributes:
         at: index of the instruction.
-        waits: the ranks it waits for; the rank itself, if one of its queues waits for another.
+        waits: the ranks it waits for; itself if one of its queues waits for another.
     """
 
     at: int
@@ -65,7 +65,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Computation:
-    """Entry of the compute queue: it runs when its messages have arrived, together with its peers."""
+    """Entry of the compute queue; it runs with its peers once its messages have arrived."""
 
     at: int
     key: tuple[Op, str, int | None]
@@ -82,10 +82,9 @@ class _Rank:
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
-    """Return, for each rank that does not end, where it is stuck; empty if all ranks end.
+    """Return where each rank that does not end is stuck.
 
     Args:
-        programs: one per rank, in rank order.
         transport: any except gloo.
     """
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
@@ -95,11 +94,8 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
     return {rank: stuck for rank, _ in enumerate(ranks) if (stuck := _stuck(rank, ranks, transport)) is not None}
 
 
-# Host.
-
-
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Simulate the hosts' first uses of communicators, where all members must meet; return where they are stuck."""
+    """Simulate first uses of communicators, where all members must meet; return where they are stuck."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:
@@ -144,18 +140,14 @@ def _use(program: RankProgram, instruction: Instruction) -> tuple[Hashable, tupl
     return ("message", *(pair if instruction.op is Op.SEND else pair[::-1])), pair
 
 
-# Device.
-
-
 def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank]:
-    """Return the queues as filled by the hosts."""
     lacking: Mapping[str, tuple[int, ...]] = _lacking(programs)
     everyone = tuple(range(len(programs)))
     ranks = []
     for program in programs:
         rank = _Rank()
         by_value: dict[Value, _Message] = {}
-        marked = 0  # computations before the last send: the stream that starts messages waits for these
+        marked = 0  # computations before the last send, which messages wait for
         for at, instruction in enumerate(program.instructions):
             if instruction.op in (Op.SEND, Op.RECEIVE):
                 assert instruction.peer is not None, "a send or receive has a peer"
@@ -166,7 +158,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
                 by_value |= dict.fromkeys(instruction.writes, end)
             elif instruction.op in (*_COMPUTED, Op.FREE, Op.COMMIT):
                 computes = instruction.op in _COMPUTED
-                # Includes reads missing from `after`: a computation cannot read a value that has not arrived.
+                # Includes reads missing from `after`.
                 needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
                 if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
                     continue
@@ -180,7 +172,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
 
 
 def _lacking(programs: Sequence[RankProgram]) -> dict[str, tuple[int, ...]]:
-    """Return, for each bucket, the ranks that never enter its pull, which therefore never ends."""
+    """Return, for each bucket, the ranks that never enter its pull."""
     entered = [{i.target for i in program.instructions if i.op is Op.PULL} for program in programs]
     return {bucket: tuple(r for r, own in enumerate(entered) if bucket not in own) for bucket in set().union(*entered)}
 
@@ -191,7 +183,6 @@ def _communicator(end: _Message, transport: Transport) -> Hashable:
 
 
 def _run(ranks: list[_Rank], transport: Transport) -> None:
-    """Run all queues as far as possible."""
     waiting = deque(range(len(ranks)))
     while waiting:
         rank = waiting.popleft()
@@ -227,7 +218,7 @@ def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
 
 
 def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
-    """Return the other end of a message at the head of a queue, if it has reached the head of its queue as well."""
+    """Return the other end of a message at the head of a queue, if it is at the head of its queue."""
     queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
     if not queue or ranks[end.rank].done < end.after:
         return None
@@ -250,5 +241,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # Peers that are at the same computation, but cannot run their part of it.
+    # Else peers at the same computation, which cannot run their part.
     return Stuck(computation.at, behind or tuple(current))

@@ -1,15 +1,14 @@
-"""One rank's program of one iteration, and its printed form, which parses back to an equal program.
+"""One rank's program of one iteration, with its printed form and parser.
 
     rank 2 of 4  strategy <tp2,pp1> + <tp1,pp2>@7c1e00  pipeline 1, stage 0: layers 0-1, tp 1 (ranks 2), micro-batches 3
     pull     W.layer.0 = link home -> here                      # comments are ignored
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
 
-The header gives the rank's place; each line below is an instruction (`ir.instruction_text`). For a stage shared by
-pipelines, or interleaved stages, it names all of them, with their micro-batches or layers.
+The header gives the rank's place; each line below is an instruction (`ir.instruction_text`). A shared or interleaved
+stage names all its pipelines or stages, with their micro-batches or layers.
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
-
 
     ...  pipeline 0, stage 0 + pipeline 0, stage 2: layers 0-1 + 4-5, tp 1 (ranks 0), micro-batches 3 + 3
 """
@@ -41,9 +40,8 @@ class Role:
     """Role of a stage in one of its pipelines.
 
     Attributes:
-        pipeline, stage: its place in the strategy.
-        micro_batches: their numbers, which count from 0 across the pipelines that share stages: 0, 1, 2 for the first,
-            then 3, 4 for the second.
+        micro_batches: their numbers, from 0 across the pipelines that share stages: 0, 1, 2 for the first, then 3, 4
+            for the second.
     """
 
     pipeline: int
@@ -56,10 +54,10 @@ class RankProgram:
     """All instructions of one rank in one iteration.
 
     Attributes:
-        strategy: the strategy's text with its fingerprint, for readers and for comparing ranks.
-        roles: of the rank's stage, one for each of its pipelines or interleaved stages; empty without work.
+        strategy: the strategy's text with its fingerprint.
+        roles: of the rank's stage, one for each pipeline or interleaved stage; empty without work.
         tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
-        layers: the half-open range of layers it computes, of each interleaved stage.
+        layers: half-open range of layers of each interleaved stage.
     """
 
     rank: int
@@ -95,10 +93,8 @@ class RankProgram:
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
     """Return a program as text, one line per instruction; `parse` is the inverse.
 
-    Fields that an operation does not have (a peer on a forward) are not printed.
-
     Args:
-        comments: instruction index -> text to print at the end of its line, after a "#".
+        comments: instruction index -> comment on its line.
 
     Raises:
         ValueError: the strategy's text or a comment would break the line structure.
@@ -129,7 +125,7 @@ def _header(program: RankProgram) -> str:
 
 
 def _count(micro_batches: range) -> str:
-    """Return the text of a range of micro-batches: "3" for 3 from 0, else the first and the last number, "3-4"."""
+    """Return a range of micro-batches as text: "3" for 3 from 0, else the first and the last number, "3-4"."""
     return f"{micro_batches.start}-{micro_batches.stop - 1}" if micro_batches.start else str(len(micro_batches))
 
 

@@ -1,11 +1,11 @@
-"""Programs of many ranks, stored once for all ranks that differ only in peers: a body per kind, and each rank's peers.
+"""Programs of many ranks: a body per kind of ranks that differ only in peers, and each rank's peers.
 
 In a body, peer n is the n-th peer of the rank that runs it. For two stages of two ranks each, tp 2 followed by tp 2:
 
     body     send h1.0 -> rank 0        ranks 0, 1 and, in another pipeline, 4 and 5 run it
     peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3); of rank 4: (6); of rank 5: (7)
 
-As a rank's peers are distinct, a proof about the values of one rank of a kind holds for all (`ir.verify`).
+As a rank's peers are distinct, a proof about one rank's values holds for its kind (`ir.verify`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SharedPrograms(Sequence[RankProgram]):
     """Programs of all ranks; each is made on demand.
 
     Attributes:
-        bodies: for each kind, its instructions; ranks of one kind agree in layers, degree, stages and micro-batches.
-        peers: for each rank, the ranks that peers 0, 1, ... of its body refer to.
+        bodies: instructions of each kind; its ranks agree in layers, degree, stages and micro-batches.
+        peers: for each rank, its body's peers 0, 1, ....
 
     Raises:
-        ValueError: a rank has a duplicate peer, or is missing one that its body names.
+        ValueError: a rank's peers are not distinct, or not as many as in its body.
     """
 
     headers: tuple[RankProgram, ...]
@@ -84,9 +84,9 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
-        """Combine each rank's header, body and peers; equal bodies under headers of one kind are merged."""
+        """Combine each rank's header, body and peers; equal bodies of one kind are merged."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # the same, keyed by identity: to compare long bodies only once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity: compares long bodies only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -98,7 +98,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # Only objects kept alive by `bodies` are keyed by identity, as another object may reuse an id.
+                # Only bodies that are kept: another object may reuse an id.
                 if bodies[kind] is body:
                     kind_of[quick] = kind
             else:
@@ -120,7 +120,7 @@ def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
 
 
 def _place(header: RankProgram) -> Hashable:
-    """Return the properties that ranks of one kind share, apart from their instructions."""
+    """Return the properties that ranks of one kind share."""
     roles = tuple((role.stage, role.micro_batches) for role in header.roles)
     return header.strategy, header.ranks, roles, len(header.tp), header.layers
 

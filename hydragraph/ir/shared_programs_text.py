@@ -1,4 +1,4 @@
-"""Printed form of shared programs: one text per kind, a table of the ranks, and the reader of both.
+"""Printed form of shared programs: one text per kind and a table of the ranks, and their parser.
 
     program_0.txt   rank R of 8  strategy <tp2,pp2> + ...@7c1e00  pipeline P, stage 0: layers 0-1, tp 2 (ranks T), ...
                     p2p      send h2.0 -> rank A
@@ -41,7 +41,7 @@ def file_of(kind: int) -> str:
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return the texts of all files by name: the table, and one program for each kind."""
+    """Return the texts of all files by name."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -55,7 +55,7 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
     """Parse the output of `program_texts`.
 
     Raises:
-        ValueError: names the file, the line, what was expected there and what was found.
+        ValueError: names the file, the line, what was expected and what was found.
     """
     rows = list(_rows(_text(texts, TABLE)))
     patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
@@ -101,9 +101,9 @@ def _table(programs: SharedPrograms) -> str:
 
 
 def _pattern(program: RankProgram) -> str:
-    """Return a program's text with letters in place of everything that differs between the ranks of a kind."""
+    """Return a program's text with letters for everything that differs between a kind's ranks."""
     header, _, body = to_text(program).partition("\n")
-    # The strategy's text is delimited by double blanks, so only its surroundings are replaced.
+    # Only the surroundings of the strategy's text are replaced.
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
     place = re.sub(r"\(ranks [\d ]+\)", "(ranks T)", place)
@@ -113,7 +113,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    """Parse a kind's text as the program of rank 0 in pipelines and a stage whose numbers count from 0."""
+    """Parse a kind's text as that of rank 0, with pipelines and ranks numbered from 0."""
     name = file_of(kind)
     text = _text(texts, name)
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
@@ -128,7 +128,7 @@ def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
 
 
 def _numbered_pipelines(text: str) -> str:
-    """Number the pipelines P of a header: interleaved stages, with layers of their own, are in one pipeline."""
+    """Number the pipelines P of a header: interleaved stages are in one pipeline."""
     shared = count()
     one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
     return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)
@@ -180,7 +180,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _letters(number: int) -> str:
-    """Return A to Z, then AA, AB, ..., like columns of a spreadsheet."""
     letters = ""
     number += 1
     while number:

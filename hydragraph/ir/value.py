@@ -14,8 +14,7 @@ A value is a string, with the information in its text as attributes:
     W.{bucket}@{n}, G.{bucket}@{n}     the same of the bucket's n-th streamed pull or push (`passes.stream`)
     {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
 
-So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` has peer 3. No other code
-makes or parses values.
+So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` has peer 3.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """Value: equal to its text, with the information in the text as attributes.
+    """A string with the information in its text as attributes.
 
-    It is a string so that programs print, compare, sort and hash as fast as their texts. Fields that a kind does not
-    have are -1 or "".
+    As strings, programs compare, sort and hash fast. Fields that a kind does not have are -1 or "".
 
     Attributes:
-        exchange: name of their pull or push: the bucket, or {bucket}@{n} if it is streamed; else "".
+        exchange: name of its pull or push: the bucket, or {bucket}@{n} if streamed.
         micro_batch: counted within the pipeline, or across all pipelines that share stages.
     """
 
@@ -87,16 +85,15 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a bucket's streamed pull or push: {bucket}@{turn}, counted over all ranks."""
+    """Return the name of a bucket's streamed pull or push, numbered over all ranks."""
     return f"{bucket}@{turn}"
 
 
 def bucket_of(exchange: str) -> str:
-    """Return the bucket of a pull or push by its name, which is the bucket itself unless it is streamed."""
+    """Return the bucket of a pull or push by its name."""
     return exchange.partition("@")[0]
 
 
-# A program names each value several times, and equal stages name the same values, so each is made once.
 _once = lru_cache(maxsize=1 << 16)
 
 
@@ -140,19 +137,19 @@ def loss(micro_batch: int) -> Value:
 
 @_once
 def weights(exchange: str) -> Value:
-    """Return W.{exchange}: the weights brought by the pull of this name."""
+    """Return W.{exchange}."""
     return Value(f"W.{exchange}", ValueKind.WEIGHTS, exchange=exchange)
 
 
 @_once
 def gradients(exchange: str) -> Value:
-    """Return G.{exchange}: the gradients taken by the push of this name."""
+    """Return G.{exchange}."""
     return Value(f"G.{exchange}", ValueKind.GRADIENTS, exchange=exchange)
 
 
 @_once
 def message(sent: Value, peer: int) -> Value:
-    """Return {sent}>{peer}: an activation or its gradient, on its way to a rank."""
+    """Return {sent}>{peer}."""
     return Value(f"{sent}>{peer}", ValueKind.MESSAGE, position=sent.position, micro_batch=sent.micro_batch, peer=peer)
 
 
@@ -182,7 +179,7 @@ def parse_value(text: str) -> Value:
     """Parse a value's text.
 
     Raises:
-        ValueError: it is not a value; the message lists the valid forms.
+        ValueError: it is not a value.
     """
     for pattern, make in _READERS:
         match = pattern.fullmatch(text)

@@ -1,8 +1,4 @@
-"""Static proof that the ranks' programs of one iteration are complete, agree, and cannot deadlock.
-
-In this order: the ranks' places are consistent; each rank computes exactly its part; values live from their creation to
-their last use; all ranks enter exchanges in the same order; sends match receives; and all programs, run together, end.
-"""
+"""Static proof that the ranks' programs of one iteration are complete, agree, and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """Raised for a rank program that breaks a rule."""
+    """A rank program breaks a rule."""
 
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
@@ -51,8 +47,8 @@ class _Site:
     """Work of a rank, from its and its neighbours' headers.
 
     Attributes:
-        blocks: the positions of each of its interleaved stages; empty without work.
-        neighbours: for each micro-batch and stage, the ranks of the previous and the next stage.
+        blocks: positions of the blocks of each of its interleaved stages; empty without work.
+        neighbours: for each micro-batch and visit, the ranks of the previous and the next stage.
     """
 
     blocks: tuple[range, ...]
@@ -61,15 +57,14 @@ class _Site:
 
 
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
-    """Check the programs of all ranks of one iteration.
+    """Check the programs of all ranks of one iteration; see the headings below.
 
     Raises:
         VerificationError: names the rank, the instruction and the broken rule.
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Ranks of a kind differ only in their peers (`ir.shared_programs`), which `_check_messages` and later checks
-    # examine on every rank.
+    # Ranks of a kind differ only in their peers (`ir.shared_programs`), which only messages depend on.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -90,7 +85,6 @@ def _fail(program: RankProgram, index: int, what: str) -> VerificationError:
 
 
 def _of(program: RankProgram, *ops: Op) -> list[tuple[int, Instruction]]:
-    """Return the instructions of some operations, with their indices."""
     return [(i, instruction) for i, instruction in enumerate(program.instructions) if instruction.op in ops]
 
 
@@ -102,7 +96,7 @@ def _line(instruction: Instruction) -> str:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that the headers describe whole pipelines, which share stages or no ranks; return each rank's site."""
+    """Check that headers describe whole pipelines that share whole stages or no ranks; return each rank's site."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -180,7 +174,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
-    """Check that every block's forward and backward appears once per micro-batch, with the correct values."""
+    """Check that every block's forward and backward occurs once per micro-batch, with the correct values."""
     halved = {
         (backward.target, backward.micro_batch)
         for _, backward in _of(program, Op.BACKWARD)
@@ -229,7 +223,7 @@ _Values = tuple[frozenset[Value], frozenset[Value]]
 def _work(
     blocks: Sequence[int], m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
 ) -> Iterator[tuple[_Key, _Values]]:
-    """Yield a stage's computations on micro-batch m, each with the values that it reads and writes.
+    """Yield a stage's computations on micro-batch m, with the values read and written.
 
     Args:
         halved: (block, micro-batch) pairs whose backward runs in two halves.
@@ -247,7 +241,6 @@ def _work(
         output = {activation(k, m) if k < final else loss(m)}
         yield (Work.FORWARD, block, m), (frozenset(pulled | below | {aux(m)}), frozenset(output | kept))
         if learns:
-            # The last block's backward starts from the loss itself; the lowest trainable block passes no gradient on.
             gradient = {activation_gradient(k, m)} if k < final else set()
             passed = {activation_gradient(k - 1, m)} if k > outline.lowest else set()
             read = frozenset(kept | gradient | pulled)
@@ -263,7 +256,7 @@ def _work(
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are made before use, freed once after their last use, and waited for across streams."""
+    """Check that values are made before use, freed once after it, and waited for across streams."""
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
@@ -286,7 +279,7 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
-        # A name is made once in a program, even after it was freed; only gradients are accumulated.
+        # A name is made once, even after it was freed; only gradients are accumulated.
         for value in instruction.writes:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
@@ -302,7 +295,7 @@ def _check_values(program: RankProgram) -> None:
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update on one rank of each kind, and that all order pulls and pushes alike."""
+    """Check pulls, pushes, commit and update of each kind, and that all order pulls and pushes alike."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -331,7 +324,7 @@ def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
 
 
 def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges: frozenset[str]) -> None:
-    """Check that a rank enters every exchange once, and takes part with exactly what it computes with."""
+    """Check that a rank enters every exchange once, with exactly what it computes with."""
     missing = set(exchanges)
     for index, instruction in _of(program, op):
         if instruction.target not in missing:
@@ -347,7 +340,7 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that every pull or push waits exactly for the oldest pending ones until it fits in the window."""
+    """Check that every pull or push waits for just the oldest pending ones until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))
@@ -373,7 +366,7 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit, which reads all losses and gradients, ends communication and precedes the update."""
+    """Check that one commit reads all losses and gradients, ends communication and precedes the update."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -405,7 +398,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
-    """Check that each pair of ranks sends and receives the same values in the same order, between neighbours only."""
+    """Check that neighbours, and only they, send and receive the same values in the same order."""
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
@@ -427,14 +420,13 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
-    """Return the value that a send or receive moves, after checking that it is the stage's and the peer a neighbour."""
+    """Return the value of a send or receive, after checking that the peer is its neighbour."""
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
         raise _fail(program, index, f"a {instruction.op.value} moves one value")
     (value,) = values
-    # Activations enter before a stage's first position and leave after its last one; gradients flow in the opposite
-    # direction.
+    # Activations enter before a stage's first position and leave after its last; gradients do the reverse.
     peers: tuple[int, ...] = ()
     for visit, blocks in enumerate(site.blocks):
         before, last = blocks.start - 1, blocks.stop - 1

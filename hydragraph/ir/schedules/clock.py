@@ -1,10 +1,10 @@
-"""Clock: when each stage would run each micro-batch if every stage were always busy; it orders a rank's tasks.
+"""Clock: when each stage would run each micro-batch if always busy; it orders a rank's tasks.
 
 An iteration takes one unit of time. A stage that runs n micro-batches in it takes 1 / n for each, half of it for the
 forward and half for the backward. A micro-batch moves to the next stage half a period after it reached this one, using
 the period of the slower of both, turns around half a period after its forward on the last stage, and returns in the
 same way. The j-th of a pipeline's c micro-batches enters at j / c. Of P pipelines that share stages, the i-th starts
-later by i / P of that interval, so that they take turns.
+later by i / P of that interval.
 
 One pipeline of 3 stages, in units of half a period, F and B with the micro-batch:
 
@@ -21,8 +21,8 @@ pipeline are alive on stage s of S.
 
 A pipeline that returns to the same devices (interleaved stages) passes through them in C rounds; in each, every one of
 its G groups of devices has at most one stage. Micro-batches enter in sets of G: devices run a whole set in one round
-before the next round. A micro-batch moves on after a whole period, so messages travel during computation. Two rounds on
-two groups of devices, F0:1 in the second round:
+before the next. A micro-batch moves on after a whole period. Two rounds on two groups of devices, F0:1 in the second
+round:
 
     tick     0    1    2    3    4    5    6    7    8    9    10   11   12
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
@@ -45,7 +45,7 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, Shape, Work
 
-Ticks = int  # of a separate clock per group of pipelines that share stages, fine enough that all times are integers
+Ticks = int  # fine enough that all times of pipelines that share stages are integers
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Beat:
     """Schedule of one pipeline's micro-batches on one stage.
 
     Attributes:
-        arrives: when the previous stage runs its forward; on the first stage: when this stage does.
+        arrives: when the previous stage runs its forward; on the first stage: when this one does.
         forward, backward: when this stage runs its forward and its backward.
         every: time between consecutive micro-batches of a set.
         set: number of micro-batches of a set.
@@ -85,7 +85,7 @@ class Beat:
         return earlier * self.every + earlier // self.set * self.pause
 
     def returns_at(self, micro_batch: int) -> Ticks:
-        """Return when the previous stage runs a micro-batch's backward: both directions take equally long."""
+        """Return when the previous stage runs a micro-batch's backward."""
         return self.backward_at(micro_batch) + self.forward - self.arrives
 
 
@@ -108,7 +108,7 @@ def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
 
 
 def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    """Return a stage's forwards with their times, in clock order; equal times in the order of pipelines."""
+    """Return a stage's forwards with their times, in clock order."""
     return _timed(shape, stage, Work.FORWARD, Beat.forward_at)
 
 

@@ -1,4 +1,4 @@
-"""GPipe: a stage runs all forwards, then all backwards, both in ascending order, so every micro-batch is in flight.
+"""GPipe: a stage runs all forwards, then all backwards, so every micro-batch is in flight.
 
 schedule gpipe
 stage 0  F0 F1 F2 .  .  B0 B1 B2

@@ -1,7 +1,7 @@
 """1F1B: a stage runs a few forwards ahead, then a backward and a forward in turn, then the remaining backwards.
 
 Stage s of S runs min(M, S - 1 - s) of M forwards ahead, so at most S - s micro-batches of a pipeline are in flight. The
-clock orders them, and handles stages that several pipelines share. `schedule` shows a grid.
+clock orders them. `schedule` shows a grid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def one_f_one_b(shape: Shape) -> Schedule:
 def _row(shape: Shape, stage: int) -> tuple[Action, ...]:
     forwards = forwards_of(shape, stage)
     if shape.is_last(stage):
-        # A backward only waits for its own forward there, so at most one micro-batch is in flight.
+        # A backward only waits for its own forward there.
         return tuple(action for _, one in forwards for action in (one, one._replace(work=Work.BACKWARD)))
     # The sort is stable: at equal times a backward comes before a forward, to free memory.
     return tuple(action for _, action in sorted([*backwards_of(shape, stage), *forwards], key=itemgetter(0)))

@@ -38,17 +38,17 @@ _CELL = re.compile(r"([FBIW])(?:(\d+)\.)?(\d+)(?::(\d+))?")
 
 
 class Work(Enum):
-    """Kinds of actions, with their letters in a grid."""
+    """Kind of an action, with its letter in a grid."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    __hash__ = object.__hash__  # faster than the hash of the name, and each kind is a single object
+    __hash__ = object.__hash__  # faster than the hash of the name
 
 
-# Kinds of work that produce the gradient of a stage's input.
+# These produce the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
@@ -56,8 +56,8 @@ class Action(NamedTuple):
     """One micro-batch's work on a stage.
 
     Attributes:
-        micro_batch: its number, which is unique among all pipelines of the shape.
-        visit: which of the pipeline's stages in this row: 0 for the first.
+        micro_batch: its number, unique among all pipelines of the shape.
+        visit: index among the pipeline's stages in this row.
     """
 
     work: Work
@@ -76,14 +76,14 @@ Place = tuple[int, int]  # row and visit of one of a pipeline's stages
 
 @dataclass(frozen=True)
 class Shape:
-    """Pipelines that are scheduled together because they share stages; usually one.
+    """Pipelines that share stages, usually one.
 
     Micro-batches are numbered across pipelines: pipeline 0 has the first `counts[0]` numbers.
 
     Attributes:
         counts: number of micro-batches of each pipeline, 1 or more.
-        stages: row of each stage of each pipeline; shared stages have one row, as have a pipeline's stages on the same
-            devices. Rows ascend along a pipeline, except where it returns.
+        stages: row of each stage of each pipeline; stages on the same devices have one row. Rows ascend along a
+            pipeline, except where it returns.
     """
 
     counts: tuple[int, ...]
@@ -125,7 +125,7 @@ class Shape:
 
     @cached_property
     def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
-        """Pipelines that pass from one place to another, by these places."""
+        """Pipelines that pass from one place to another, by both."""
         links: dict[tuple[Place, Place], tuple[int, ...]] = {}
         for pipeline, chain in enumerate(self.places):
             for link in pairwise(chain):
@@ -133,26 +133,25 @@ class Shape:
         return links
 
     def is_last(self, row: int) -> bool:
-        """Return whether a row only computes last stages, with the loss; pipelines that share one all end there."""
+        """Return whether a row only computes last stages, with the loss."""
         return any(chain[-1] == row and chain.count(row) == 1 for chain in self.stages)
 
 
 def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
-    """Return the row and the visit of each stage of a pipeline, given their rows."""
+    """Return the row and the visit of each stage, given their rows."""
     return tuple((row, rows[:at].count(row)) for at, row in enumerate(rows))
 
 
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays, for compiled code (`cost.compiled_replay`).
 
-    If a kind's order for fewer micro-batches is the one for more without the others, one table serves all numbers up to
-    its own: skip every action of a micro-batch that does not exist. `skip` makes that fast.
+    The table of more micro-batches serves fewer if the actions of the others are skipped, by `skip`.
 
     Attributes:
         work: kind of each action, an index of `WORKS`; -1 after the last [stages, actions].
         micro_batch: number of its micro-batch [stages, actions].
         skip: index of the next action of a smaller micro-batch [stages, actions].
-        stage: the stage that it belongs to; with interleaved stages the last rows are empty [stages, actions].
+        stage: its stage; with interleaved stages the last rows are empty [stages, actions].
     """
 
     work: NDArray[np.int32]
@@ -175,10 +174,10 @@ class Schedule:
         return self.grid()
 
     def grid(self, shape: Shape | None = None) -> str:
-        """Return the text of the schedule, which `parse` reads; see the module docstring.
+        """Return the schedule as text, which `parse` reads.
 
         Args:
-            shape: gives the order of each pipeline's stages; default: their rows in order, once per visit.
+            shape: gives the order of each pipeline's stages; default: their rows in order.
         """
         begins = self._run(shape.places if shape is not None else self._places())
         rows = []
@@ -201,7 +200,7 @@ class Schedule:
         """Return the schedule of a grid.
 
         Raises:
-            ValueError: a line or a cell cannot be read; the message names it.
+            ValueError: a line or a cell cannot be read.
         """
         header, *lines = text.strip().splitlines()
         title = header.split()
@@ -216,13 +215,13 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def check(self, shape: Shape, mode: Mode = "train") -> None:
-        """Check that the stages run every micro-batch of a shape, agree on their order, and do not deadlock.
+        """Check that stages run all micro-batches of a shape, agree on their order, and do not deadlock.
 
         Args:
             mode: "evaluate" has forwards only.
 
         Raises:
-            ValueError: a cell is missing, doubled, superfluous, out of order or deadlocked; the message names it.
+            ValueError: a cell is missing, doubled, superfluous, out of order or deadlocked.
         """
         if len(self.actions) != shape.size:
             raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
@@ -236,7 +235,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: what it needs runs after it")
 
     def in_flight(self, stage: int) -> int:
-        """Return the maximum number of micro-batches that a row holds at once, from forward to last gradient."""
+        """Return the most micro-batches that a row holds at once, from forward to last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -291,7 +290,7 @@ class Schedule:
             latest[kind] = action.micro_batch
 
     def _check_order(self, sender: Place, receiver: Place, pipelines: Sequence[int], works: Sequence[Work]) -> None:
-        """Check that messages leave a stage in the order in which the other one needs them."""
+        """Check that messages leave a stage in the order in which the other needs them."""
         sent, needed = (
             [a for a in self.actions[row] if a.pipeline in pipelines and a.work in works and a.visit == visit]
             for row, visit in (sender, receiver)
@@ -365,7 +364,7 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
 
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
-    """Return, for each number, the index of the next smaller one; the length where there is none."""
+    """Return, for each number, the index of the next smaller one, or the length."""
     result = [len(numbers)] * len(numbers)
     larger: list[int] = []
     for i, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with backwards in two halves, so that a gradient leaves a stage before its weights' gradients are made.
+"""ZB-H1: 1F1B with backwards in two halves: a gradient leaves a stage before its weights' gradients are made.
 
     schedule zb-h1
     stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
@@ -10,7 +10,7 @@ micro-batches as under 1F1B. With S equal stages whose forwards and halves take 
 (f + i), and for (S - 1) (f + i + w) under 1F1B.
 
 The schedule of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles for (S - 1) (f + i - w), but every stage holds
-as much as the first one. Here uneven stages are chosen to fill their devices' memory.
+as much as the first, which does not suit uneven stages that fill their devices' memory.
 """
 
 from __future__ import annotations
