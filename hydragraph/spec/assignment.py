@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assignment:
-    """For one iteration, sequences -> (pipeline, micro-batch).
+    """Sequences -> (pipeline, micro-batch), for one iteration.
 
     Attributes:
-        micro_batches: per pipeline, per micro-batch, the indices of its sequences. A pipeline may get none.
-        lengths: tokens of each sequence, by index; needed for pricing an assignment.
+        micro_batches: per pipeline, per micro-batch, the indices of its sequences; a pipeline may get none.
+        lengths: tokens of each sequence, needed for pricing.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -39,7 +39,7 @@ class Assignment:
 
     @property
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Per pipeline, per micro-batch, the tokens of its sequences.
+        """Tokens of the sequences, per pipeline and micro-batch.
 
         Raises:
             ValueError: the lengths are missing.
@@ -59,6 +59,6 @@ class Assignment:
 
     @property
     def one_by_one(self) -> Assignment:
-        """The same assignment with one sequence per micro-batch, in the same order."""
+        """The assignment with one sequence per micro-batch, in the same order."""
         alone = tuple(tuple((i,) for m in pipeline for i in m) for pipeline in self.micro_batches)
         return Assignment(alone, self.lengths)

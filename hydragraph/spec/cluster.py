@@ -1,4 +1,4 @@
-"""The devices and links that a plan is priced on, as frozen data and YAML: types of devices in nodes, or a list.
+"""The devices and links that a plan is priced on: types of devices in nodes, or a list.
 
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
@@ -33,14 +33,11 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A link between two devices: sending n bytes takes latency_s + n / bytes_per_s seconds, in each direction.
+    """A link between two devices: n bytes take latency_s + n / bytes_per_s seconds, in each direction.
 
     Attributes:
-        bytes_per_s: more than 0.
-        latency_s: 0 or more.
-        points: measured bandwidth by message size: (bytes, bytes/s), ascending. Between points it is interpolated over
-            the logarithm of the size; outside, the nearest point counts. `bytes_per_s` then limits several messages
-            together.
+        points: measured (bytes, bytes/s), ascending, interpolated over the logarithm of the size; outside, the nearest
+            counts. `bytes_per_s` then limits several messages together.
     """
 
     bytes_per_s: float
@@ -69,7 +66,7 @@ class Interconnect:
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
-        """Return the link for ranks whose slower one takes `rate` times as long to start and end a message."""
+        """Return the link with `rate` times the latency, for a slow rank."""
         return self if rate == 1 else replace(self, latency_s=rate * self.latency_s)
 
     def times(self, factor: float) -> Interconnect:
@@ -83,10 +80,8 @@ class DeviceType:
     """A type of device.
 
     Attributes:
-        flops_per_s: floating-point operations per second at the training's precision; a multiplication and an addition
-            count as two.
-        memory_bytes: capacity in bytes; a whole number, which may be written 80e9.
-        memory_bytes_per_s: bandwidth of that memory.
+        flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
+        memory_bytes: a whole number, which may be written 80e9.
     """
 
     flops_per_s: float
@@ -108,7 +103,7 @@ class Device(DeviceType):
     """One device, which is one rank.
 
     Attributes:
-        node: the machine it is in; devices of one node are joined by the faster link.
+        node: the machine it is in.
         type: its name in profiles; "": all devices are of one type.
     """
 
@@ -124,10 +119,10 @@ class Device(DeviceType):
 
 @dataclass(frozen=True)
 class Node:
-    """A machine: devices of one type, the links between them, and the links to other machines.
+    """A machine with devices of one type.
 
     Attributes:
-        outer: of one of its network cards, shared by the ranks that use it.
+        outer: of one of its network cards, shared by its ranks.
         count: number of consecutive nodes of this kind.
         cards: number of network cards; neighbouring devices share one.
     """
@@ -151,12 +146,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A separate link between nodes of two types, if it is not the slower of their cards.
-
-    Attributes:
-        types: the two types.
-        bytes_per_s, latency_s, points: see `Interconnect`.
-    """
+    """A link between nodes of two types, in place of the slower of their cards; see `Interconnect`."""
 
     types: tuple[str, str]
     bytes_per_s: float
@@ -175,7 +165,7 @@ class Pair:
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
     def times(self, factor: float) -> Pair:
-        """Return the pair with the bandwidth of its link multiplied by a factor."""
+        """Return the pair with its bandwidth multiplied by a factor."""
         link = self.link.times(factor)
         return Pair(self.types, link.bytes_per_s, link.latency_s, link.points)
 
@@ -187,7 +177,7 @@ class Cluster:
     Attributes:
         within_node, between_nodes: links that each rank has for itself; None if `nodes` define the links.
         nodes: by number, if they have their own links; `of` builds such a cluster.
-        pairs: links between types of devices, in either direction.
+        pairs: links between types, in either direction.
     """
 
     devices: tuple[Device, ...]
@@ -224,8 +214,6 @@ class Cluster:
 
         Args:
             types: types of devices by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
-            nodes: in the order of their ranks.
-            pairs: links between types.
 
         Raises:
             ValueError: a node has an unknown type.
@@ -252,10 +240,10 @@ class Cluster:
         between_nodes: Interconnect | None = None,
         ranks_per_node: int | None = None,
     ) -> Cluster:
-        """Return `ranks` devices like `device`, filling nodes of `ranks_per_node` in order (None: one node for all).
+        """Return `ranks` devices like `device`, in nodes of `ranks_per_node` (None: one node for all).
 
         Raises:
-            ValueError: when there are several nodes and `between_nodes` is not given.
+            ValueError: several nodes without `between_nodes`.
         """
         per_node = ranks if ranks_per_node is None else ranks_per_node
         if ranks < 1 or per_node < 1:
@@ -272,7 +260,7 @@ class Cluster:
         return {name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for name, d in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's type of device; unnamed different types are "", "other 1", ..."""
+        """Return a rank's type of device; unnamed types are "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -290,15 +278,15 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node; if all have the same links, it has one card per device."""
+        """Return a node; without nodes of its own, a cluster's have one card per device."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
-        """Return the number of the network card that a rank uses in its node."""
+        """Return the number of a rank's network card in its node."""
         return self._cards[rank]
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two different devices, given by rank, without other traffic."""
+        """Return the link between two different ranks."""
         one = self._device(a)
         other = self._device(b)
         if a == b:
@@ -317,7 +305,7 @@ class Cluster:
         return a.outer if a.outer == b.outer else _slower(a.outer, b.outer)
 
     def resources(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """Return the resources of a message between two ranks: ports of ranks, and cards of nodes.
+        """Return the ports and network cards that a message between two ranks uses.
 
         Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
         """
@@ -329,7 +317,7 @@ class Cluster:
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return the cluster with the speed of its `within_node` or `between_nodes` links multiplied by a factor."""
+        """Return the cluster with its `within_node` or `between_nodes` bandwidths multiplied by a factor."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
         within = what == "within_node"
@@ -342,14 +330,14 @@ class Cluster:
         return replace(self, **{what: getattr(self, what).times(factor)})
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of the devices of some ranks, in that order; types keep their names."""
+        """Return the cluster of some ranks, in that order; types keep their names."""
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster with reordered ranks, and its nodes numbered in the order of their first ranks."""
+        """Return the cluster with reordered ranks, and nodes numbered by their first ranks."""
         same = self.of_ranks(ranks)
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
@@ -358,7 +346,7 @@ class Cluster:
         return replace(same, devices=devices, nodes=nodes)
 
     def _occupied(self) -> list[Node]:
-        """Return the nodes with devices in this cluster, reduced to these devices."""
+        """Return the nodes with devices, reduced to these devices."""
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
             raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
@@ -414,12 +402,12 @@ class Cluster:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the YAML file that `load` reads back as an equal cluster; defaults are left out.
+        """Write a YAML file for `load`, without defaults.
 
-        For a part of a cluster (`of_ranks`), nodes are written with their remaining devices.
+        After `of_ranks`, nodes are written with their remaining devices.
 
         Raises:
-            ValueError: ranks are not in the order of nodes, as a file requires.
+            ValueError: ranks are not in the order of nodes.
         """
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
@@ -457,7 +445,7 @@ def _known(sheet: Datasheet) -> DeviceType:
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
-    """Return the link through two different cards: the slower of them at every size."""
+    """Return the slower of two links at every size."""
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
     return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
@@ -477,7 +465,7 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a number if it is finite and at least 0; an int stays an int."""
+    """Return a number if it is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
     return value

@@ -12,14 +12,13 @@ _NVLINK = 450e9  # bytes/s in each direction
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return GPUs, eight in a node, with NVLink and 400 Gb/s between nodes.
+    """Return GPUs, eight in a node, with NVLink.
 
-    A node's eight network cards of 400 Gb/s give each GPU 50 GB/s.
+    Each GPU has a network card of 400 Gb/s (50 GB/s).
 
     Args:
-        ranks: number of GPUs.
         device: default: an H200, 989 TFLOP/s.
-        link_bytes_per_s: bandwidth of NVLink in each direction, default that of NVLink 4.
+        link_bytes_per_s: bandwidth of NVLink in each direction; default: NVLink 4.
     """
     return Cluster.homogeneous(
         ranks,
@@ -31,10 +30,9 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return devices on these nodes, assuming only that links within a node are the faster ones.
+    """Return devices on these nodes, for comparisons without measurements.
 
-    Links are nine times as fast within a node, as in `default_cluster`, and have no latency, which would set the cost
-    of small messages.
+    Links are nine times as fast within a node, and have no latency, which would set the cost of small messages.
     """
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)

@@ -1,4 +1,4 @@
-"""How a launch handles lost ranks: it continues with the remaining and joining ones."""
+"""How a launch handles lost ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health of devices: the slowdown of each relative to a healthy one, and the lost ones.
+"""Health of devices: slowdowns relative to healthy ones, and losses.
 
 As YAML, rates by rank, for unhealthy ranks only:
 
@@ -17,10 +17,10 @@ from hydragraph.spec.record import load_yaml
 
 @dataclass(frozen=True)
 class Health:
-    """Straggling rates of ranks (Malleus): the time of a rank over that of a healthy device for the same work.
+    """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite if the rank is lost. Ranks without a rate are healthy.
+        rates: by rank, at least 1; infinite if the rank is lost; absent if it is healthy
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Health:
             raise ValueError(
                 f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
             )
-        # YAML itself writes infinity as .inf, which is little known.
+        # YAML itself writes infinity as .inf.
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}
         try:
             return cls(rates)

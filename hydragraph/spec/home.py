@@ -1,4 +1,4 @@
-"""Home: the share of the model's state that each rank owns, whatever the strategy, and the number of copies.
+"""Home: each rank's share of the model's state, whatever the strategy, and the number of copies.
 
 As text, shares by rank, then settings that differ from the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5",
 "equal". With "auto" and "stages" owners are chosen for the strategies that run (`cost.home_choice`).
@@ -95,15 +95,11 @@ class Home:
 
     @property
     def without_rule(self) -> Home:
-        """The home defined by its shares alone, which holds the state while no strategy is known."""
+        """The home defined by its shares alone."""
         return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
-        """Check that the home fits this number of ranks and these buckets.
-
-        Raises:
-            ValueError: it has shares for another number of ranks, or for a bucket that the model does not have.
-        """
+        """Raise a ValueError unless the home fits this number of ranks and these buckets."""
         for name, numbers in self._lists():
             if len(numbers) != ranks:
                 raise ValueError(
@@ -119,15 +115,12 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return the home with the nodes of all ranks, its own if it has them, else the given ones.
+        """Return the home with its nodes, else the given nodes of all ranks.
 
-        If all ranks are on one node, each counts as a separate node: a copy then survives the loss of a process.
-
-        Args:
-            nodes: of each rank.
+        If all ranks are on one node, each counts as a node: a copy then survives the loss of a process.
 
         Raises:
-            ValueError: it is for another number of ranks, or needs copies but all owners are on one node.
+            ValueError: it is for another number of ranks, or has copies and all owners on one node.
         """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
@@ -144,8 +137,6 @@ class Home:
                 )
         return placed
 
-    # Text.
-
     def __str__(self) -> str:
         shares = None if self.shares is None else _text(self.shares)
         parts = [shares or _EQUAL_TEXT]
@@ -159,7 +150,7 @@ class Home:
 
     @classmethod
     def parse(cls, text: str) -> Home:
-        """Parse a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal"; `str` writes it.
+        """Parse a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal".
 
         Raises:
             ValueError: showing the piece of the text that is wrong.
@@ -194,7 +185,7 @@ AUTO = Home(rule="auto")
 
 
 def home_of(given: Home | str | None) -> Home | None:
-    """Return a home given as an object or as text; None stays None, for the caller's default.
+    """Return a home given as an object or text; None stays None.
 
     Raises:
         ValueError: it is something else, or a text that `Home.parse` rejects.

@@ -12,7 +12,7 @@ _LAYER = re.compile(r"layer\.(\d+)(/\w+)?")
 
 
 def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
-    """Describe which ranks own which buckets; consecutive buckets with equal owners are joined."""
+    """Describe which ranks own which buckets."""
     if home.rule is not None:
         return f"chosen for the strategies ({home.rule})"
     of = {name: _owners(home.shares_of(name), ranks) for name in buckets}
@@ -37,7 +37,6 @@ def consecutive(numbers: Iterable[int]) -> list[list[int]]:
 def _owners(shares: Sequence[float] | None, ranks: int) -> str:
     owning = [rank for rank in range(ranks) if shares is None or shares[rank]]
     parts = [1.0 if shares is None else shares[rank] for rank in owning]
-    # A few ranks by number, many as ranges.
     runs = consecutive(owning)
     text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     uneven = "" if len(set(parts)) == 1 else " (" + ":".join(f"{part:.3g}" for part in parts) + ")"

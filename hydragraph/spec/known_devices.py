@@ -1,6 +1,6 @@
-"""Datasheets of GPUs that a cluster file can name by name alone.
+"""Datasheets of GPUs that a cluster file can name.
 
-Peaks are dense, for 16-bit products that are summed in fp32.
+Peaks are dense, for 16-bit products summed in fp32.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-UNKNOWN = 0.65  # fraction of the peak that large products are assumed to reach on other devices
-_NEAR = 0.03  # relative difference of peak and bandwidth within which a device is taken for a known one
+UNKNOWN = 0.65  # assumed fraction of the peak in large products
+_NEAR = 0.03  # relative difference of peak and bandwidth to a known device
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,8 @@ class Datasheet:
 
     Attributes:
         flops_per_s, memory_bytes, memory_bytes_per_s: as in `spec.cluster.Device`.
-        reached: fraction of the peak that products of large matrices reach in training. For A100, H100, V100 and T4 it
-            was chosen by published runs (`benchmarks/published_runs.py`); for the others it is assumed from similar
-            GPUs.
+        reached: fraction of the peak reached by products of large matrices in training: from published runs for A100,
+            H100, V100 and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs
     """
 
     flops_per_s: float
@@ -51,7 +50,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def reached(flops_per_s: float, memory_bytes_per_s: float) -> float:
-    """Return the fraction of its peak that a device of this peak and bandwidth reaches in large products."""
+    """Return the fraction of its peak that a device of this peak and bandwidth reaches."""
     for sheet in KNOWN.values():
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):

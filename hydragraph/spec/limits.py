@@ -1,4 +1,4 @@
-"""Ranges of a mini-batch's fields: the number of rows of the tables that a model looks them up in."""
+"""Ranges of a mini-batch's fields: rows of the tables that a model looks them up in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class Limit:
     """The range of one lookup.
 
     Attributes:
-        low, high: the smallest value, and one more than the largest.
+        low, high: range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: of a loss: the value of positions without a target (of labels also -100); None: this is a lookup in a
-            table.
+        ignored: a loss's value of positions without a target (for labels also -100); None for a table.
     """
 
     field: str
@@ -29,11 +28,7 @@ class Limit:
     ignored: int | None = None
 
     def check(self, sequence: Sequence, index: int) -> None:
-        """Check one sequence of a mini-batch.
-
-        Raises:
-            ValueError: naming the sequence and the position.
-        """
+        """Raise a ValueError unless a sequence is in range."""
         if self.field == "position_ids":
             if len(sequence) > self.high:
                 raise ValueError(
@@ -52,7 +47,7 @@ class Limit:
             )
 
     def holds(self, sequences: Sequence_[Sequence]) -> bool:
-        """Return whether all sequences of a mini-batch are in range, in a few operations for any number of them."""
+        """Return whether all sequences are in range, in a few operations."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
         return not sequences or self._outside(torch.cat([self._values(s) for s in sequences])) is None

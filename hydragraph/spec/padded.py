@@ -1,4 +1,4 @@
-"""Padded batches, as tokenizers make them: split into their sequences."""
+"""Padded batches of tokenizers, split into sequences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TYPES = "token_type_ids"
 _LABELS = ("labels", "shift_labels")
 _TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
 
-Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a padded batch of several (mappings only)
-Batches = Iterable[Given] | Mapping[str, Any]  # the contents of a mini-batch
+Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a mapping of several
+Batches = Iterable[Given] | Mapping[str, Any]
 
 
 def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dict[str, Tensor]]:
@@ -26,9 +26,9 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
     Args:
         given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
-            mapping may also hold a batch [B, L, ...] or lists of token ids. An `attention_mask` marks padding on the
-            right, which is left out.
-        own: names of user-defined fields, which are kept unchanged.
+            mapping may also hold a batch [B, L, ...] or lists of token ids, with an `attention_mask` for padding on the
+            right.
+        own: user-defined fields, which are kept unchanged.
 
     Raises:
         Unsupported: a mask with other padding.
@@ -48,7 +48,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch whose ids are [B, L], or lists; if they are [L], it is a row."""
+    """Yield the rows of a batch whose ids are [B, L] or lists, or a single row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
@@ -66,7 +66,7 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Copy an array of numbers, or a list of them, to tensors; return any other value unchanged."""
+    """Copy an array, or a list of arrays, to tensors; return other values unchanged."""
     if isinstance(value, list | tuple) and value and all(isinstance(part, np.ndarray) for part in value):
         return [_without_numpy(part) for part in value]
     return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value

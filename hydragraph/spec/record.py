@@ -1,4 +1,4 @@
-"""Frozen dataclasses from YAML that mirrors them field for field, and back; errors name the path of the field."""
+"""Frozen dataclasses from YAML that mirrors them, and back; errors name the path of the field."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def parse_yaml(text: str) -> object:
 def load_record(
     cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    """Read a YAML file into a frozen dataclass whose fields it mirrors; a ValueError names the file and the field.
+    """Read a YAML file into a dataclass; a ValueError names the file and the field.
 
     Args:
-        name: what the whole is called; default: the class.
-        hints: as for `from_record`.
+        name: name of the whole in messages; default: the class.
+        hints: see `from_record`.
     """
     data = load_yaml(path)
     if data is None:
@@ -62,15 +62,15 @@ def from_record(
     name: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
-    """Build a dataclass, and those nested in it (also in tuples and mappings by name), from mappings and lists.
+    """Build a dataclass and nested ones (also in tuples and mappings) from mappings and lists.
 
     Args:
-        path: the place of `data` in the whole record, such as "pipelines[0].stages[1]"; "" for the whole record.
-        name: the name of the whole record in messages; default: that of the class.
-        hints: remedies for some unknown fields by name; for others, the message names the most similar known field.
+        path: place of `data` in the whole record, such as "pipelines[0].stages[1]".
+        name: name of the whole record in messages; default: the class.
+        hints: remedies for unknown fields by name; default: the most similar field.
 
     Raises:
-        ValueError: naming the path of a field that is unknown, missing or wrong.
+        ValueError: a field is unknown, missing or wrong.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
@@ -97,7 +97,7 @@ def from_record(
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
-    """Build what a field's type says; scalars are left to the dataclass."""
+    """Build a field's value; scalars are left to the dataclass."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # an optional section
@@ -128,7 +128,7 @@ def _example(cls: type[Any]) -> str:
 
 
 def to_record(value: Any) -> Any:
-    """Return a dataclass as dicts, lists and scalars, leaving out fields that have their default."""
+    """Return a dataclass as dicts, lists and scalars, without defaults."""
     if is_dataclass(value):
         own = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: to_record(entry) for field, entry in own if entry != field.default}

@@ -1,4 +1,4 @@
-"""Kinds of stages, and the parts of their ranks: all that the graphs of a block on one rank depend on.
+"""Kinds of stages, and parts of their ranks, which determine the graphs of a block.
 
 kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed; tp2sr0.5:
                recomputed within a memory budget of 0.5
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """How the ranks of a stage compute their blocks; stages of one kind run equal graphs and cost the same.
+    """How a stage's ranks compute; stages of one kind run equal graphs and cost the same.
 
     Attributes:
-        tp: number of ranks that share each block: the tensor-parallel degree.
+        tp: the tensor-parallel degree.
         sequence_parallel: whether hidden states are cut along the tokens between products.
-        recompute: True: a forward saves only its inputs, and the backward runs it again. A memory budget between 0 and
-            1: the forward saves about this fraction. False: it saves what the partitioner chooses.
+        recompute: True: a forward saves only its inputs. A memory budget between 0 and 1: it saves about this fraction.
+            False: it saves what the partitioner chooses.
     """
 
     tp: int = 1
@@ -28,22 +28,18 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A short name, as a strategy's text marks stages: tp2, tp2s, tp2sr."""
+        """A short name: tp2, tp2s, tp2sr."""
         return f"tp{self.tp}{'s' * self.sequence_parallel}{recompute_flag(self.recompute)}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Its options for people, such as ("sequence parallel", "recomputed within a memory budget of 0.5")."""
+        """Its options in words: "sequence parallel", "recomputed within a memory budget of 0.5"."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (*["sequence parallel"] * self.sequence_parallel, *[f"recomputed{budget}"] * bool(self.recompute))
 
     @classmethod
     def parse(cls, text: str) -> StageKind:
-        """Parse a name in the form of `text`.
-
-        Raises:
-            ValueError: it has another form.
-        """
+        """Parse a name such as tp2sr; raise a ValueError for another form."""
         match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)(0\.\d\d?)?", text)
         budget = float(match[4]) if match and match[4] else None
         if match is None or (budget is not None and not (match[3] and is_budget(budget))):
@@ -58,34 +54,30 @@ class StageKind(NamedTuple):
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Memory budgets that are proposed, the largest first. Few, because the graphs of each are compiled to know its memory.
+# Proposed memory budgets. Few, because the graphs of each are compiled to know its memory.
 BUDGETS = (0.75, 0.5, 0.25)
 
 
 def is_budget(value: object) -> bool:
-    """Return whether a value is a memory budget of recomputation: hundredths between 0 and 1, both excluded."""
+    """Return whether a value is a memory budget: hundredths between 0 and 1, both excluded."""
     return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
 
 
 def recompute_flag(recompute: bool | float) -> str:
-    """Return the flag of recomputation in a strategy's text, such as r or r0.5; "" without recomputation."""
+    """Return the flag of recomputation in a strategy's text, such as r or r0.5; "" if off."""
     return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of a stage on one rank.
-
-    Attributes:
-        kind: of the stage.
-    """
+    """The part of a stage on one rank."""
 
     kind: StageKind = StageKind()  # noqa: RUF009
     index: int = 0
 
     @property
     def tp(self) -> int:
-        """Number of ranks that share each block."""
+        """Tensor-parallel degree."""
         return self.kind.tp
 
     @property
@@ -95,7 +87,7 @@ class StagePart:
 
     @property
     def recompute(self) -> bool | float:
-        """Whether its backwards run the forwards again, or the memory budget within which they do so in part."""
+        """Whether backwards run forwards again, or the memory budget."""
         return self.kind.recompute
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Parallelisation of one iteration: pipelines of stages of devices, as frozen data, text and YAML.
+"""Parallelisation of one iteration, as frozen data, text and YAML.
 
 pipelines:
   - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
@@ -34,17 +34,15 @@ GRADIENTS = "gradients"  # a stage's `stream` if it streams only these
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers on one group of devices, tensor-parallel over all of them.
+    """Consecutive layers on one group of devices, tensor-parallel over all.
 
     Attributes:
         sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
         recompute: True: save only each layer's input and run its forward again in the backward. A memory budget between
-            0 and 1, in hundredths: save about this fraction, and compute the rest again, chosen by functorch to cost
-            the fewest operations; results of attention and of collectives are always saved. False: save what the
-            backward needs, except what is cheap to compute.
-        stream: True: pull weights before each use of a block and free them after it, and push gradients after each
-            backward; "gradients": only push gradients like this. False: pull each weight and push each gradient once
-            per iteration.
+            0 and 1, in hundredths: save about this fraction, chosen by functorch, and always results of attention and
+            collectives. False: save what the backward needs, except what is cheap to compute.
+        stream: True: pull weights before each use of a block, free them after it, and push gradients after each
+            backward; "gradients": only push gradients like this. False: pull and push once per iteration.
     """
 
     devices: tuple[int, ...]
@@ -76,7 +74,7 @@ class Stage:
 
     @property
     def kind(self) -> StageKind:
-        """The properties that determine its graphs and costs; a single rank has no tokens to split."""
+        """The properties that determine its graphs and costs."""
         return StageKind(self.tp, self.sequence_parallel and self.tp > 1, self.recompute)
 
     @property
@@ -101,12 +99,12 @@ class Pipeline:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All its devices, stage by stage; those of several stages once."""
+        """All its devices, stage by stage, each once."""
         return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """The number of each stage's group of devices, in order of first use: 0, 1, 0, 1 if two groups take turns."""
+        """Number of each stage's group of devices, in order of first use: 0, 1, 0, 1 if two groups take turns."""
         number: dict[tuple[int, ...], int] = {}
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
@@ -133,7 +131,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank in a pipeline: `index` among a stage's devices, for layers [first_layer, last_layer)."""
+    """Position of a rank: `index` among a stage's devices, for layers [first_layer, last_layer)."""
 
     pipeline: int
     stage: int
@@ -144,22 +142,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines that each hold the whole model and divide a mini-batch; ranks it does not name are idle.
+    """Pipelines that each hold the whole model and divide a mini-batch; other ranks are idle.
 
-    Pipelines may share a stage: the same devices, in the same order, with the same layers and flags. It holds its
-    weights once, and adds up the gradients of all of them. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the
-    second half of the model for both.
+    Pipelines may share a stage: the same devices in the same order, layers and flags. It holds its weights and summed
+    gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
     `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5: the pipeline fills in half the time of `<[0]x4,[1]x4>`.
 
     Attributes:
-        pipelines: of any shapes, with the same number of layers in total; stages have different devices, except as
-            above.
+        pipelines: with equal numbers of layers; stages have different devices, except as above.
         schedule: the order of forwards and backwards within a pipeline, one of `SCHEDULES`.
 
     Raises:
-        ValueError: naming pipeline and stage, when the above does not hold.
+        ValueError: the above does not hold.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -232,7 +228,7 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices, in the order of pipelines and stages; those of a shared stage once, at their first position."""
+        """All devices, in the order of pipelines and stages, each once."""
         return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
 
     @cached_property
@@ -242,7 +238,7 @@ class Strategy:
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):
             for stage in pipeline.stages:
-                # Stages share all of their devices or none, so one device represents all.
+                # Stages share all of their devices or none.
                 one = groups[i]
                 other = groups[first_of.setdefault(stage.devices[0], i)]
                 if one is not other:
@@ -267,7 +263,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Its text, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>", which `parse` reads back as its equal."""
+        """Its text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>"."""
         stages = (
             tuple(StageText(s.devices, s.layers, s.sequence_parallel, s.recompute, s.stream) for s in pipeline.stages)
             for pipeline in self.pipelines
@@ -276,7 +272,7 @@ class Strategy:
 
     @property
     def fingerprint(self) -> str:
-        """Six hexadecimal digits that distinguish strategies with the same name for different models."""
+        """Six hexadecimal digits, different for strategies of the same name and different models."""
         content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -288,7 +284,7 @@ class Strategy:
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """Return a rank's places: several for a shared stage or interleaved stages, none if it is idle."""
+        """Return a rank's places: several for shared or interleaved stages, none if it is idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
             for i, pipeline in enumerate(self.pipelines)
@@ -308,10 +304,10 @@ class Strategy:
         """Check that the strategy fits a model of `layers` layers on `ranks` ranks.
 
         Args:
-            heads: the counts of query heads that every tensor-parallel degree must divide.
+            heads: counts of query heads that every tensor-parallel degree must divide.
 
         Raises:
-            ValueError: naming pipeline and stage, and the fix.
+            ValueError: it does not fit.
         """
         if self.layers != layers:
             fix = f"add {layers - self.layers}" if self.layers < layers else f"remove {self.layers - layers}"
@@ -337,8 +333,7 @@ class Strategy:
     def parse(cls, text: str, layers: int) -> Strategy:
         """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
 
-        Regular pipelines take devices 0..N-1 in order and split the layers evenly, remainders to the last stages.
-        A `str` of a strategy, which ends in its fingerprint, is parsed and compared with it.
+        The fingerprint in a `str` of a strategy is compared.
 
         Raises:
             ValueError: showing the piece of the text that is wrong.
@@ -364,7 +359,7 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read a strategy in a config: the path of a YAML file, that YAML itself on one line, or a text for `parse`.
+        """Read a strategy in a config: the path of a YAML file, YAML on one line, or a text for `parse`.
 
         Raises:
             ValueError: showing the error in it.
@@ -384,7 +379,7 @@ class Strategy:
         return load_record(cls, path)
 
     def save(self, path: str | Path) -> None:
-        """Write the YAML file that `load` reads back as an equal strategy; defaults are left out."""
+        """Write a YAML file for `load`, without defaults."""
         data = self.to_dict()
         lines = ["pipelines:", *(f"  - stages: {flow_yaml(pipeline['stages'])}" for pipeline in data.pop("pipelines"))]
         lines += [f"{name}: {value}" for name, value in data.items()]
@@ -402,7 +397,7 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out the field of streaming where it is off: fingerprints are older than it."""
+    """Leave out streaming where it is off: fingerprints are older."""
     return {name: value for name, value in items if (name, value) != ("stream", False)}
 
 

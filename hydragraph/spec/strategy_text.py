@@ -6,9 +6,9 @@
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
                g = stream gradients (not with w); a memory budget may follow r, as in sr0.5w
 
-A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest device named before it and splits the layers
-evenly, remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and the P groups of devices run these
-in turn (interleaved stages). White space is free.
+A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly,
+remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and the P groups of devices run these in turn
+(interleaved stages). White space is free.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules that plans may use with a backend: zb-h1 splits backwards, which Inductor compiles whole."""
+    """Return the schedules for plans with a backend: zb-h1 splits backwards, which Inductor compiles whole."""
     return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
 
 
 class StageFlags(NamedTuple):
-    """The options of one stage; the fields are those of `Stage`."""
+    """Options of a `Stage`."""
 
     sequence_parallel: bool = False
     recompute: bool | float = False
@@ -47,7 +47,7 @@ class StageFlags(NamedTuple):
 
 
 class StageText(NamedTuple):
-    """The text of one stage; the fields are those of `Stage`."""
+    """Fields of a `Stage`."""
 
     devices: tuple[int, ...]
     layers: int
@@ -85,7 +85,7 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
 
 
 def format_strategy(strategy: StrategyText) -> str:
-    """Format the shortest text that `parse_strategy` reads back as the same strategy."""
+    """Return the shortest text for `parse_strategy`."""
     texts = [_format_pipeline(p, _next_device(strategy.pipelines[:i])) for i, p in enumerate(strategy.pipelines)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
@@ -145,7 +145,7 @@ class _TokenReader:
         return not self.peek()
 
     def take(self) -> _Token:
-        """Return the next token and move past it, but never past the end."""
+        """Return the next token and move past it, but not past the end."""
         token = self.tokens[self.at]
         self.at += bool(token.text)
         return token
@@ -200,7 +200,7 @@ def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[tuple[St
 
 
 def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
-    """Read the rest of `<tp2,pp1>` after "<" as `count` pipelines from device `first`."""
+    """Read the rest of `<tp2,pp1>` after "<", as `count` pipelines."""
     reader.expect("tp", "<tp2,pp1> (or name the devices: <[0,1]x5,[2]x3>)")
     tp, _ = reader.number("the tensor-parallel degree", minimum=1)
     reader.expect(",", "<tp2,pp1>")

@@ -1,4 +1,4 @@
-"""Training work of one iteration: equal sequences, or sample mini-batches of varying lengths."""
+"""Training work of one iteration, for planning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from operator import index
 
 @dataclass(frozen=True)
 class Workload:
-    """A global mini-batch, as input of device planning.
+    """A global mini-batch of equal sequences, or samples of varying lengths.
 
     Attributes:
-        sequences, length: number and tokens of the sequences, if all are equal.
-        lengths: or tokens of each sequence, of one or more sample mini-batches.
+        sequences, length: number and tokens of equal sequences.
+        lengths: tokens of each sequence of sample mini-batches.
 
     Raises:
         ValueError: both are given, or neither, or a number is not positive.
@@ -28,7 +28,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         try:
-            # Integers of any kind, including NumPy's; other numbers would silently become another length.
+            # Integers of any kind, including NumPy's.
             object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
         except TypeError:
             raise ValueError(
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences with the same work: the same tokens, and the same sum of squares for attention.
+        """Equal sequences with the same tokens and sum of squares.
 
         With tokens T = sum l and Q = sum l^2 in a mini-batch, these are T^2 / Q sequences of Q / T tokens.
         """

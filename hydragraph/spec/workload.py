@@ -1,4 +1,4 @@
-"""One iteration's work: its sequences, checked and with aligned labels."""
+"""Sequences of one iteration, checked and with aligned labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 
-IGNORED = -100  # PyTorch's default ignore_index: a token with this label is not a target
+IGNORED = -100  # PyTorch's default ignore_index
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -22,10 +22,10 @@ class Sequence:
 
     Attributes:
         ids: token ids [L].
-        labels: aligned with them, the label of each position [L] (-100: no target).
+        labels: label of each position [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: number of places that labels were shifted by, for errors.
-        padding: value of user-defined fields in padding, where it is not 0.
+        moved: places that labels were shifted by, for errors.
+        padding: value of user-defined fields in padding, if not 0.
     """
 
     ids: Tensor
@@ -45,11 +45,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Field:
-    """A user-defined field, per token.
+    """A user-defined field of tokens.
 
     Attributes:
-        sizes: its sizes after the token dimension.
-        padding: its value in padding; for targets, the value that the loss ignores.
+        sizes: sizes after the token dimension.
+        padding: value in padding; for targets, the one that the loss ignores.
     """
 
     dtype: torch.dtype
@@ -63,15 +63,14 @@ def sequence_of(
     """Check a user's sequence and align its labels.
 
     Args:
-        given: ids, 1-D of any integer type; or a mapping of input_ids, labels (-100 where a label does not count) or
-            shift_labels, and user-defined fields, [L, ...], or a number for all tokens of a field without sizes.
-            Also position_ids 0, 1, 2, ..., which change nothing.
-        causal: labels are shifted by one here; otherwise they must be given and are not shifted; shift_labels never
-            are.
-        fields: user-defined fields that the model or the loss uses.
+        given: 1-D integer ids; or a mapping of input_ids, labels (-100 does not count) or shift_labels, and
+            user-defined fields [L, ...], or a number for all tokens of a field without sizes. position_ids 0, 1, 2, ...
+            are ignored.
+        causal: labels are shifted by one; otherwise they must be given and are not shifted, as shift_labels never are.
+        fields: user-defined fields of the model or the loss.
 
     Returns:
-        The sequence, its tensors on the CPU, contiguous, ids and labels int64.
+        The sequence, with contiguous CPU tensors; ids and labels are int64.
     """
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
@@ -124,7 +123,7 @@ def _per_token(value: Any, kind: Field, length: int) -> Any:
 
 
 def _form(value: object) -> str:
-    """Describe why a tensor cannot be read element by element; "": it can."""
+    """Return why a tensor cannot be read element by element, or ""."""
     if not isinstance(value, Tensor):
         return ""
     if value.is_nested:
