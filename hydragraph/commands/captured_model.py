@@ -1,4 +1,4 @@
-"""A run's model, captured without weights or devices, and its costs, for verbs that print or price it."""
+"""A run's model, captured without weights or devices, and its costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def bare_model(config: TrainConfig) -> nn.Module:
-    """Return a config's model on the meta device, without adapters, for a tokenizer of the config's size."""
+    """Return a config's model on the meta device, without adapters."""
     from hydragraph.train.model import skeleton
 
     quieten()
@@ -38,11 +38,11 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its program, and its graphs as a run compiles them.
+    """Return a config's model on the meta device, its program, and its graphs as in a run.
 
     Raises:
         Unsupported: the model cannot be captured.
-        ValueError: naming the field of the config that describes no model, or one too small for the tokenizer.
+        ValueError: a field of the config does not describe a model, or one too small for the tokenizer.
     """
     import torch
 
@@ -54,7 +54,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
     quieten()
     data_vocabulary = None
-    with suppress(ValueError, OSError):  # of data that are on another machine
+    with suppress(ValueError, OSError):  # the data may be on another machine
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)
@@ -72,7 +72,7 @@ def costs_of_run(
     """Return the costs of a run on a cluster.
 
     Args:
-        graphs: arguments of `Costs` about compiled graphs and the optimizer: `blocks`, `state_bytes`.
+        graphs: further arguments of `Costs`: `blocks`, `state_bytes`.
     """
     import torch
 

@@ -93,7 +93,7 @@ def check_command(options: CheckOptions) -> None:
     check_prices(options.profile, options.efficiency)
     if options.arch is not None and options.profile is not None:
         raise ValueError("--profile has measured seconds and --arch prices a datasheet: give one of them")
-    launches = options.arch is not None and options.efficiency is None  # which prices no launches
+    launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     cluster = _cluster(options, config)
     ranks = len(cluster.devices)
@@ -134,7 +134,6 @@ def check_command(options: CheckOptions) -> None:
 
 
 def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
-    """Return the devices to check for."""
     from hydragraph.kernels.gpu_arch import arch_of
     from hydragraph.spec.cluster import Cluster, Device
     from hydragraph.spec.default_cluster import default_cluster
@@ -158,13 +157,13 @@ def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
 
 
 def _launch_share(costs: Costs, strategy: Strategy, tokens: int) -> float:
-    """Return the part of a micro-batch's computation that starts kernels, in the stage where it is largest."""
+    """Return the largest fraction, over stages, of a micro-batch's computation that starts kernels."""
     stages = [stage for pipeline in costs.pipelines(strategy) for stage in pipeline.parts]
     return max(sum(stage.seconds([0])) / sum(stage.seconds([tokens])) for stage in stages)
 
 
 def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
-    """Describe how much of a strategy's computation starts kernels, which takes the same time for all lengths."""
+    """Describe the share of kernel launches, which take the same time for all lengths."""
     bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
     return (
         f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
@@ -173,7 +172,7 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
 
 
 def _look_at_data(config: TrainConfig) -> None:
-    """Print problems with the data; this is not an error, because the data may be on another machine."""
+    """Print problems with the data, which may be on another machine."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:
@@ -212,7 +211,7 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
-    """Return the assignment of one step, as a run without a profile makes it."""
+    """Return the assignment of a step, as in a run without a profile."""
     from hydragraph.planner.quick_plan import assign
 
     longest = config.data.max_length
@@ -227,7 +226,7 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
 
 
 def _memory_table(fitting: MemoryFit) -> Table:
-    """Return the table of every rank's peak by kind; neighbouring ranks with equal values share a row."""
+    """Return the table of peaks by kind; neighbouring ranks with equal values share a row."""
     from hydragraph.cost.rank_memory import Memory
     from hydragraph.report.memory_fit import WORDS
 

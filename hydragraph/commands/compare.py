@@ -1,4 +1,4 @@
-"""`hydragraph compare`: the trace of a real run beside its simulation, and where the cost model is wrong."""
+"""`hydragraph compare`: a run's trace against its simulation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compare_command(options: CompareOptions) -> None:
 def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
-    """Return the costs of a run: by the profile that is named here or in its config, or else by datasheet."""
+    """Return a run's costs: by the given profile, its config's, or a datasheet."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.cluster import Cluster
@@ -102,7 +102,7 @@ def _print(found: RunComparison, corrections: Path) -> None:
 
 
 def _kinds(found: RunComparison) -> Table:
-    """Return a row for each kind that took time, and below it one for every rank."""
+    """Return a row for each kind that took time, and one for each of its ranks."""
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
     table = new_table(f"where the time of {len(found.steps)} steps went, all ranks and each", headings, left=("kind",))
     for together in found.kinds:

@@ -1,4 +1,4 @@
-"""`hydragraph compile`: compile a run's model for its strategies ahead of time, and prove the programs of all ranks."""
+"""`hydragraph compile`: compile a run's model ahead of time, and prove all ranks' programs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CompileOptions(ConfigOptions):
     trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
     def load(self) -> TrainConfig:
-        """Read the config, with what is named here."""
+        """Read the config, with these options."""
         config = super().load()
         return replace(
             config,
@@ -115,10 +115,10 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the vocabulary and the id that ends a text of the model that training will build; say what is a guess."""
+    """Return the model's vocabulary and end-of-text id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
-    with suppress(ValueError, OSError):  # of data that is elsewhere, which training will say
+    with suppress(ValueError, OSError):  # the data may be elsewhere
         data_vocabulary = known_vocabulary(config)
         if data_vocabulary is not None:
             return data_vocabulary
@@ -135,7 +135,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 def compile_quietly(
     config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
 ) -> Summary:
-    """Compile and write; show progress on a terminal, print no result."""
+    """Compile and write, without printing results."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
@@ -214,7 +214,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Compute with as many threads as one of so many ranks here: Inductor's code for a CPU is for their number."""
+    """Use as many threads as one of these ranks: Inductor's code for a CPU depends on their number."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of
@@ -238,7 +238,7 @@ def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
 
 
 def _compiled(compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str) -> CompiledStrategy:
-    """Compile a strategy; where it does not fit, return its record."""
+    """Compile a strategy; return its record if it does not fit."""
     from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
 
     if isinstance(parsed, CompiledStrategy):

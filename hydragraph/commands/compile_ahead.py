@@ -1,7 +1,4 @@
-"""Compile a model for strategies ahead of time, without data, devices, a process group or weights.
-
-The results are values: records for `summary.json`, rank programs, and graphs.
-"""
+"""Compilation of a model for strategies, without data, devices, a process group or weights."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # cache capacity: a variant that is evicted and compiled again would be counted twice
-_TOKENS = 1024  # saved bytes are counted at this number of tokens and at twice as many
+_KEPT = 1 << 20  # cache capacity: an evicted variant would be counted twice
+_TOKENS = 1024  # saved bytes are counted here and at twice as many tokens
 
 Tell = Callable[[str], None]
 
@@ -37,12 +34,12 @@ class VariantRecord:
 
     Attributes:
         name: its files are `graphs/{name}.forward.py` and `.backward.py`.
-        blocks: the blocks of the model that it serves.
-        indices: the places in the stage whose ranks run it; there are several variants if a parameter's shards differ.
-        saved_values: number of values that its forward saves for its backward.
-        saved_bytes_per_token: bytes of those that are neither an input nor the output, per token of the micro-batch.
-        seconds: compile time, almost 0 if this process had compiled it before.
-        pass_seconds: graph pass -> the seconds that it took when it ran.
+        blocks: the model's blocks that it serves.
+        indices: places in the stage whose ranks run it; variants differ where a parameter's shards do.
+        saved_values: values saved for the backward.
+        saved_bytes_per_token: bytes of those that are neither an input nor the output.
+        seconds: compile time.
+        pass_seconds: graph pass -> its seconds.
     """
 
     name: str
@@ -69,10 +66,10 @@ class StrategyRecord:
     """Result of compiling one strategy.
 
     Attributes:
-        strategy: its text with its fingerprint; as written by the user if it does not fit.
-        folder: the folder of `strategy.yaml`, `ranks.txt`, and `program_0.txt` and so on; "" if it does not fit.
-        pull_bytes, push_bytes: bytes between ranks in one iteration in which all pipelines have work.
-        problem: why it does not fit; "" if every rank's program is proven complete and free of deadlocks.
+        strategy: its text with its fingerprint; the user's text if it does not fit.
+        folder: the folder of its files; "" if it does not fit.
+        pull_bytes, push_bytes: bytes between ranks in one iteration.
+        problem: why it does not fit; "" if all programs are proven complete and free of deadlocks.
     """
 
     strategy: str
@@ -91,7 +88,7 @@ class StrategyRecord:
 
 @dataclass(frozen=True, eq=False)
 class CompiledVariant:
-    """A variant's record and its graphs before a backend compiles them."""
+    """A variant's record and its graphs before the backend."""
 
     record: VariantRecord
     variant: Variant
@@ -99,7 +96,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record with its programs, which are None if it does not fit."""
+    """A strategy's record and programs, None if it does not fit."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -107,7 +104,7 @@ class CompiledStrategy:
 
 @dataclass(frozen=True)
 class _Need:
-    """A template in a kind of stage, by the first block of the model that has the template."""
+    """A template, by its first block, in a kind of stage."""
 
     block: Block
     kind: StageKind
@@ -117,13 +114,13 @@ class Compiler:
     """Compiles one program for strategies, each variant once.
 
     Args:
-        owners: the home layouts of the state, over all ranks of the world.
+        owners: home layouts of the state.
         backend: "eager", or "inductor", which fills its cache on disk.
-        tell: called with the name of each part before it is compiled.
+        tell: called with the name of each part to compile.
         built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
 
     Attributes:
-        graphs: records of the compiled graphs' kernels, if these are collected.
+        graphs: records of the graphs' kernels, if collected.
     """
 
     def __init__(
@@ -144,7 +141,7 @@ class Compiler:
         self._program = program
         self._tell = tell
         inductor = backend == "inductor"
-        # Variants whose graphs can be printed.
+        # Their graphs can be printed.
         self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
         self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
@@ -155,7 +152,7 @@ class Compiler:
 
     @property
     def traced(self) -> Variants:
-        """Compiled variants, before a backend compiles them."""
+        """Variants before the backend."""
         return self._traced
 
     @property
@@ -164,12 +161,12 @@ class Compiler:
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return the largest number of times that `tell` is called for the strategies."""
+        """Return the largest number of calls of `tell` for the strategies."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
     def compile(self, strategy: Strategy, micro_batches: Sequence[int]) -> CompiledStrategy:
-        """Lower a strategy, prove its programs, and compile what it needs.
+        """Lower a strategy, prove its programs, and compile its variants.
 
         Raises:
             ValueError: it does not fit the model, the ranks or the micro-batches.
@@ -246,7 +243,7 @@ def _operators(graph: torch.fx.Graph) -> int:
 
 
 def _folder(strategy: Strategy) -> str:
-    """Return a name that file systems and shells take, such as tp2-pp1-2-tp1-pp2-7c1e00."""
+    """Return a folder's name such as tp2-pp1-2-tp1-pp2-7c1e00."""
     name = "".join(c if c.isalnum() else "-" for c in strategy.name)
     short = "-".join(part for part in name.split("-") if part)[:60].rstrip("-")
     return f"{short}-{strategy.fingerprint}"

@@ -1,4 +1,4 @@
-"""Data of a model and its compiled blocks that `hydragraph show DIR` reads, as JSON in the compiled folder."""
+"""Data of a model and its compiled blocks for `hydragraph show DIR`, as JSON in the compiled folder."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Line = tuple[float, float]  # bytes, and bytes per token
 
 @dataclass(frozen=True)
 class BlockData:
-    """Memory and messages of one compiled block on some ranks of a kind of stage.
+    """Memory and messages of a compiled block in a kind of stage.
 
     Attributes:
         kind: the kind of stage, such as "tp2s".
-        indices: the places in the stage whose ranks run it.
-        held: bytes in memory, as lines over the tokens of a micro-batch (`cost.block_pieces.MemoryLines`).
-        gradients: bytes of its parameters' gradients that its graphs make before they are added up.
-        sent: bytes that a rank sends for tensor-parallel sums, as a line over the tokens.
+        indices: places in the stage whose ranks run it.
+        held: bytes in memory, as lines over a micro-batch's tokens.
+        gradients: bytes of its parameters' gradients before they are added up.
+        sent: bytes sent for tensor-parallel sums, as a line over the tokens.
     """
 
     kind: str
@@ -48,14 +48,14 @@ class BlockData:
 
 @dataclass(frozen=True)
 class ModelData:
-    """A model's sizes and the memory of its blocks, which can be read without the model or a trace.
+    """A model's sizes and the memory of its blocks.
 
     Attributes:
-        home: owners of the state, as text, with nodes if copies need them.
+        home: owners of the state, as text.
         templates: block -> template.
         blocks: template -> its compiled variants.
-        aux: bytes of a micro-batch's auxiliary values, as a line over its tokens.
-        replicas: kind of stage -> parameters whose gradient is the same on all its ranks.
+        aux: bytes of auxiliary values, as a line over a micro-batch's tokens.
+        replicas: kind of stage -> parameters whose gradient is equal on all its ranks.
     """
 
     sizes: ModelSizes
@@ -73,11 +73,7 @@ class ModelData:
 
     @classmethod
     def load(cls, folder: Path) -> ModelData:
-        """Read it from a compiled folder.
-
-        Raises:
-            ValueError: the file is missing or was written by another version.
-        """
+        """Read it from a compiled folder; a ValueError names a missing or wrong file."""
         path = folder / DATA
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -93,12 +89,12 @@ class ModelData:
 
     @cached_property
     def outline(self) -> Outline:
-        """Data that programs are built from."""
+        """Outline of the model."""
         return self.sizes.outline
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Buckets: parameters that are pulled and pushed together."""
+        """Buckets of parameters."""
         return self.sizes.buckets
 
     @property
@@ -137,7 +133,7 @@ class RecordedBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `cost.rank_memory.Blocks`; a high estimate, because a folder has data of whole backwards."""
+        """See `cost.rank_memory.Blocks`; a high estimate from whole backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -150,12 +146,12 @@ class RecordedBlocks:
 
 
 def at(line: Sequence[float], tokens: int) -> int:
-    """Return the bytes that a line gives for a number of tokens."""
+    """Return a line's bytes for a number of tokens."""
     return max(0, round(line[0] + line[1] * tokens))
 
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
-    """Return the data of a program and of what was compiled of it."""
+    """Return the data of a program and its compiled variants."""
     from hydragraph.cost.footprint import MicroBatch, made_bytes
 
     aux = program.templates[program.aux.template].graph
@@ -216,7 +212,7 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
-    """Return where each bucket's state lives, at home and under a strategy (`passes.weight_layouts.BucketLayouts`)."""
+    """Return each bucket's layouts, at home and under a strategy (`passes.weight_layouts.BucketLayouts`)."""
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
     from hydragraph.passes.place import place

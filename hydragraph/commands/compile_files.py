@@ -1,4 +1,4 @@
-"""The files of a compiled folder that people and `hydragraph show` read."""
+"""Files of a compiled folder for people and `hydragraph show`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ _PARTS = ("graphs", "strategies")
 
 @dataclass(frozen=True)
 class Summary:
-    """Contents of `summary.json`.
-
-    Attributes:
-        fingerprint: hash of the program, which ranks compare before they run.
-    """
+    """Contents of `summary.json`."""
 
     hydragraph: str
     torch: str
@@ -58,14 +54,14 @@ class Summary:
 
     @classmethod
     def load(cls, folder: Path) -> Summary:
-        """Read the summary of a folder; a ValueError names the field that is wrong."""
+        """Read a folder's summary; a ValueError names the wrong field."""
         return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
 
 
 def summarise(
     program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
 ) -> Summary:
-    """Return the summary of everything that a compiler has compiled."""
+    """Return the summary of a compiler's results."""
     return Summary(
         hydragraph=__version__,
         torch=torch.__version__,
@@ -84,7 +80,7 @@ def summarise(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if a folder holds other files, which must not be overwritten."""
+    """Raise a ValueError if a folder holds other files."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
         raise ValueError(f"--output {folder} holds other files: name a new folder, or one by hydragraph compile")
 
@@ -97,7 +93,7 @@ def write_folder(
     strategies: Sequence[CompiledStrategy],
     home: Home,
 ) -> None:
-    """Write the files for people in place of earlier ones; `frontend.compiled_folder.save` adds the rest.
+    """Write the files for people, replacing earlier ones; `frontend.compiled_folder.save` adds the rest.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant

@@ -1,4 +1,4 @@
-"""Kernels of graphs compiled for a GPU architecture, as the file `kernels.json` of a compiled folder."""
+"""Kernels of graphs compiled for a GPU architecture: `kernels.json` of a compiled folder."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class KernelRecord:
     """One kernel of a graph.
 
     Attributes:
-        launches: number of launches in one run of the graph.
-        configurations: number of configurations that a GPU chooses from; the rest of the record is of the first.
+        launches: in one run of the graph.
+        configurations: number that a GPU chooses from; other fields are of the first.
         spilled_bytes: per thread.
         shared_bytes: per block of threads.
-        bytes: device memory that one launch reads and writes.
+        bytes: device memory read and written by one launch.
     """
 
     name: str
@@ -60,10 +60,9 @@ class GraphRecord:
 
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
-        library_launches: operators that Inductor did not compile: products, lookups, attention, the fused head
-            and others.
-        flops: floating-point operations of products, attention and the fused head.
-        library_bytes: device memory that products, lookups, attention and the fused head read and write.
+        library_launches: operators that Inductor did not compile.
+        flops: of products, attention and the fused head.
+        library_bytes: device memory read and written by products, lookups, attention and the fused head.
     """
 
     name: str
@@ -83,7 +82,7 @@ class GraphRecord:
         return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
 
     def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Return the time that peak and bandwidth allow, with products and memory fully overlapped."""
+        """Return the least time by peak and bandwidth, fully overlapped."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
@@ -97,11 +96,7 @@ class KernelsFile:
 
     @classmethod
     def load(cls, folder: Path) -> KernelsFile:
-        """Read a folder's file.
-
-        Raises:
-            ValueError: the folder was not compiled for an architecture, or the file is damaged.
-        """
+        """Read a folder's file; raise a ValueError if it is missing or damaged."""
         if not (folder / KERNELS).is_file():
             raise ValueError(
                 f"{folder}: no {KERNELS} in it: hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
@@ -109,7 +104,7 @@ class KernelsFile:
         return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
 
     def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
-        """Write the file, and the machine code of the kernels that it names."""
+        """Write the file, and its kernels' machine code."""
         (folder / FOLDER).mkdir()
         codes = {_digest(kernel): kernel.cubin for kernel in built}
         for record in (kernel for graph in self.graphs for kernel in graph.kernels):
@@ -170,7 +165,7 @@ def _is_library(node: fx.Node) -> bool:
 
 
 def _is_ordinary(node: fx.Node) -> bool:
-    """Return whether an operator outside of all pieces computes elements."""
+    """Return whether an operator outside of pieces computes elements."""
     return node.target not in NO_WORK and makes_tensors(node.target)
 
 
@@ -179,7 +174,7 @@ def _shape(node: Any, sizes: Sizes) -> list[float]:
 
 
 def _flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return the operations of a product, of causal attention to one sequence, or of the fused head with gradients."""
+    """Return the operations of a product, causal attention, or the fused head with gradients."""
     if node.target in _PRODUCTS:
         left, right = (_shape(n, sizes) for n in node.args[-2:])
         return 2 * math.prod(left) * right[-1]

@@ -1,4 +1,4 @@
-"""The config of `hydragraph train`: a file, or one that is written for data and a model."""
+"""The config of `hydragraph train`: a file, or one written for data and a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
     Args:
         paths: one config, or data and at most one model.
-        to: the file that a config for data and a model is written to, by the process that leads, if it does not exist.
-        overrides: as for `TrainConfig.load`; they are not written.
+        to: file for the config of data and a model; the leading process writes it if missing.
+        overrides: as for `TrainConfig.load`; not written.
 
     Raises:
         ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` has another config.
@@ -40,7 +40,7 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
 
 def _is_config(path: Path) -> bool:
-    return path.suffix in SUFFIXES or (path.exists() and not path.is_file() and not path.is_dir())  # or a pipe
+    return path.suffix in SUFFIXES or (path.exists() and not path.is_file() and not path.is_dir())  # a pipe
 
 
 def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> TrainConfig:
@@ -68,10 +68,10 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 
 
 def first_config(found: InspectedPaths, to: Path) -> str:
-    """Return a config with comments for the devices of this process or its launcher.
+    """Return a config with comments for these devices.
 
     Args:
-        to: the file that will hold it; the run folder gets its name.
+        to: its file, which names the run folder.
     """
     from hydragraph.train.starter_config import starter
 
@@ -80,7 +80,7 @@ def first_config(found: InspectedPaths, to: Path) -> str:
 
 
 def devices_here() -> AvailableDevices:
-    """Return the devices that a first config is for: the launcher's ranks, this machine's GPUs, or its CPU."""
+    """Return the devices of a first config: the launcher's ranks, this machine's GPUs, or its CPU."""
     import torch
 
     from hydragraph.train.starter_config import AvailableDevices

@@ -1,4 +1,4 @@
-"""`hydragraph devices`: the devices and links that a run would find, as measured."""
+"""`hydragraph devices`: measure the devices and links of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def devices_command(options: DevicesOptions) -> None:
 
 
 def discover_rank(device: str | None) -> Discovered:
-    """Discover the devices together with all other ranks."""
+    """Discover devices together with all other ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

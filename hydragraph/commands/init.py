@@ -1,4 +1,4 @@
-"""`hydragraph init`: write a first config for your data, your model and the devices here, without questions."""
+"""`hydragraph init`: write a first config for data, a model and the devices here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this process was started: as one rank of a launcher, or as the process that starts the ranks."""
+"""How this process was started: by a launcher, or to start the ranks itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def launched() -> bool:
-    """Return whether torchrun, or a similar launcher, has started this process as one of several."""
+    """Return whether a launcher such as torchrun has started this process."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
@@ -30,24 +30,23 @@ def leads() -> bool:
 
 
 def may_be_restarted() -> bool:
-    """Return whether torchrun started this process, so that it may start it again."""
+    """Return whether torchrun started this process, and may restart it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restarted() -> int:
-    """Return how many times this machine's torchrun has restarted its ranks because one of them failed.
+    """Return the number of restarts of this machine's ranks by torchrun.
 
-    After a failure on another machine torchrun also restarts them, but does not count that.
+    torchrun does not count restarts after failures on other machines.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def first_seen(began: float) -> float:
-    """Return when the run began that the first attempt of this torchrun job found in the folder; `began`: now.
+    """Return when the run began that this torchrun job's first attempt found in the folder; `began`: found now.
 
-    torchrun's store outlives its ranks: the first attempt writes the time there, and later attempts read it; clocks may
-    be set during a run. Without a shared store, the age of torchrun's process decides: a run that began earlier belongs
-    to another job.
+    torchrun's store outlives its ranks: the first attempt writes the time there. Without a shared store, the age of
+    torchrun's process decides: a run that began earlier belongs to another job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -58,9 +57,9 @@ def first_seen(began: float) -> float:
 
 
 def running_s(pid: int) -> float:
-    """Return how many seconds a process has been running, rounded up by at most one."""
+    """Return the age of a process in seconds, rounded up by at most one."""
     try:
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since the machine was started
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
     except OSError:  # not Linux; `ps` prints whole seconds, as [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
@@ -77,12 +76,12 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Run a function on the launcher's ranks or on new local ones; return this rank's or rank 0's result.
+    """Run a function on the launcher's or new local ranks; return this rank's or rank 0's result.
 
     Args:
-        relay: gets the processes of the new ranks, to forward stop requests to them.
-        elastic: how the others continue when ranks are lost; None: the loss of one rank ends the run.
-        nodes: the machines on each of which a launcher has started one process instead of the ranks; this is the first.
+        relay: gets the new ranks' processes, to forward stop requests.
+        elastic: how others continue when ranks are lost; None: a loss ends the run.
+        nodes: machines with one launched process each, in place of the ranks; this is the first.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)
@@ -92,7 +91,7 @@ def on_ranks(
 
 
 def quieten() -> None:
-    """Hide warnings meant for developers of torch and transformers, and their progress bars."""
+    """Hide developers' warnings of torch and transformers, and progress bars."""
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and how a function of a dataclass of options becomes a verb."""
+"""Options that verbs share, and the decorator of verbs."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class CommonOptions:
     debug: Debug = False
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise a ValueError for the first of these fields that was given; it begins with the option's name."""
+        """Raise a ValueError for the first of these fields that was given."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) is not False:
-                declared = hints[name].__metadata__[0].default  # typer keeps an option's explicit name there
+                declared = hints[name].__metadata__[0].default  # the option's explicit name
                 raise ValueError(f"{declared if isinstance(declared, str) else f'--{name}'} {why}")
 
 
@@ -101,11 +101,11 @@ class ConfigOptions(CommonOptions):
 
 
 def verb(function: Callable[[Options], None]) -> Callable[..., None]:
-    """Return a function that typer takes: it has a keyword for each field of the dataclass that `function` takes."""
+    """Return a function for typer, with a keyword for each field of the dataclass that `function` takes."""
     options: type[Options] = next(iter(get_type_hints(function).values()))
     hints = get_type_hints(options, include_extras=True)
     parameters = []
-    for cls in options.__mro__:  # own options come before inherited ones in the help
+    for cls in options.__mro__:  # own options first in the help
         for field in fields(options):
             if field.name in inspect.get_annotations(cls):
                 kind, info = get_args(hints[field.name])
@@ -127,10 +127,10 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
-    """Read the numbers of micro-batches of all pipelines: "4,2", or one number for all.
+    """Read the micro-batches of all pipelines: "4,2", or one number for all.
 
     Raises:
-        ValueError: the text is not numbers, all are 0, or their count is not the number of pipelines.
+        ValueError: it is not numbers, all are 0, or there is not one per pipeline.
     """
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
@@ -141,7 +141,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read numbers of micro-batches before the number of pipelines is known; errors as for `read_counts`."""
+    """Read micro-batches before the number of pipelines is known; errors as for `read_counts`."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
@@ -154,11 +154,7 @@ def check_counts(text: str) -> list[int]:
 
 
 def check_written(option: str, path: Path | None) -> None:
-    """Check that the file that an option names can be written, before the work that fills it.
-
-    Raises:
-        ValueError: naming the option: the folder does not exist, or the path is a folder.
-    """
+    """Raise a ValueError if an option's file cannot be written, before the work for it."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -174,7 +170,7 @@ def check_prices(profile: object, efficiency: float | None) -> None:
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:
-    """Return the home that was given, or else the config's; a ValueError shows the wrong piece of the text."""
+    """Return the given home, or else the config's."""
     return configured if text is None else Home.parse(text)
 
 
@@ -184,10 +180,10 @@ def chosen_strategies(
     """Return the strategies of the command line, or else the config's.
 
     Args:
-        ranks: number of ranks, to replace the config's "auto" by plain data parallelism; None: "auto" is refused.
+        ranks: to replace the config's "auto" by plain data parallelism; None: "auto" is refused.
 
     Raises:
-        ValueError: these are "auto", which only training plans.
+        ValueError: they are "auto", which only training plans.
     """
     texts = tuple(named or configured)
     if "auto" not in texts:

@@ -1,4 +1,4 @@
-"""`hydragraph plan --cluster`: which devices of a cluster do what, when they differ."""
+"""`hydragraph plan --cluster`: a plan for devices that differ."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ OFFERED = 4  # printed combinations of rented nodes
 
 
 def plan_devices(asked: PlanOptions) -> None:
-    """Plan, print the plan, and write the requested files; the deadline counts from here."""
+    """Plan, print the plan, and write files; the deadline counts from here."""
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
     assert asked.cluster is not None, "plan_command has checked it"
-    # Mistakes in files are reported before the planner is imported, which takes seconds.
+    # Report mistakes in files before importing the planner, which takes seconds.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.workload(config)
@@ -122,10 +122,10 @@ def plan_devices(asked: PlanOptions) -> None:
 
 
 def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
-    """Return the costs that price plans, and a sentence on where they come from.
+    """Return the costs, and a sentence on where they come from.
 
     Args:
-        config: the config of a run with the model, for exact memory; None: use the profiles alone.
+        config: config of the model, for exact memory; None: profiles alone.
 
     Raises:
         ValueError: profiles, cluster, health and model do not match.
@@ -172,12 +172,12 @@ def _backend(config: TrainConfig | None) -> str:
 
 
 def _compile_first(costs: Costs, seconds: float | None) -> Costs:
-    """Compile the graphs of all kinds of stages that a plan may use; return costs without those not compiled in time.
+    """Compile graphs of all kinds of stages; return costs without kinds not compiled in time.
 
-    Plain stages come first, and those of one device are always compiled.
+    Plain stages come first; those of one device are always compiled.
 
     Args:
-        seconds: time after which no further kind is compiled; None: no limit.
+        seconds: limit for starting further kinds; None: no limit.
     """
     from hydragraph.spec.stage_kind import StagePart
 
@@ -188,7 +188,6 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
     kinds: set[StageKind] = set()
     for name in costs.cluster.types:
         most = max((count for (of, _), count in ranks.items() if of == name), default=0)
-        # A type whose ranks are all lost has no kinds to compile.
         kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
     late: set[StageKind] = set()
     for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind)):
@@ -201,7 +200,7 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
 
 
 def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
-    """Return a profile, and those of other types in it, without some kinds of stage."""
+    """Return a profile without some kinds of stage, in all its types."""
     pieces = {kind: piece for kind, piece in profile.pieces.items() if kind not in kinds}
     return replace(profile, pieces=pieces, others=tuple(_without(other, kinds) for other in profile.others))
 
@@ -216,7 +215,7 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
 
 
 def _told(compiled: VariantOf, say: Say) -> VariantOf:
-    """Return a lookup of graphs that reports each first compilation, which takes a while."""
+    """Return a lookup of graphs that reports first compilations."""
     reported: set[object] = set()
 
     def get(block: Any, part: Any) -> Any:
@@ -236,7 +235,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
     """Return the merged profiles of the cluster's types of devices.
 
     Raises:
-        ValueError: a profile does not name its type of device, and there are several types.
+        ValueError: a profile does not name its type of device, of several.
     """
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.train.plan_input import read_profile
@@ -256,11 +255,7 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
 
 def _running(text: str, costs: Costs) -> Strategy:
-    """Read the strategy that runs now, a text or a YAML file, and check it against model and cluster.
-
-    Raises:
-        ValueError: it does not fit the model or the cluster.
-    """
+    """Read and check the strategy that runs now."""
     from hydragraph.spec.strategy import Strategy
 
     try:
@@ -272,11 +267,7 @@ def _running(text: str, costs: Costs) -> Strategy:
 
 
 def _write(plan: Plan, path: Path) -> str:
-    """Write the plan's strategy for `hydragraph train`, and further candidates to numbered files in the same folder.
-
-    Returns:
-        a sentence on how to train with them.
-    """
+    """Write the plan's strategy, and further candidates to numbered files; return how to train with them."""
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)
@@ -304,7 +295,7 @@ def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
 
 
 def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:
-    """Return a plan as JSON data; infinite seconds, and rates of lost ranks, are null."""
+    """Return a plan as JSON data; infinite numbers are null."""
     ranks = range(costs.ranks)
     return {
         "strategy": plan.strategy.name,

@@ -1,4 +1,4 @@
-"""The options of `hydragraph plan`: those for equal devices, those for devices that differ, and those for both."""
+"""Options of `hydragraph plan`, for equal devices and for devices that differ."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
     ] = None
 
     def check(self) -> None:
-        """Raise a ValueError for options that contradict each other; it names them."""
+        """Raise a ValueError for contradictory options."""
         if self.cluster is None:
             self.refuse(
                 get_annotations(UnevenOptions),
@@ -198,10 +198,10 @@ class PlanOptions(EqualOptions, UnevenOptions):
         check_written("--output", self.output)
 
     def workload(self, config: TrainConfig | None) -> Workload:
-        """Return the workload for devices that differ; missing values come from the run's config.
+        """Return the workload for devices that differ, completed by the run's config.
 
         Raises:
-            ValueError: the options are incomplete, or contradict each other.
+            ValueError: the options are incomplete or contradictory.
         """
         from hydragraph.report.candidate_comparison import mini_batches
         from hydragraph.spec.training_workload import Workload

@@ -72,7 +72,7 @@ def profile_command(options: ProfileOptions) -> None:
 def profile_rank(
     config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
-    """Measure on this rank; return the profile and how many ranks there are."""
+    """Measure on this rank; return the profile and the number of ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups
@@ -121,7 +121,7 @@ def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
 def _kinds(
     strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], options: ProfileOptions
 ) -> tuple[StageKind, ...]:
-    """Return the kinds of stages to measure: those of the strategies, and those of the schemes and flags."""
+    """Return the kinds of stages of the strategies, schemes and flags."""
     from hydragraph.spec.stage_kind import StageKind
 
     kinds = [stage.kind for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]

@@ -1,6 +1,6 @@
-"""A compiled variant's graphs as Python that a person can read: names of the model, shapes, and what is saved for what.
+"""A compiled variant's graphs as readable Python, with the model's names and shapes.
 
-The text runs, too: `forward` and `backward` take and return what the graphs do.
+The text runs: `forward` and `backward` have the graphs' arguments and results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten, hydragraph = torch.ops.aten, torch.ops.hydragraph
 
 
 def forward_code(variant: Variant, title: str) -> str:
-    """Return the forward as a function: parameters, buffers and inputs to outputs and saved values."""
+    """Return the forward as a function of parameters, buffers and inputs."""
     names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
     results += [f"saved.{i}" for i in range(len(_returned(variant.forward)) - variant.outputs)]
@@ -39,7 +39,7 @@ def forward_code(variant: Variant, title: str) -> str:
 
 
 def backward_code(variant: Variant, title: str) -> str:
-    """Return the backward as a function: saved values, named as in the forward, and the tangent to gradients."""
+    """Return the backward as a function of saved values, named as in the forward, and the tangent."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(_returned(variant.forward)[variant.outputs :])}
     arguments = [
@@ -76,7 +76,7 @@ def _text(
 
 
 def _names(module: fx.GraphModule, placeholders: Sequence[str]) -> dict[fx.Node, str]:
-    """Name all nodes: placeholders as given, the others as they are called, unless a name is taken."""
+    """Name all nodes uniquely, with the given names of placeholders."""
     names: dict[fx.Node, str] = {}
     used: set[str] = set()
     placeholder_names = iter(placeholders)
@@ -94,7 +94,7 @@ def _identifier(name: str) -> str:
 
 
 def _sizes(variant: Variant) -> Callable[[object], str]:
-    """Return what writes sizes: the tokens' symbol as T, that of cu_seqlens as S."""
+    """Return a function that writes sizes, with symbols T for tokens and S for cu_seqlens."""
     nodes = dict(zip(variant.inputs, _placeholders(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)

@@ -1,4 +1,4 @@
-"""`hydragraph report`: what a simulation, a plan or a run has to say, as one HTML file."""
+"""`hydragraph report`: a simulation, a plan or a run as one HTML file."""
 
 from __future__ import annotations
 

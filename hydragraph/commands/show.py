@@ -1,4 +1,4 @@
-"""`hydragraph show`: a model's program, the ranks' programs and passes, and the contents of a compiled folder."""
+"""`hydragraph show`: a model's program, ranks' programs, passes, and a compiled folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ShowOptions(CommonOptions):
         return any(views) or self.parameter is not None or self.diff is not None
 
     def check(self) -> None:
-        """Raise a ValueError for options that contradict each other."""
+        """Raise a ValueError for contradictory options."""
         check_counts(self.micro_batches)
         folder = self.source is not None and self.source.is_dir()
         if self.output is not None:
@@ -169,7 +169,7 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
 
 
 def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]:
-    """Yield what a folder holds; of strategies, the kinds of program."""
+    """Yield a folder's contents, or strategies' kinds of program."""
     from hydragraph.commands.show_folder import overview, ranks_text, shortened
 
     if not found:
@@ -195,7 +195,7 @@ def _differences(folder: ShownFolder, found: Sequence[ShownStrategy], other: str
 
 
 def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
-    """Compile a config into a temporary folder, and show that; a strategy that does not fit is an error."""
+    """Compile a config into a temporary folder, and show that."""
     from hydragraph.commands.compile import compile_quietly
 
     diff = options.diff
@@ -234,14 +234,14 @@ def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
 
 
 def _show_passes(config: TrainConfig, options: ShowOptions) -> None:
-    """Print what the passes make of each block and of a rank under each strategy; without one, on a single device."""
+    """Print blocks and a rank's program after each pass, under each strategy, by default of one device."""
     from hydragraph.commands.show_passes import dump_passes, dump_program_passes
     from hydragraph.passes.variants import Variants
     from hydragraph.train.config_checks import read_strategies
 
     model = bare_model(config)
     program = program_of(config, model)
-    inductor = config.backend == "inductor"  # its own code has no text, but its input has
+    inductor = config.backend == "inductor"
     variants = Variants(program, fused_head=inductor, added=not inductor)
     for strategy in read_strategies(options.strategies or ("<tp1,pp1>",), model, config.ranks):
         print(*dump_passes(program, variants, strategy, options.rank), sep="\n")

@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --diff OTHER`: in words, what differs between two folders, or two strategies of one."""
+"""`hydragraph show DIR --diff OTHER`: differences between two folders, or two strategies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch"),
 )
-_LONG = 4000  # lines, above which files are compared as wholes
+_LONG = 4000  # lines; longer files are compared as wholes
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    """Yield what differs between two folders: the model, the graphs, the strategies and their programs."""
+    """Yield differences of two folders' models, graphs, strategies and programs."""
     differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
     yield from shortened(differences or ["  the same model, graphs, strategies and programs"], rows=60)
@@ -72,7 +72,7 @@ def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 
 
 def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield what differs between two strategies: what they take, and which ranks do what else."""
+    """Yield differences of two strategies' facts and ranks."""
     yield f"{one.name} -> {other.name}"
     differences = [*_facts(one, other), *_places(one, other)]
     yield from shortened(differences or ["  the same places, micro-batches and programs"], rows=40)
@@ -105,7 +105,7 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
 
 
 def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield groups of ranks that have another place, or the same one and another program."""
+    """Yield groups of ranks with another place or program."""
     groups: dict[str, list[int]] = {}
     for rank, (one_header, other_header) in enumerate(zip(one.programs.headers, other.programs.headers, strict=False)):
         before = _place(one_header)

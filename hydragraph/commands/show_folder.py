@@ -1,4 +1,4 @@
-"""A reader of folders that `hydragraph compile` wrote; it needs no model and does not trace."""
+"""Reader of folders of `hydragraph compile`, without a model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from hydragraph.ir.rank_program import RankProgram
     from hydragraph.ir.shared_programs import SharedPrograms
 
-WIDTH = 100  # columns of what is printed
-ROWS = 24  # of a list, before it says how many more there are
+WIDTH = 100  # printed columns
+ROWS = 24  # of a list
 
 Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
 class ShownStrategy:
-    """One strategy of a folder; its files are read when they are asked for."""
+    """One strategy of a folder, whose files are read on demand."""
 
     record: StrategyRecord
     folder: Path
@@ -41,7 +41,7 @@ class ShownStrategy:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """What strategy.yaml says."""
+        """The strategy in strategy.yaml."""
         return self._read(lambda: Strategy.load(self.folder / "strategy.yaml"))
 
     @cached_property
@@ -77,11 +77,7 @@ class ShownFolder:
 
     @classmethod
     def open(cls, path: Path) -> ShownFolder:
-        """Open a folder.
-
-        Raises:
-            ValueError: it is not one that `hydragraph compile` wrote.
-        """
+        """Open a folder; raise a ValueError unless `hydragraph compile` wrote it."""
         if not (path / SUMMARY).is_file():
             raise ValueError(f"{path}: no {SUMMARY} in it: name a folder that hydragraph compile --output wrote")
         summary = Summary.load(path)
@@ -94,10 +90,10 @@ class ShownFolder:
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies that are named by text, fingerprint, folder or number from 1; all without names.
+        """Return the strategies with these texts, fingerprints, folders or numbers from 1; default: all.
 
         Raises:
-            ValueError: the folder has no such strategy; with the nearest that it has.
+            ValueError: the folder has no such strategy.
         """
         return tuple(self.strategy(text) for text in texts) if texts else self.strategies
 
@@ -117,13 +113,13 @@ class ShownFolder:
             return False
 
     def check_rank(self, rank: int | None) -> None:
-        """Raise ValueError where there is no such rank."""
+        """Raise a ValueError for an unknown rank."""
         if rank is not None and not 0 <= rank < self.summary.ranks:
             raise ValueError(f"--rank {rank}: there are ranks 0 to {self.summary.ranks - 1}")
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return the error for an unknown name, with similar names or the first few known ones."""
+    """Return the error for an unknown name, with similar or known names."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"
@@ -132,7 +128,7 @@ def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
 
 
 def overview(folder: ShownFolder) -> Iterator[str]:
-    """Yield the lines that say what a folder holds, and what can be asked of it."""
+    """Yield lines on a folder's contents and views."""
     summary = folder.summary
     yield (
         f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "
@@ -157,14 +153,14 @@ def overview(folder: ShownFolder) -> Iterator[str]:
 
 
 def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:
-    """Yield lines, of many the first and how many are left out."""
+    """Yield the first lines, and the number of those left out."""
     yield from lines[:rows]
     if len(lines) > rows:
         yield f"  ... and {len(lines) - rows:,} more{more}"
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines, those of more than `WIDTH` columns broken between words."""
+    """Yield lines wrapped at `WIDTH` columns."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         if len(line) <= WIDTH:
@@ -174,14 +170,14 @@ def wrapped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
-    """Return "rank 3", "ranks 0-7,16", or, where that would be long, "ranks 0..511 (256 of them)"."""
+    """Return "rank 3", "ranks 0-7,16", or, if that is long, "ranks 0..511 (256 of them)"."""
     text = runs_text(ranks)
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {text}" if len(text) <= most else f"{word} {ranks[0]}..{ranks[-1]} ({len(ranks)} of them)"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines of aligned columns; the first `left` columns begin at the left, numbers end at the right."""
+    """Return rows as lines of columns, the first `left` aligned left and others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

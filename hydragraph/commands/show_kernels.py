@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --kernels`: what the kernels of each graph need, and the time that a GPU's datasheet allows."""
+"""`hydragraph show DIR --kernels`: resources of each graph's kernels, and the least time by datasheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.report.number_text import bytes_text, seconds_text
 
 
 def kernel_lines(folder: ShownFolder) -> Iterator[str]:
-    """Yield a row for each graph, then a row for each kernel.
+    """Yield a row for each graph, then for each kernel.
 
     Raises:
         ValueError: the folder was not compiled for a GPU architecture.

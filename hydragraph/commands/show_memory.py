@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --memory`: what ranks hold when they hold most, and in which instruction that is."""
+"""`hydragraph show DIR --memory`: ranks' peak memory by kind, and its instruction."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-FEW = 16  # ranks that are walked one by one
+FEW = 16  # ranks walked one by one
 _PARTS = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
 
 
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield each rank's peak in its parts; of many ranks, that of the first of each kind.
+    """Yield each rank's peak by kind, or of many ranks the first of each kind's.
 
     Args:
-        tokens: of every micro-batch, in one sequence.
+        tokens: of a micro-batch's single sequence.
         limit: bytes of a device; None: unknown.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
@@ -74,7 +74,7 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
-    """Return the walk of a rank's program with what the folder knows of its blocks."""
+    """Return the walk of a rank's program, by the folder's data."""
     ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     owners = HomeLayouts(folder.data.owners, ranks)

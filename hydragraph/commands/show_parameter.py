@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --parameter NAME`: owners and users of a parameter, at home and under each strategy."""
+"""`hydragraph show DIR --parameter NAME`: owners and users of a parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameter_lines(
     """Yield the owners and users of a parameter, for one rank if given.
 
     Raises:
-        ValueError: the model has no such parameter; with near names.
+        ValueError: the model has no such parameter.
     """
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
@@ -59,7 +59,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
             owned.append((owner, low - start, high - start, copy))
     if not owned:
         yield "  it owns no part of it" if rank is not None else "  no rank owns it"
-    # Neighbours that own equally much are one line.
+    # Neighbours of equal shares are one line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
         ranks = [row[0] for row in members]

@@ -1,4 +1,4 @@
-"""The output of `hydragraph show --passes`: the lists of passes, and with a config the graphs after each."""
+"""`hydragraph show --passes`: the lists of passes, and with a config the graphs after each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 def list_passes() -> Iterator[str]:
-    """Yield a line for each pass, in the order in which they run."""
+    """Yield a line for each pass, in order."""
     yield "graph passes: from a block's template to the graphs that one rank of a stage runs"
     for number, graph_pass in enumerate(GRAPH_PASSES, start=1):
         yield f"{number}. {graph_pass.name:<15}{graph_pass.meaning} ({graph_pass.when})"
@@ -31,10 +31,10 @@ def list_passes() -> Iterator[str]:
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
-    """Yield, for each kind of block in each kind of stage, its template's text and its graphs after each pass.
+    """Yield the template and the graphs after each pass, for each kind of block and stage.
 
     Args:
-        rank: the rank whose graphs are shown; None: the first of each kind of stage.
+        rank: shown rank; None: the first of each kind of stage.
     """
     shown = set()
     for block, part in _places(program, strategy, rank):
@@ -45,10 +45,10 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
 
 
 def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: int | None) -> Iterator[str]:
-    """Yield one rank's program after each pass, of an iteration of two micro-batches per pipeline.
+    """Yield one rank's program after each pass, for two micro-batches per pipeline.
 
     Args:
-        rank: the rank shown; None: the first of the last stage, which runs the forward and backward of the loss.
+        rank: shown rank; None: the first of the last stage.
     """
     counts = [2] * len(strategy.pipelines)
     shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank

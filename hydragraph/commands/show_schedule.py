@@ -1,7 +1,6 @@
-"""`hydragraph show DIR --schedule`: when each stage runs which forward and backward, as text and as a picture.
+"""`hydragraph show DIR --schedule`: forwards and backwards of each stage over time, as text or a picture.
 
-Time is counted in forwards of one block: a backward takes two of them for each, three where it recomputes, and messages
-take none. `hydragraph simulate` prices devices and links.
+Time is counted in forwards of one block: its backward takes two, or three if it recomputes, and messages take none.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # rows that are drawn at full height
+_TALLEST = 40  # rows drawn at full height
 
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's forward, backward or half of a backward on a stage; times in forwards of one block."""
+    """A micro-batch's work on a stage; times in forwards of one block."""
 
     work: Work
     micro_batch: int
@@ -41,21 +40,21 @@ class Task:
 
     @property
     def text(self) -> str:
-        """F0, B0, or I0 and W0 for the input and the weight gradients; F0:1 on a second interleaved stage."""
+        """F0, B0, I0 or W0; F0:1 on a second interleaved stage."""
         return f"{self.work.value}{self.number}"
 
     @property
     def number(self) -> str:
-        """The micro-batch and, if it is not the first, the interleaved stage."""
+        """The micro-batch and, unless it is the first, the interleaved stage."""
         return f"{self.micro_batch}:{self.visit}" if self.visit else str(self.micro_batch)
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """Work of stages that run the same instructions at the same time.
+    """Work of stages with equal tasks and times.
 
     Attributes:
-        pipelines: the pipelines that have such a stage, or that share this one.
+        pipelines: pipelines with such a stage, or that share this one.
     """
 
     pipelines: tuple[int, ...]
@@ -81,7 +80,7 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
     return sorted(merged, key=lambda row: (row.pipelines[0], row.stage))
 
 
-_Ordered = tuple[Work, int, int, int]  # kind of work, micro-batch, interleaved stage, number of blocks
+_Ordered = tuple[Work, int, int, int]  # work, micro-batch, interleaved stage, number of blocks
 
 
 def _order(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> list[_Ordered]:
@@ -99,7 +98,7 @@ def _order(instructions: Sequence[Instruction], stage: PlacedStage, outline: Out
 
 
 def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> list[tuple[Task, ...]]:
-    """Run every stage's tasks in its order, each when what it needs from its neighbours is there."""
+    """Run every stage's tasks in order, each once its inputs are ready."""
     at = {(role.pipeline, role.stage): (i, role.visit) for i, stage in enumerate(stages) for role in stage.roles}
     there = [{(work in RETURNING, m, visit) for work, m, visit, _ in order} for order in orders]
     done: dict[tuple[tuple[int, int], bool, int], int] = {}
@@ -120,7 +119,6 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> l
             if needs is not None and needs not in done:
                 break
             begin = max(free[i], done[needs] if needs is not None else 0)
-            # A stage that recomputes runs the forward again before it differentiates.
             again = returns and bool(stages[i].kind.recompute)
             end = begin + ((2 if work is Work.BACKWARD else 1) + again) * blocks
             tasks[i].append(Task(work, m, begin, end, visit))
@@ -134,10 +132,10 @@ def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> l
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    """Yield the grid of every strategy: a line per stage, with its forwards and backwards over time.
+    """Yield the grid of every strategy: a line per stage.
 
     Args:
-        rank: only the stages that run what this one does; None: all.
+        rank: only stages of this rank; None: all.
     """
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
     for strategy in strategies:
@@ -187,11 +185,7 @@ def _cells(tasks: Sequence[Task], end: int, unit: int) -> str:
 
 
 def check_drawn(path: Path) -> None:
-    """Check, before anything is traced or read, that the grids can be drawn to a file.
-
-    Raises:
-        ValueError: the file's name ends otherwise, its folder does not exist, or matplotlib is not installed.
-    """
+    """Raise a ValueError unless the grids can be drawn to a file."""
     from hydragraph.train.loss_picture import matplotlib_installed
 
     if path.suffix not in (".png", ".svg"):
@@ -202,13 +196,13 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the grids to a PNG or SVG file, which is replaced only when the new one is complete.
+    """Draw the grids to a PNG or SVG file, replaced only when the new one is complete.
 
     Args:
-        rank: only the stages that run what this one does; None: all.
+        rank: as for `schedule_lines`.
 
     Raises:
-        ValueError: the file's name ends otherwise, or matplotlib is not installed.
+        ValueError: as for `check_drawn`.
     """
     check_drawn(path)
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --traffic`: the bytes that ranks and nodes send each other in one step, by kind."""
+"""`hydragraph show DIR --traffic`: bytes between ranks and nodes in one step, by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.ir.instruction import Op
 from hydragraph.passes.place import place
 from hydragraph.report.number_text import bytes_text
 
-FEW = 8  # ranks or nodes that a matrix is printed for
+FEW = 8  # most ranks or nodes in a matrix
 KINDS = {
     "pull": "weights from their owners to stages",
     "push": "gradients from stages to owners",
@@ -25,11 +25,11 @@ KINDS = {
 def traffic_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int
 ) -> Iterator[str]:
-    """Yield what moves, by kind; between which ranks where there are few, else between nodes.
+    """Yield traffic by kind, and between ranks or, if they are many, between nodes.
 
     Args:
-        rank: whose traffic alone; None: all.
-        node: ranks of a node, which follow one another.
+        rank: show only its traffic; None: all.
+        node: consecutive ranks of a node.
     """
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
     for strategy in strategies:
@@ -48,7 +48,7 @@ def traffic_lines(
 
 
 def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
-    """Return what moves, by kind (`KINDS`), with the micro-batches that the folder was compiled for."""
+    """Return traffic by kind (`KINDS`), for the folder's micro-batches."""
     placed = placed_layouts(folder.data, each.strategy)
     return {
         "pull": moved(placed, "pull", folder.data.sizes.itemsize),
@@ -59,7 +59,7 @@ def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> di
 
 
 def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
-    """Return what each rank sends to the next one of its stage's ring."""
+    """Return the bytes between neighbours in stages' rings."""
     data = folder.data
     pairs: dict[tuple[int, int], int] = {}
     for stage in place(data.outline, each.strategy, each.record.micro_batches).stages:
@@ -72,7 +72,7 @@ def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dic
 
 
 def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
-    """Return what the ranks' programs send: whole hidden states, or their gradients."""
+    """Return the bytes of sends: whole hidden states, or their gradients."""
     programs = each.programs
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
     size = tokens * folder.data.sizes.hidden_bytes
@@ -121,7 +121,6 @@ def _nodes(each: Traffic, count: int, node: int) -> Iterator[str]:
     if count <= FEW:
         yield from _matrix(each, count, node)
         return
-    # A matrix of many nodes would flood the screen: per node what leaves, what comes, and its largest partner.
     sums = np.zeros((count, count), np.int64)
     np.add.at(sums, (each.src // node, each.dst // node), each.size)
     within = np.diag(sums).copy()

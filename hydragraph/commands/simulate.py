@@ -1,4 +1,4 @@
-"""`hydragraph simulate`: what strategies are expected to take on a cluster, without running anything."""
+"""`hydragraph simulate`: expected times of strategies on a cluster."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
-    """The strategies to simulate, and the devices and the data of a step.
+    """Strategies to simulate, and the devices and data of a step.
 
     Raises:
-        ValueError: two of them contradict each other.
+        ValueError: two contradict each other.
     """
 
     cluster: ClusterFile = None
@@ -102,7 +102,7 @@ class StepOptions(ConfigOptions):
         check_prices(self.profile, self.efficiency)
 
     def cluster_for(self, config: TrainConfig) -> Cluster:
-        """Return the devices of a run."""
+        """Return a run's devices."""
         from hydragraph.spec.cluster import Cluster
         from hydragraph.spec.default_cluster import default_cluster
 
@@ -166,7 +166,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies that the options or else the config name, and their costs."""
+    """Return the strategies of the options, or else the config, and their costs."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
@@ -189,7 +189,7 @@ def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tup
 def _priced(
     options: StepOptions, config: TrainConfig, strategies: Sequence[Strategy], costs: Costs
 ) -> list[tuple[PricedStrategy, Assignment]]:
-    """Return the strategies, the one with the most tokens per second first, and what each ran."""
+    """Return priced strategies with their assignments, by tokens per second."""
     from hydragraph.report.simulation_price import price
 
     screen = Console(stderr=True)
@@ -204,7 +204,7 @@ def _priced(
 
 
 def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return what a strategy runs: equal micro-batches, or a mini-batch drawn from lengths as a run would assign it."""
+    """Return a strategy's assignment: equal micro-batches, or a mini-batch drawn from lengths."""
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 
@@ -228,7 +228,7 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
 
 
 def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:
-    """Print what one changed number does to each strategy, the assignment being the same."""
+    """Print the effect of one changed number on each strategy, with the same assignment."""
     from hydragraph.cost.what_if import what_if
     from hydragraph.report.simulation_price import price
 
@@ -259,7 +259,7 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
 
 
 def _busy_text(busy: Sequence[float]) -> str:
-    """Say how busy ranks are, neighbours that are alike together: "0-3 81%, 4 62%"."""
+    """Return how busy ranks are, with equal neighbours joined: "0-3 81%, 4 62%"."""
     parts = []
     for text, group in groupby(enumerate(busy), lambda item: f"{item[1]:.0%}"):
         ranks = [rank for rank, _ in group]

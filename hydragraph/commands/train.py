@@ -30,7 +30,7 @@ from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # restarts of an elastic run after all ranks are lost, or one before the first step
+_ALL_LOST = 3  # restarts of an elastic run that lost all ranks, or one before the first step
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import Nodes
@@ -97,7 +97,7 @@ class TrainOptions(CommonOptions):
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read or write the config, with what is named here."""
+        """Read or write the config, with these options."""
         config = config_of(self.paths, self.to, self.overrides or ())
         if self.compiled is not None:
             config = replace(config, compiled=str(self.compiled))
@@ -105,11 +105,7 @@ class TrainOptions(CommonOptions):
 
     @property
     def begin(self) -> Begin:
-        """How the run begins.
-
-        Raises:
-            ValueError: two options contradict each other.
-        """
+        """How the run begins; a ValueError if two options contradict each other."""
         resume = self.resume or bool(self.resume_from)
         if (resume or self.auto_resume) and self.overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
@@ -167,7 +163,7 @@ def read_step(text: str, option: str) -> int:
 
 
 def _code(number: int) -> int:
-    """Return the exit code of a run that a signal has ended well: Ctrl-C's is that of any interrupted command."""
+    """Return the exit code of a run that a signal has ended well."""
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
@@ -181,7 +177,7 @@ def _train(
     relay: Relay | None,
     nodes: Nodes | None = None,
 ) -> RunOutcome:
-    """Train on all ranks, and again from the last checkpoint if one fails and restarts are left."""
+    """Train on all ranks, and continue from the last checkpoint while restarts are left."""
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
@@ -207,7 +203,7 @@ def _train(
             raise  # it would fail again
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
-                raise Interrupted(stopping.signal) from None  # we sent it, before that rank had begun to listen
+                raise Interrupted(stopping.signal) from None  # sent before that rank listened
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
                 raise
@@ -220,7 +216,7 @@ def _train(
 
 
 def _nodes(config: TrainConfig) -> Nodes | None:
-    """Return the machines if a launcher has started one process on each, which starts the ranks; otherwise None."""
+    """Return the machines if a launcher has started one process on each, else None."""
     if not config.elastic.survives or not launched() or config.ranks == 1:
         return None
     from hydragraph.cluster.supervision.coordinator import nodes_of
@@ -232,7 +228,7 @@ def _nodes(config: TrainConfig) -> Nodes | None:
 
 
 def _elastic(config: TrainConfig) -> Elastic | None:
-    """Return how the launch of a run replaces lost ranks; None where their loss ends it."""
+    """Return how lost ranks are replaced; None if a loss ends the run."""
     keys = config.elastic
     if not keys.survives:
         return None
@@ -242,7 +238,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; without `stopping`, it is a rank of a launcher, which forwards requests to stop."""
+    """Train on this rank; without `stopping`, a launcher forwards requests to stop."""
     from hydragraph.cluster.rendezvous.member import Told, elastic
     from hydragraph.engine import api
     from hydragraph.train.loop import train

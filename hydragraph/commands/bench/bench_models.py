@@ -1,4 +1,4 @@
-"""The models and sequence lengths that benchmarks run on."""
+"""Models and sequence lengths of benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama."""
+    """Dimensions of a Llama."""
 
     hidden: int
     intermediate: int
@@ -22,7 +22,7 @@ class LlamaShape:
     vocabulary: int
 
     def build(self, device: torch.device | str) -> nn.Module:
-        """Build it in fp32 on a device; on "meta" it has no weights."""
+        """Build it in fp32; on "meta" it has no weights."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -52,10 +52,7 @@ def meta_model(text: str) -> nn.Module:
     """Return a model without weights.
 
     Args:
-        text: one of SHAPES, or the YAML file of a run, whose model it is.
-
-    Raises:
-        ValueError: neither.
+        text: one of SHAPES, or the YAML file of a run.
     """
     if text in SHAPES:
         return SHAPES[text].build("meta")
@@ -69,20 +66,20 @@ def meta_model(text: str) -> nn.Module:
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
-    """Return lengths that are uniform on a logarithmic scale, as documents about are, and sum to `tokens`."""
+    """Return lengths that are uniform on a logarithmic scale and sum to `tokens`."""
     generator = torch.Generator().manual_seed(seed)
     left = tokens
     lengths = []
     while left:
         drawn = shortest * (longest / shortest) ** float(torch.rand((), generator=generator))
         length = min(left, int(drawn))
-        lengths.append(length if left - length > 1 else left)  # one token alone has no target
+        lengths.append(length if left - length > 1 else left)
         left -= lengths[-1]
     return lengths
 
 
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
-    """Draw tokens for sequences of such lengths."""
+    """Draw tokens for sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
@@ -92,14 +89,13 @@ def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float
 
         6 N sum(L) + 12 l H D sum(L^2) / 2
 
-    N counts the weights of every linear layer and of the head, but not the embedding. A product costs 2 operations per
-    weight and token forward and twice that backward. Attention costs 2 L^2 H D for scores and as much for values, in
-    each of l layers of H query heads of size D, and twice that backward; a causal mask leaves half of it.
-    Recomputation, norms, rotations, softmax and the optimizer do not count.
+    N counts the weights of linear layers and the head, without the embedding. A product costs 2 operations per weight
+    and token forward and twice that backward. Attention costs 4 L^2 H D in each of l layers of H query heads of size D,
+    and twice that backward; a causal mask leaves half of it. Recomputation and elementwise work do not count.
 
     Args:
-        model: a Hugging Face model with a config like Llama's; on any device, meta too.
-        lengths: tokens of every sequence, without padding.
+        model: a Hugging Face model with a config like Llama's, on any device.
+        lengths: tokens of every sequence.
     """
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""A report as a picture: horizontal bars, a group for each case and a colour for each side."""
+"""A report as a picture of horizontal bars."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hydragraph.commands.bench.bench_table import BenchReport
 
 
 def write_picture(report: BenchReport, path: Path) -> None:
-    """Draw a report's bars to a PNG file, which is replaced only when the new one is complete."""
-    # Not pyplot: the object interface needs no display and leaves the user's backend alone.
+    """Draw a report's bars to a PNG file, replaced only when the new one is complete."""
+    # Not pyplot, which needs a display and changes the user's backend.
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))
@@ -26,7 +26,7 @@ def write_picture(report: BenchReport, path: Path) -> None:
             at += 1
         ticks.append(at - (len(members) + 1) / 2)
         at += 0.8
-    axes.set_xlim(0, 1.1 * max(bar.value for bar in report.bars) or 1)  # numbers stand behind their bars
+    axes.set_xlim(0, 1.1 * max(bar.value for bar in report.bars) or 1)  # room for numbers
     axes.set_yticks(ticks, groups, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(report.unit)

@@ -1,4 +1,4 @@
-"""What a benchmark found: a table, notes, and targets met or missed; as text, CSV, JSON and Markdown."""
+"""Results of a benchmark as text, CSV, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Cell = str | float
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that has to be reached.
+    """A figure to reach.
 
     Attributes:
-        met: None where it was not measured in this run.
+        met: None: not measured.
     """
 
     name: str
@@ -34,31 +34,31 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """In one word or two."""
+        """Whether it was met, in words."""
         return {True: "met", False: "MISSED", None: "not measured"}[self.met]
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that a number is at least another.
+        """Return the target that `found` is at least `wanted`.
 
         Args:
             found: None: not measured.
-            form: how to write both numbers.
-            text: replaces what is wanted.
+            form: format of both numbers.
+            text: replaces the text of `wanted`.
         """
         met = None if found is None else found >= wanted
         return cls(name, text or f">= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
     @classmethod
     def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}") -> Target:
-        """Return the target that a number is at most another; arguments as for `at_least`."""
+        """Return the target that `found` is at most `wanted`; arguments as for `at_least`."""
         met = None if found is None else found <= wanted
         return cls(name, f"<= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
 
 @dataclass(frozen=True)
 class PictureBar:
-    """One bar of a report's picture: a label of its group, which side it is, and its length."""
+    """One bar of a report's picture, of a side in a group."""
 
     group: str
     side: str
@@ -71,10 +71,10 @@ class BenchReport:
 
     Attributes:
         columns: headings, with units.
-        rows: as many cells each; numbers as measured, NaN where there is none.
-        notes: sentences on what was measured how, and what was left out.
+        rows: numbers as measured; NaN: none.
+        notes: sentences on how it was measured.
         blocks: further tables, as text.
-        bars, unit: what the picture shows, and in what.
+        bars, unit: contents of the picture.
     """
 
     title: str
@@ -87,16 +87,12 @@ class BenchReport:
     unit: str = ""
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, which `load` reads back."""
+        """Write it as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Read a file of `save`; raise a ValueError for anything else."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["targets"] = [Target(**target) for target in data["targets"]]
@@ -109,7 +105,7 @@ class BenchReport:
 
 
 def shown(cell: Cell) -> str:
-    """Return a cell as it is printed: four digits of a number, "-" for none."""
+    """Return a cell as text: four digits of a number, "-" for none."""
     if isinstance(cell, str):
         return cell
     if math.isnan(cell):
@@ -144,7 +140,7 @@ def to_csv(report: BenchReport) -> str:
 
 
 def to_markdown(reports: Sequence[BenchReport], heading: str, facts: Sequence[str]) -> str:
-    """Return one page: facts of the machine, all targets, and a section for every report."""
+    """Return a page with facts of the machine, all targets, and a section for every report."""
     targets = [target for report in reports for target in report.targets]
     lines = [f"# {heading}", "", *(f"- {fact}" for fact in facts), ""]
     if targets:

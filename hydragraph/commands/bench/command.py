@@ -1,4 +1,4 @@
-"""`hydragraph bench`: kernels, link, step, and the page that puts their results together."""
+"""`hydragraph bench`: kernels, link, step, and a page of results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Compiled = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(CommonOptions):
-    """The files that a measurement is written to."""
+    """Files that a measurement is written to."""
 
     csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")] = None
@@ -46,7 +46,7 @@ class BenchOptions(CommonOptions):
     ] = None
 
     def show(self, report: BenchReport) -> None:
-        """Print a report, and write the files."""
+        """Print a report and write the files."""
         from rich.console import Console
 
         from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
@@ -252,7 +252,7 @@ def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]
     """Return the commands.
 
     Args:
-        in_sentences: what wraps a command so that its errors become a sentence and an exit code.
+        in_sentences: wraps a command so that its errors become a sentence and an exit code.
     """
     app = typer.Typer(
         help="Measure kernels, links and training steps, and other ways to do the same; small sizes on a CPU.",

@@ -1,4 +1,4 @@
-"""What a device can do at best, measured in the same run: one large copy, one large matrix product."""
+"""A device's limits, by one large copy and one large matrix product."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Ceilings:
     """A device's limits.
 
     Attributes:
-        copy_bytes_per_s: read and written by one copy.
-        product_flops_per_s: of one square matrix product; a multiplication and an addition count as two.
+        copy_bytes_per_s: of one copy, read and written.
+        product_flops_per_s: of one square matrix product.
         nominal_flops_per_s: from the datasheet, if the device is known.
     """
 
@@ -31,7 +31,7 @@ class Ceilings:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """What a utilisation is a part of: the maker's number, or else the measured product."""
+        """The datasheet's number, or else the measured product."""
         return self.nominal_flops_per_s or self.product_flops_per_s
 
     @property
@@ -48,7 +48,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure a device: a copy of 1 GiB (64 MiB on CPU), and a product of 8192 (1024) rows and columns."""
+    """Measure a copy of 1 GiB (64 MiB on CPU), and a product of 8192 (1024) rows and columns."""
     cuda = device.type == "cuda"
     source = torch.zeros((1024 if cuda else 64) * 2**18, device=device)
     target = torch.empty_like(source)
@@ -62,17 +62,17 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the device is called."""
+    """Return a device's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device that was asked for, or a GPU where there is one.
+    """Return the named device; default: a GPU if available.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: it does not exist.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,4 +1,4 @@
-"""The eager and compiled Hugging Face model that `bench step` trains beside hydragraph, on padded or packed batches."""
+"""The eager and compiled Hugging Face models of `bench step`, on padded or packed batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import sequence_of
 
-ATTENTION = "hydragraph_bench"  # transformers registers `attention` as this
+ATTENTION = "hydragraph_bench"  # name of `attention` in transformers
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Batch], Tensor]
@@ -26,17 +26,17 @@ Loss = Callable[[Batch], Tensor]
 
 
 def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torch.device) -> list[Batch]:
-    """Pack sequences into the micro-batches that hydragraph makes of them under a strategy of one pipeline."""
+    """Pack sequences into hydragraph's micro-batches under a strategy of one pipeline."""
     checked = [sequence_of(s, i, causal=True) for i, s in enumerate(sequences)]
     (micro_batches,) = assign(strategy, [len(s) for s in sequences]).micro_batches
     return [pack([checked[i] for i in m], device=device) for m in micro_batches]
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences to the longest of their micro-batch; neighbours in length share one, which pads least.
+    """Pad sequences to the longest of their micro-batch, of neighbours in length.
 
     Args:
-        most: tokens of a micro-batch, padding included, where one sequence is not longer.
+        most: tokens of a micro-batch, including padding, unless one sequence is longer.
     """
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
@@ -63,10 +63,10 @@ def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A plain model and how a step of it runs.
+    """A plain model and its step.
 
     Attributes:
-        model: its weights are fp32, perhaps shared with other baselines.
+        model: of fp32 weights, perhaps shared with other baselines.
     """
 
     model: nn.Module
@@ -110,12 +110,12 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the sides beside hydragraph; all train the fp32 weights of `first`, with one optimizer.
+    """Return the other sides; all train the fp32 weights of `first`, with one optimizer.
 
     Args:
-        build: makes another one there, whose weights are then replaced by those of `first`.
-        dtype: what is computed in: bf16 by autocast over fp32 weights and gradients.
-        compiled: add the packed side with every layer and the loss under torch.compile.
+        build: makes another model, which gets the weights of `first`.
+        dtype: of computation: bf16 by autocast over fp32 weights and gradients.
+        compiled: add the packed side under torch.compile.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
 
@@ -160,9 +160,9 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend within packed sequences, in the dtype of the values.
+    """Attend within packed sequences, in the values' dtype.
 
-    Under autocast a Llama rotates queries and keys in fp32; transformers' own flash attention also casts them back.
+    Under autocast a Llama rotates queries and keys in fp32; transformers' flash attention also casts them back.
     """
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
@@ -181,10 +181,9 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile every layer and the loss, with sizes left open, as torchtitan does.
+    """Compile every layer and the loss, with dynamic sizes, as torchtitan does.
 
-    The whole model as one graph takes more than two minutes to compile for 16 layers on an H100; its layers share
-    one compilation.
+    One graph of 16 layers takes more than two minutes to compile on an H100; layers share one compilation.
     """
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):

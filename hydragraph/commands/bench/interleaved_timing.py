@@ -1,4 +1,4 @@
-"""Time several ways to do the same thing: they take turns, so that a machine that slows down slows all of them."""
+"""Timing of several sides in turn, so that a machine that slows down slows all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def alternate(
     """Return the median seconds of one call of each side.
 
     Args:
-        sides: name -> what is timed; each round begins with another one.
-        device: whose clock counts.
-        rounds: that count, after `warm_up` that do not.
-        at_least_s: a side is called so often in one round that it takes about this long; 0: once.
+        sides: name -> call to time; each round begins with another one.
+        device: its clock counts.
+        rounds: measured rounds, after `warm_up` others.
+        at_least_s: repeat a side in a round for about this long; 0: once.
     """
     repeats = dict.fromkeys(sides, 1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -35,13 +35,13 @@ def alternate(
             seconds_of_turn = timed(sides[name], turn, device, repeats[name])
             if turn >= warm_up:
                 seconds[name].append(seconds_of_turn)
-            else:  # the last round of warming up has compiled and allocated everything
+            else:  # the last warm-up has compiled and allocated everything
                 repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
     return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
-    """Return the seconds of one of `repeats` calls: CUDA events on CUDA, the wall clock elsewhere."""
+    """Return the mean seconds of `repeats` calls, by CUDA events or the wall clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -58,7 +58,7 @@ def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> floa
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return how much a call allocates at its peak beyond what was held before; NaN where PyTorch does not say."""
+    """Return the bytes that a call allocates at its peak; NaN on the CPU."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measure kernels against other implementations and against a ceiling, all in one run."""
+"""Measurement of kernels against other implementations and a ceiling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # of one timing: launches then wait for the device, not it for them
-TOLERANCE = 2e-2  # relative, of bf16 results over sequences of thousands
-FOREIGN = ("compiled", "varlen_attn", "torch fused")  # what is not ours may fail: no compiler, other arguments
+AT_LEAST_S = 0.01  # of one timing: long enough to hide launches
+TOLERANCE = 2e-2  # relative, of bf16 results
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail: no compiler, other arguments
 NOISE = 0.98  # two timings of the same kernel differ by up to 2 %
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One measured side: work per second in GB/s or TFLOP/s, percent of the ceiling, and what it allocates."""
+    """One measured side: GB/s or TFLOP/s, percent of the ceiling, and allocated memory."""
 
     kernel: str
     size: str
@@ -44,11 +44,11 @@ def bench_kernels(
     """Measure kernels by name; none means all.
 
     Args:
-        tell: called with what is measured next.
-        keep: called with the report so far after every case, so that a time limit loses one case at most.
+        tell: called with the next measurement.
+        keep: called with the report so far after every case.
 
     Raises:
-        ValueError: an unknown name, or a side that computes something else than the reference.
+        ValueError: an unknown name, or a side that differs from the reference.
     """
     if unknown := [name for name in names if name not in CASES]:
         raise ValueError(f"no kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
@@ -82,10 +82,10 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
 
 
 def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
-    """Check every side of a case against the first, time all in turn, and say which refused.
+    """Check a case's sides, and time them in turn; return rows and why sides refused.
 
     Raises:
-        ValueError: a side computes something else.
+        ValueError: a side differs from the first.
     """
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
@@ -101,10 +101,10 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
 
 
 def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the sides that compute what the first does, and why others refused.
+    """Return the sides that agree with the first, and why others refused.
 
     Raises:
-        ValueError: a side computes something else.
+        ValueError: a side differs.
     """
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
@@ -116,7 +116,7 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
         except (Unsupported, RuntimeError, TypeError) as error:
             if not isinstance(error, Unsupported) and name not in FOREIGN:
                 raise
-            refused.append(f"{case.kernel}: no side {name}: {str(error).splitlines()[0]}.")  # such as: no C++ compiler
+            refused.append(f"{case.kernel}: no side {name}: {str(error).splitlines()[0]}.")
             continue
         error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
@@ -128,11 +128,11 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
     return sides, refused
 
 
-# The targets hold on an H200; without rows they were not measured.
+# The targets are for an H200.
 
 
 def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:
-    """Compare measured rows with what has to be reached on one H200."""
+    """Compare rows with the targets for one H200; without rows they are not measured."""
     return (*_attention_targets(rows), *_memory_targets(rows), *_loss_targets(rows))
 
 
@@ -141,7 +141,7 @@ def _times(rows: Sequence[KernelRow], kernel: str, size: str) -> dict[str, Kerne
 
 
 def _ratio(rows: dict[str, KernelRow], side: str, other: str) -> float | None:
-    """Return how many times faster one side is than another; None where one is missing."""
+    """Return the speedup of one side over another; None if one is missing."""
     return rows[other].milliseconds / rows[side].milliseconds if side in rows and other in rows else None
 
 
@@ -149,7 +149,7 @@ def _attention_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
     sizes = {r.size: _times(rows, r.kernel, r.size) for r in rows if r.kernel == "varlen_attention"}
     large = sizes.get("T 16384, 32/8 heads of 128", {})
     name = "attention, 16K tokens, 32/8 heads of 128: Triton against varlen_attn"
-    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # the same kernels, called by us
+    theirs = "varlen_attn" if "varlen_attn" in large else "torch"  # the same kernels
     yield Target.at_least(name, 0.9, _ratio(large, "triton", theirs), "{:.2f}x")
     backends = ("flash_attn", "torch", "triton")
     worst = [

@@ -1,6 +1,6 @@
-"""The computations that `bench kernels` times: every kernel at several sizes, beside other ways to compute the same.
+"""Cases of `bench kernels`: every kernel and other ways to compute the same, at several sizes.
 
-A case is made when the one before it is done, so that their tensors are never held together.
+A case is made after the previous one is done, so their tensors are not held together.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Case:
 
     Attributes:
         work: bytes moved, or floating-point operations.
-        bound: "memory" or "products": which ceiling it has.
-        sides: how it can be computed -> call that returns what it computed; the first is the reference.
+        bound: its ceiling: "memory" or "products".
+        sides: name -> call that returns the result; the first is the reference.
     """
 
     kernel: str
@@ -42,11 +42,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Where and how large.
+    """Device and sizes.
 
     Attributes:
-        device, dtype: of the computations that are not bound to fp32.
-        full: sizes for a GPU; otherwise those that a CPU takes a moment for.
+        device, dtype: of computations not bound to fp32.
+        full: sizes for a GPU, not a CPU.
     """
 
     device: torch.device
@@ -58,7 +58,7 @@ class Sweep:
 def attention(sweep: Sweep) -> Iterator[Case]:
     """Causal attention, forward and backward, over packed sequences of mixed lengths.
 
-    Half of every sequence's square counts, and the backward as 2.5 forwards: it computes the scores again.
+    Half of every square counts, and the backward as 2.5 forwards, as it recomputes the scores.
     """
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
@@ -84,7 +84,7 @@ def attention(sweep: Sweep) -> Iterator[Case]:
 
 
 def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, one sequence after the other."""
+    """PyTorch's attention, one sequence after the other."""
     parts = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
         query, key, value = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
@@ -98,7 +98,7 @@ def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
-    """The cast of a pull and the sum of a push, over ranges of uneven lengths in another order."""
+    """The cast of a pull and the sum of a push, over permuted ranges of uneven lengths."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)
@@ -132,7 +132,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
 
 
 def adamw_steps(sweep: Sweep) -> Iterator[Case]:
-    """One update of one flat shard, with the 16-bit copy: 30 bytes per element are read or written."""
+    """One update of a flat shard with its 16-bit copy: 30 bytes per element."""
     settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
@@ -154,7 +154,7 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
 
 
 def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
-    """PyTorch's own fused kernel, as torch.optim.AdamW(fused=True) calls it."""
+    """PyTorch's fused kernel, as in torch.optim.AdamW(fused=True)."""
     assert shard.copy is not None
     torch.ops.aten._fused_adamw_(
         [shard.weight],
@@ -175,7 +175,7 @@ def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
-    """The update in plain operators, for torch.compile to fuse."""
+    """The update in plain operators, for torch.compile."""
     decay, first_rate, keep, second_rate, size, root, eps = settings.numbers(1)
     shard.moment.lerp_(shard.gradient, first_rate)
     shard.square.mul_(keep).add_(second_rate * shard.gradient * shard.gradient)

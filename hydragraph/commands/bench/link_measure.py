@@ -1,4 +1,4 @@
-"""Pulls and pushes measured on ranks: during a step's computation, and alone."""
+"""Measurement of pulls and pushes on ranks, during a step and alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LinkMeasurement:
     """One direction under one strategy, on one rank.
 
     Attributes:
-        sent: bytes that this rank gave its communicator for other ranks in one step.
+        sent: bytes that this rank sent to others in one step.
     """
 
     sent: int
@@ -43,10 +43,10 @@ class LinkMeasurement:
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, LinkMeasurement]]:
-    """Measure on this rank, which all ranks call together; return a dict for each strategy.
+    """Measure on this rank; all ranks call it. Return a dict for each strategy.
 
     Args:
-        strategies: steps run under them in turn, so that each pull and push follows a switch.
+        strategies: run in turn, so each pull and push follows a switch.
     """
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
@@ -61,9 +61,7 @@ def measure_rank(
             sent.clear()
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
-            pushed = (
-                sent[Channel.PUSH] + sent[Channel.COMMIT]
-            )  # on to second owners: with no others there does each exchange
+            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # including second owners
             seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
@@ -76,8 +74,6 @@ def measure_rank(
 
 @dataclass(frozen=True)
 class _Step:
-    """Bytes sent and seconds waited for, by direction, and seconds in all."""
-
     sent: Mapping[Direction, int]
     waited: Mapping[Direction, float]
     seconds: float
@@ -90,7 +86,7 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
-    """Have the communicators count the bytes that they are given for other ranks, by role."""
+    """Let the communicators count bytes for other ranks, by role."""
     sent: Counter[Channel] = Counter()
     rank, ranks = exe.rank, exe.ranks
     sizes: dict[str, Callable[..., int]] = {
@@ -112,7 +108,7 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    """Return the median seconds of all transfers of one direction to this rank, alone."""
+    """Return the median seconds of one direction's transfers alone."""
     buffers = Buffers(exe.world.device)
     rank, ranks = exe.rank, exe.ranks
     starts: list[Callable[[], Finish]] = []
@@ -142,7 +138,7 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
-    """Join ranks: all bytes, and the means of their seconds, as a step's report has them."""
+    """Join ranks: total bytes, and mean seconds."""
     count = len(per_rank)
     names = ("alone_s", "exposed_s", "step_s")
     means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))

@@ -1,4 +1,4 @@
-"""How well pulls and pushes hide behind computation: seconds and overlap by event simulation."""
+"""Overlap of pulls and pushes with computation, by event simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Overlap:
     """Overlap of communication with computation.
 
     Attributes:
-        alone_s: seconds of the transfers alone.
+        alone_s: of the transfers alone.
         exposed_s: seconds that they add to a step.
     """
 
@@ -32,7 +32,7 @@ class Overlap:
 
     @property
     def percent(self) -> float:
-        """100 (1 - exposed / alone), from 0 to 100: sharing processors with computation may expose more than all."""
+        """100 (1 - exposed / alone), limited to 0 to 100, as shared processors may expose more."""
         if self.alone_s <= 0:
             return 100.0
         return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
@@ -51,10 +51,10 @@ def simulated(
     """Simulate a step with and without one direction's traffic, and that traffic alone.
 
     Args:
-        tokens: of a micro-batch, one sequence.
+        tokens: of a micro-batch's single sequence.
         micro_batches: of every pipeline.
-        moved: the traffic; where there is none, nothing is alone or exposed.
-        home: who owns state; None: equal shares of all ranks.
+        moved: the traffic; without any, both times are 0.
+        home: owners of state; None: equal shares.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))

@@ -36,12 +36,12 @@ MEASURED_RANKS = 4
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """The two layouts that a link connects, and how to measure it.
+    """The two ends of a link, and how to measure it.
 
     Attributes:
-        source: the strategy whose step ends, "home" for none: its gradients are pushed.
-        target: the strategy whose step begins, "home" for none: its weights are pulled.
-        cluster: what is simulated; None: `default_cluster`.
+        source: the strategy whose gradients are pushed; "home": none.
+        target: the strategy whose weights are pulled; "home": none.
+        cluster: to simulate; None: `default_cluster`.
         tokens: of one simulated micro-batch; micro_batches: of every pipeline.
         measure: also run it, on local ranks over gloo.
     """
@@ -61,8 +61,6 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class _Leg:
-    """One direction of the way."""
-
     direction: Direction
     strategy: Strategy
     traffic: Traffic
@@ -74,7 +72,7 @@ class _Leg:
 
 
 def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
-    """Say what a push from one strategy and a pull to another move and take.
+    """Report bytes and seconds of a push from one strategy and a pull to another.
 
     Raises:
         ValueError: a strategy does not fit the model or the cluster, or both ends are home.

@@ -1,4 +1,4 @@
-"""One rank's training step: hydragraph and the Hugging Face model on the same sequences."""
+"""One rank's training step by hydragraph and by the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 
 COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
 OURS = "hydragraph"
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses and gradient norms beside eager ones
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses and gradient norms
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StepSettings:
     """Settings of the benchmark.
 
     Attributes:
-        tokens: of one mini-batch; longest, shortest: sequence of it.
-        device: what it computes on; in bf16 on CUDA, fp32 on the CPU.
+        tokens: of one mini-batch; longest, shortest: of its sequences.
+        device: computes in bf16 on CUDA, fp32 on the CPU.
     """
 
     shape: LlamaShape
@@ -60,18 +60,14 @@ class StepSettings:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def sequences(self, turn: int) -> list[Tensor]:
-        """Draw the mini-batch of a round, of other lengths and tokens every time."""
+        """Draw the mini-batch of a round."""
         lengths = mixed_lengths(self.tokens, turn, self.longest, self.shortest)
         return draw_sequences(lengths, self.shape.vocabulary, turn)
 
 
 @dataclass(frozen=True)
 class SideResult:
-    """Measurements of one side.
-
-    Attributes:
-        peak_megabytes: allocated beyond what was held.
-    """
+    """Measurements of one side."""
 
     seconds: float
     peak_megabytes: float
@@ -83,7 +79,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
     """Train one rank's model on every side in turn.
 
     Raises:
-        ValueError: a side computes something else than the eager model on packed batches.
+        ValueError: a side differs from the eager model on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
     tell("building the model and compiling it")
@@ -113,7 +109,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
 
 
 def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[int], sheet: Datasheet) -> float:
-    """Return the seconds of a step of these sequences on one device, from its datasheet."""
+    """Return the seconds of a step on one device, from its datasheet."""
     device = Device(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
     unused = Interconnect(1e12, 0.0)
     cluster = Cluster((device,), unused, unused)
@@ -122,7 +118,7 @@ def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[in
 
 
 def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
-    """Return the known datasheet with the GPU's peak and the memory nearest to its own."""
+    """Return the known datasheet with the GPU's peak and the nearest memory."""
     alike = [sheet for sheet in KNOWN.values() if sheet.flops_per_s == ceilings.nominal_flops_per_s]
     if not alike:
         return None
@@ -146,7 +142,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -
 def _measure(
     exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
 ) -> tuple[dict[str, SideResult], list[str]]:
-    """Check that all sides compute the same, time their steps in turn, and say which was left out."""
+    """Check that all sides agree, and time their steps in turn; return notes on sides left out."""
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
@@ -175,7 +171,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
     """Compare every side's loss and gradient norm with those of the eager model on packed batches.
 
     Raises:
-        ValueError: naming the side that differs by more than `tolerance`, relatively.
+        ValueError: a side differs relatively by more than `tolerance`.
     """
     expected = values["eager, packed"]
     for name, value in values.items():
@@ -185,7 +181,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the seconds of all pulls and of all pushes of one step of one rank, each alone."""
+    """Return the seconds of one rank's pulls, and of its pushes, each alone."""
     streams = streams_of(device, exe.world.backend, 1)
     buffers = Buffers(device, streams)
     links = {}
@@ -257,7 +253,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Compare a step with what has to be reached on one H200.
+    """Compare a step with the targets for one H200.
 
     Args:
         sides: by name; empty if not measured.

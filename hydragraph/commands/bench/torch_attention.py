@@ -1,4 +1,4 @@
-"""PyTorch's own attention over packed sequences, `torch.nn.attention.varlen.varlen_attn`, whose arguments move."""
+"""PyTorch's `torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hydragraph.errors import Unsupported
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
-    """Attend causally within sequences by PyTorch's public function, [T, Hq, D].
+    """Attend causally within sequences, [T, Hq, D].
 
-    Key/value heads are repeated where this PyTorch's function cannot share them, and the scale is put into q where it
-    takes none.
+    Key/value heads are repeated, and the scale is multiplied into q, where PyTorch's function does not support them.
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
@@ -37,7 +36,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, scale: float, accepted: Collection[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return queries, keys, values and options that mean causal attention to a function of such arguments."""
+    """Return queries, keys, values and options for causal attention by a function of these arguments."""
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "enable_gqa" in accepted:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
