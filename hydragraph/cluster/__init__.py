@@ -1,4 +1,4 @@
-"""Processes that start, find, monitor and notify each other: launching ranks, communicators, collectives, agreement.
+"""Processes that start, find, monitor and notify each other: launch, communicators, collectives, agreement.
 
 This package does not depend on what a rank computes. State and instructions belong in `runtime/`.
 """

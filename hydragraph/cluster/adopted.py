@@ -1,4 +1,4 @@
-"""Default process group, created by the user or by `join`, and the additional group for objects."""
+"""The default process group, and the additional group for objects."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from hydragraph.private.process_groups import unbound
 
 
 class _Objects:
-    """Group for objects created for a default group."""
-
     default: dist.ProcessGroup | None = None
     group: dist.ProcessGroup | None = None
 
 
 def check_moves(default: dist.ProcessGroup) -> None:
-    """Reject a default group whose operations transfer no data.
-
-    Raises:
-        ValueError: it is PyTorch's fake one.
-    """
+    """Raise a ValueError for PyTorch's fake group, whose operations transfer no data."""
     if "fake" in dist.get_backend(default):
         raise ValueError(
             "the default process group has the backend 'fake', whose operations move nothing between ranks: call "
@@ -31,8 +25,8 @@ def check_moves(default: dist.ProcessGroup) -> None:
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Return the group for objects of a default group's ranks; None: the default group itself.
 
-    Objects travel as CPU tensors. A group without a CPU backend, such as one of `init_process_group("nccl")`, cannot
-    move them, so a separate gloo group does. All ranks call this together.
+    Objects travel as CPU tensors, so a group without a CPU backend, such as NCCL's, needs a separate gloo group. All
+    ranks call this together.
 
     Raises:
         ValueError: the default group has no CPU backend, and this PyTorch has no gloo.
@@ -61,10 +55,9 @@ def backend_of(devices: list[str | None]) -> str:
     """Return the backend for tensors of ranks with these devices.
 
     Args:
-        devices: by rank, the globally unique name of its GPU; None: no GPU, or no NCCL.
+        devices: by rank, the unique name of its GPU; None: no GPU, or no NCCL.
 
-    NCCL does not support two ranks on one GPU, which may occur by chance: ranks that survive the loss of others keep
-    their GPUs.
+    NCCL does not support two ranks on one GPU, which survivors of a failure may have.
     """
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 

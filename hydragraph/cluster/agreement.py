@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Ranks that exchange small picklable objects: a `World` or the `Groups` of an executable."""
+    """Ranks that exchange small picklable objects: a `World` or `Groups`."""
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank."""
@@ -22,14 +22,14 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank as text, because not every exception can be pickled."""
+    """Error of one rank as text, as not every exception can be pickled."""
 
     users: bool
     text: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; a `ValueError` is a mistake of the caller and keeps its message."""
+        """Describe an error; a `ValueError`, a mistake of the caller, keeps its message."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
@@ -37,7 +37,7 @@ class Failure:
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Run a function on every rank and return all results by rank; if it fails on one, all raise.
 
-    A rank raises its own error, or that of the first rank that has one: a caller's mistake stays a ValueError.
+    A rank raises its own error, else the first rank's; a caller's mistake stays a ValueError.
     """
     error: Exception | None = None
     try:
@@ -62,11 +62,10 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """Raise on all ranks if one has an error: its own one, or that of the first rank that has one.
+    """Raise on all ranks if one has an error: their own, else the first rank's.
 
     Args:
-        own: this rank's error.
-        sent: the same for the other ranks, in a form that can be pickled.
+        sent: this rank's error in a form that can be pickled.
     """
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
@@ -74,7 +73,7 @@ def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) 
 
 
 def from_first(world: World, make: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result, or raise its ValueError, on all ranks of a `World`."""
+    """Call a function on rank 0, and return its result or raise its ValueError on all ranks."""
     outcome: T | ValueError | None = None
     if world.rank == 0:
         try:

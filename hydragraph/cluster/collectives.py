@@ -1,4 +1,4 @@
-"""Collectives of one stage's ranks, which compiled graphs call for tensor and sequence parallelism."""
+"""Collectives of one stage's ranks, called by compiled graphs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def head_loss(
     smoothing: float = 0.0,
     classes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of a head whose local rows begin at `start`, and its gradients of `hidden` (a part) and `weight`.
+    """Return the loss of a head whose local rows begin at `start`, and gradients of `hidden` (a part) and `weight`.
 
-    Ranks exchange three numbers per token, chunk by chunk: no rank holds more than one chunk of logits. `rows` is the
-    same on all ranks, whatever the size of `weight`, so that their chunks match.
+    Ranks exchange three numbers per token, chunk by chunk; none holds more than one chunk of logits. `rows` must be the
+    same on all ranks, for equal chunks.
     """
 
     exchange = _exchange_of(collectives)
@@ -59,9 +59,7 @@ def head_loss(
 def head_token_losses(
     collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss, and the logarithm of the sum of exp(logit), for a head whose local rows begin at
-    `start`.
-    """
+    """Return each token's loss and log-sum-exp of logits, for a head whose local rows begin at `start`."""
     return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
 
 
@@ -71,15 +69,15 @@ def _exchange_of(collectives: Gathers) -> Exchange:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives for tensor parallelism within one stage, called by compiled graphs.
+    """Collectives within one stage.
 
     All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
     tensor; reductions give the same bits on every rank.
 
     Attributes:
-        ranks: ranks of the stage in tensor-parallel order, which is the order of parts.
+        ranks: in tensor-parallel order, the order of parts.
         group: their communicator; None for a single rank.
-        native: use the backend's collectives at every size; they are the fastest with NCCL, but not with gloo.
+        native: use the backend's collectives at every size, as is fastest with NCCL.
     """
 
     ranks: tuple[int, ...]
@@ -100,7 +98,7 @@ class Collectives:
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage; exchanges add half precision in fp32, at no extra cost."""
+        """Return the sum over the stage; exchanges add half precision in fp32."""
         if self._exchanges(x):
             return _sum(self._exchange([x] * self.size))
         return self._native_all_reduce(x, dist.ReduceOp.SUM)
@@ -138,10 +136,10 @@ class Collectives:
             return x.clone()
         parts = list(x.chunk(self.size, dim))
         if not self.native:
-            # At every size: gloo's own transfers no less, and this adds in a fixed order.
+            # At every size: gloo's transfers no less, and this adds in a fixed order.
             return _sum(self._exchange(parts))
         assert self.group is not None
-        # The group orders its ranks ascending, the stage in tensor-parallel order, which may differ.
+        # The group's order is ascending, not the stage's.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -150,7 +148,7 @@ class Collectives:
         return out
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's contiguous part along `dim` of a tensor that every rank has; no communication.
+        """Return this rank's contiguous part along `dim` of a tensor that every rank has.
 
         Raises:
             ValueError: `dim` does not divide into equal parts.
@@ -218,7 +216,7 @@ class StagedCollectives:
         return self._host.split(x, dim)
 
     head_token_losses = head_token_losses
-    head_loss = head_loss  # only the exchanged statistics pass through host memory
+    head_loss = head_loss  # only statistics pass through host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)

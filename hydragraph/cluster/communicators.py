@@ -1,4 +1,4 @@
-"""Communicators of one executable: one for each kind of traffic, and one for each tensor-parallel group.
+"""Communicators of one executable, one for each kind of traffic and tensor-parallel group.
 
 A connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits 17-45 ms in a shared gloo group
 and 0.2-2.7 ms in a separate one.
@@ -52,9 +52,9 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Peers of one grouped operation under NCCL: each holds channel buffers while the group runs.
+# Peers of one grouped NCCL operation, as each holds channel buffers.
 _GROUPED = 32
-# Bytes of rank 0's first broadcast message, which starts with the total length; longer data needs a second one.
+# Bytes of rank 0's first broadcast message, which starts with the total length.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -64,7 +64,7 @@ class Channel(Enum):
 
     PULL = "pull"  # weights from their owners
     PUSH = "push"  # gradients to their owners
-    COMMIT = "commit"  # agreement before the update, and on programs before they run; gradient sums for second owners
+    COMMIT = "commit"  # agreement; gradient sums for second owners
     MOVE = "move"  # state to other owners, during a step
 
 
@@ -76,13 +76,13 @@ class _Direction(Enum):
 
 
 class Groups:
-    """All communicators of one executable. All ranks create them together, and call collective methods together.
+    """All communicators of one executable; all ranks create them, and call collective methods, together.
 
-    A single rank has no process group: collectives copy their input to their output.
+    For a single rank, collectives copy their input to their output.
 
     Args:
-        world: this process's place, from `join`.
-        watch: distinguishes communication errors from other errors, and ends waits. None: waits end with the timeout.
+        world: from `join`.
+        watch: distinguishes communication errors, and ends waits. None: waits end with the timeout.
 
     Attributes:
         waited_s: total seconds that this process has waited for messages.
@@ -99,11 +99,11 @@ class Groups:
         self.waited_s = 0.0
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # rank 0's broadcasts that some ranks may not have received
+        self._told: tuple[Message, ...] = ()  # broadcasts that some ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first; None if this rank is not a member. All ranks have the same keys in
-        # the same order, so they create and drop groups together.
+        # By sorted ranks, least recently used first; None if this rank is not a member. The order is the same on all
+        # ranks, which create and drop groups together.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
@@ -122,7 +122,7 @@ class Groups:
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that waits for other ranks, over any communicator.
+        """Return the result of a function that waits for other ranks.
 
         Raises:
             RankFailure: inside a watched call, if another rank failed meanwhile.
@@ -139,10 +139,10 @@ class Groups:
         return group
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Create a communicator of these ranks; return None if this rank is not one of them."""
+        """Create a communicator of these ranks; None if this rank is not one of them."""
         # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
-        # group that inherits a device has one communicator for all of its pairs of ranks, so messages to different
-        # peers wait for each other, and programs that work with a communicator per pair deadlock.
+        # group that inherits a device has one communicator for all pairs of ranks, so messages to different peers wait
+        # for each other, and programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
@@ -152,7 +152,7 @@ class Groups:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks: one that left early would break those that are still connecting."""
+        """Wait for all ranks: one that leaves early would break those still connecting."""
         self.gather(None)
 
     def open_moving(self) -> None:
@@ -165,20 +165,19 @@ class Groups:
             self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect the NCCL communicators of these groups, in the same order on all members of each.
+        """Connect the NCCL communicators of these groups, in the same order on all members.
 
-        NCCL creates a communicator in its first operation, which blocks the host until all members take part. During a
-        step that would delay other ranks, so it happens here, on a thread that the watch can abandon.
+        NCCL creates a communicator in its first operation, which blocks the host until all members take part, so it
+        runs here, before a step, on a thread that the watch can abandon.
         """
         if self.world.backend == "nccl":
             for group in groups:
                 self.call(partial(_first_all_reduce, group, self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with the peers that its program sends to or receives from; all ranks call it.
+        """Connect this rank with its program's peers; all ranks call it.
 
-        Both ends of a pair find it in their programs, and all ranks process pairs in one order, so no two wait for each
-        other.
+        All ranks process pairs in one order, so no two wait for each other.
         """
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
@@ -192,7 +191,7 @@ class Groups:
 
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
-        """Group for objects, which are CPU tensors: under NCCL the one that `join` found or created."""
+        """Group for objects; under NCCL that of `join`."""
         return self._channels[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
@@ -200,8 +199,8 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # NCCL's wait only queues on the current stream and returns immediately. gloo's would block this thread until
-        # the message arrives, and with a broken connection possibly forever: a thread of the watch waits instead.
+        # NCCL's wait only queues on the current stream. gloo's blocks, with a broken connection possibly forever: a
+        # thread of the watch waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -228,8 +227,8 @@ class Groups:
         """Start sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
 
         Args:
-            channel: communicator to use; its operations run in the order in which they are started.
-            out, inp: contiguous, split along dim 0; keep both alive until the work is done.
+            channel: its operations run in the order of their start.
+            out, inp: contiguous, split along dim 0; keep both alive until it is done.
             out_splits, in_splits: elements of dim 0 from and to each rank.
 
         Returns:
@@ -239,7 +238,7 @@ class Groups:
             out.copy_(inp)
             return None
         group = self._channels[channel]
-        # NCCL would send to all peers in one grouped operation, and hold channel buffers for each of them.
+        # NCCL would hold channel buffers for all peers.
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
             return Message(
                 in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED), kept=(inp, out)
@@ -248,14 +247,14 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0; return the pending work."""
+        """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0; return the pending work."""
+        """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
@@ -267,7 +266,7 @@ class Groups:
         """Reduce a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
-            # In place, on the copy in host memory if there is one, which then holds the result.
+            # In place, on the copy in host memory if there is one.
             host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
                 work = dist.all_reduce(host, operation, group=self._channels[channel], async_op=True)
@@ -279,14 +278,12 @@ class Groups:
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
 
-        An aborted NCCL communicator raises no error: its kernels return, and the result is undefined. So the failure
-        watch is checked after the host has waited, and every rank marks its own element with the number of this
-        reduction, which no earlier content of that memory has.
+        An aborted NCCL communicator raises no error: its kernels return, and the result is undefined. So the watch is
+        checked after the host has waited, and every rank marks its own element with the number of this reduction.
 
         Raises:
             RankFailure: another rank failed meanwhile.
-            RuntimeError: the reduction ended before every rank took part; inside a watched call it becomes the
-                RankFailure that explains it.
+            RuntimeError: the reduction ended before every rank took part; a RankFailure inside a watched call.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -297,7 +294,7 @@ class Groups:
         reduced = torch.cat([tensor.flatten(), marks])
         self.all_reduce(channel, reduced, operation)
         with nullcontext() if self._watch is None else self._watch.waiting():
-            on_host = reduced.to("cpu", copy=True)  # waits until the current stream has them
+            on_host = reduced.to("cpu", copy=True)  # waits for the current stream
         if self._watch is not None:
             self._watch.check()
         if not bool((on_host[-ranks:] == self._reductions).all()):
@@ -306,17 +303,17 @@ class Groups:
         return on_host[:-ranks].view(tensor.shape)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; for small picklable objects."""
+        """Return every rank's small picklable value, by rank."""
         values = [value] * self.world.ranks
         if self.world.ranks > 1:
             self.call(lambda: dist.all_gather_object(values, value, self._object_group))
         return values
 
     def tell(self, value: T) -> T:
-        """Return rank 0's value on every rank; for small picklable objects. Rank 0 does not wait for the others."""
+        """Return rank 0's small picklable value on every rank; rank 0 does not wait for others."""
         if self.world.ranks == 1:
             return value
-        for message in self._told:  # of the previous call; ranks have synchronised since
+        for message in self._told:  # of the previous call
             self.wait(message)
         self._told = ()
         leads = self.world.rank == 0
@@ -353,10 +350,10 @@ class Groups:
         return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
-        """Check that a short text, such as a hash, is the same on all ranks.
+        """Check that a short text is the same on all ranks.
 
         Raises:
-            ValueError: on every rank, naming the ranks that have each text.
+            ValueError: on every rank: it differs.
         """
         texts = self.gather(text)
         if len(set(texts)) > 1:
@@ -369,9 +366,9 @@ class Groups:
     # Point to point.
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start sending a contiguous tensor to a rank; do not change it until the message is complete.
+        """Start sending a contiguous tensor, which must not change until the message is complete.
 
-        Tags pair sends with receives on gloo; NCCL has no tags and pairs them in order, per pair and direction.
+        Tags pair sends with receives on gloo; NCCL pairs them in order, per pair and direction.
         """
         leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
         work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
@@ -379,7 +376,7 @@ class Groups:
         return Message(work, kept=(leaving,))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start receiving into a contiguous tensor from a rank."""
+        """Start receiving into a contiguous tensor."""
         staging = self._staging
         arriving = tensor if staging is None else staging.incoming(tensor)
         work = dist.irecv(arriving, peer, self._direction(peer, self.world.rank), tag)
@@ -397,13 +394,12 @@ class Groups:
         """Create the missing communicators of stages; all ranks call it with the same list.
 
         Args:
-            rank_sets: ranks of every stage of every pipeline that is about to run, each in tensor-parallel order.
+            rank_sets: ranks of every stage about to run, in tensor-parallel order.
 
         Returns:
-            The collectives of the sets that include this rank; valid until the next call.
+            The collectives of sets that include this rank; valid until the next call.
         """
-        # Sorted, because collectives handle the order of parts: stages of the same ranks in any order share a group.
-        # The list's order is the same on all ranks, so they create each group together.
+        # Sorted: stages of the same ranks in any order share a group. The list's order is the same on all ranks.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
@@ -415,7 +411,7 @@ class Groups:
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
-        # Never evict a group that is about to be used, even if a strategy has more stages than the capacity.
+        # Never evict a needed group.
         self._evict(max(self._capacity, len(needed)))
         return {ranks: self._collectives(ranks) for ranks in rank_sets if self.world.rank in ranks}
 
@@ -440,7 +436,7 @@ class Groups:
     # The end.
 
     def abort(self) -> None:
-        """End pending operations of NCCL communicators, from any thread; gloo's end when their sockets are closed."""
+        """End pending NCCL operations, from any thread; gloo's end when their sockets are closed."""
         if self.world.backend == "nccl":
             abort_together(self._all())
 
@@ -454,7 +450,7 @@ class Groups:
         if self._waiter is not None:
             self._waiter.close()
         for group in groups:
-            # Ranks that met again have already dropped all groups with the default one.
+            # Ranks that met again have dropped all groups.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
@@ -462,20 +458,18 @@ class Groups:
             drop(groups)  # gloo's destructor waits for operations, which may never end
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Atomic copies: the watch calls this from its own thread while this rank may be creating groups.
+        # Atomic copies: the watch calls this from its own thread.
         groups_of_all = [*self._channels.copy().values(), *self._directions.copy().values()]
         return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
 
 def _first_all_reduce(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run a group's first operation and wait for its result."""
     arrived = torch.ones(1, device=device)
     dist.all_reduce(arrived, group=group)
     arrived.item()
 
 
 def _first_message(operation: Callable[..., object], peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run the first operation between this rank and a peer and wait for its completion."""
     arrived = torch.ones(1, device=device)
     operation(arrived, peer, group)
     arrived.item()
@@ -490,15 +484,13 @@ def in_rounds(
     group: dist.ProcessGroup,
     grouped: int,
 ) -> Works:
-    """Start an all-to-all as grouped sends and receives, `grouped` peers at a time, without empty messages.
+    """Start an all-to-all as grouped messages, `grouped` peers at a time, without empty ones.
 
     A round is a range of distances: in it, every rank sends to the ranks at these distances ahead and receives from
-    those at the same distances before it, so both ends of a message are in the same round. A rank's own part is copied
-    immediately.
+    those at the same distances before it, so both ends of a message are in the same round.
     """
-    # Example: 5 ranks, grouped = 2. In its first round rank 0 sends to 1 and 2 and receives from 4 and 3; in its second
-    # it sends to 3 and 4 and receives from 2 and 1. The message 0 -> 3 has distance 3 at both of its ends: rank 3 also
-    # receives it, from rank (3 - 3) % 5, in its second round.
+    # Example: 5 ranks, grouped = 2. In its first round rank 0 sends to 1 and 2 and receives from 4 and 3. The message 0
+    # -> 3 has distance 3 at both ends, so both exchange it in their second round.
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
     arriving[rank].copy_(leaving[rank])

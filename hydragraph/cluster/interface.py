@@ -1,6 +1,6 @@
 """Network interface for gloo on a host whose own name resolves to a loopback address.
 
-Gloo listens at the address of the host's own name. Debian maps that name to 127.0.1.1, where no other machine connects.
+Gloo listens at that address. Debian maps the name to 127.0.1.1, where no other machine connects.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface that gloo should use on this host; None if the host's own name works, or no interface is
-    found.
-    """
+    """Return the interface for gloo; None if the host's name works, or no interface is found."""
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):
@@ -32,7 +30,7 @@ def interface_for(address: str) -> str | None:
 
 
 def _source(target: str) -> str | None:
-    """Return the address that this host would send from to a target, without sending."""
+    """Return this host's source address for a target, without sending."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -43,7 +41,6 @@ def _source(target: str) -> str | None:
 
 
 def _name(source: str) -> str | None:
-    """Return the interface that has an address."""
     if ":" in source:
         packed = socket.inet_pton(socket.AF_INET6, source.partition("%")[0]).hex()
         lines = map(str.split, Path("/proc/net/if_inet6").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Start ranks as local processes, and join the process group that a launcher prepared.
+"""Start of ranks as local processes, and joining of a launcher's process group.
 
 Only this module reads the launcher's environment.
 """
@@ -47,8 +47,8 @@ T = TypeVar("T")
 _MOST = 1024  # processes of one host, each taking about 0.3 GB
 _ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
 
-# Start method of processes. Importing torch takes seconds, forking a process that has imported it 10 ms. Where system
-# libraries have their own threads (macOS), forking is unsafe, and each process imports separately.
+# Importing torch takes seconds, forking a process that has imported it 10 ms. Where system libraries have threads
+# (macOS), forking is unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Modules that ranks import.
@@ -67,12 +67,12 @@ class World:
     """This process's place among the ranks.
 
     Attributes:
-        rank, ranks: rank and world size; 0 and 1 without a process group.
+        rank, ranks: 0 and 1 without a process group.
         local_rank: rank within this host.
-        device: compute device of this process.
+        device: compute device.
         backend: "nccl" if every rank has its own GPU, else "gloo".
-        watch: failure watch of the ranks, from here until this process ends.
-        node: node of this process: ranks of one node may be lost together.
+        watch: failure watch of the ranks.
+        node: ranks of one node may be lost together.
         objects: process group for objects; None: the default one.
     """
 
@@ -86,7 +86,7 @@ class World:
     objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; for small picklable objects.
+        """Return every rank's small picklable value, by rank.
 
         Raises:
             RankFailure: inside a watched call, if another rank failed.
@@ -103,20 +103,20 @@ class World:
 
 
 def join(device: torch.device | str | None = None) -> World:
-    """Join the ranks of an existing process group, or of the launcher's environment, or run as a single process.
+    """Join the ranks of an existing process group or the launcher's environment, or run as a single process.
 
     Args:
         device: compute device; a GPU without an index means this rank's. None: a GPU if available.
 
     Raises:
-        ValueError: the device is not supported, this machine has none, or the existing process group transfers no data.
+        ValueError: the device is unsupported or missing, or the existing process group transfers no data.
         RankFailure: another rank failed meanwhile.
     """
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
-        # Objects (hashes, host names) travel as CPU tensors, even if weights do not.
+        # Objects travel as CPU tensors.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
         rank = int(os.environ["RANK"])
         ranks = int(os.environ["WORLD_SIZE"])
@@ -137,7 +137,7 @@ def join(device: torch.device | str | None = None) -> World:
 
 
 def apart(device: torch.device | str | None = None) -> World:
-    """Return a world of this process alone, on the device that it would have among the ranks of its host.
+    """Return a world of this process alone, on its device among the ranks of its host.
 
     Args, Raises: as for `join`.
     """
@@ -146,7 +146,6 @@ def apart(device: torch.device | str | None = None) -> World:
 
 
 def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
-    """Return the compute device of this process, and its local rank."""
     if str(asked) != "cpu" and torch.backends.cuda.is_built():
         set_cuda_environment(os.environ)  # before anything starts CUDA
     device = _device(asked)
@@ -159,12 +158,11 @@ def _of_this_rank(asked: torch.device | str | None) -> tuple[torch.device, int]:
 
 
 def _device(asked: torch.device | str | None) -> torch.device:
-    """Return the device that a user asked for, or the default."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(asked)
-    except RuntimeError:  # PyTorch's message lists every device type it has ever had
+    except RuntimeError:  # PyTorch's message lists every device type
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(asked)!r}: use cpu, or cuda for this rank's GPU")
@@ -174,10 +172,9 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store that the launcher's environment names, kept by torchrun's agent or by rank 0.
+    """Return the store of the launcher's environment, hosted by torchrun's agent or rank 0.
 
-    torchrun's store outlives its ranks, so each attempt uses its own keys: otherwise gloo would find addresses of dead
-    ranks.
+    torchrun's store outlives its ranks, so each attempt uses its own keys: gloo would find addresses of dead ranks.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -207,30 +204,26 @@ def launch(
     """Run `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
     The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by value;
-    so are closures and definitions of a notebook. Call this under `if __name__ == "__main__":` in a script, because
-    ranks import it. No rank's process ends before all are done or one has failed, and none outlives the call.
+    closures and notebooks' definitions are supported. Call this under `if __name__ == "__main__":` in a script, because
+    ranks import it. Processes end when all are done or one has failed, and none outlives the call.
 
     Args:
-        function: function that each rank runs.
-        ranks: number of processes to start.
         timeout: for the whole run; None: no limit.
-        prepare: called once, in a separate process. Its result is passed before the function's arguments, so that a
-            model is captured and compiled once instead of on every rank: `prepare` returns the model, its program and
-            the result of `precompile`, and ranks call `compile` with that program. The result is one file that each
-            rank maps: weights are in memory once, until a rank changes its own.
-        relay: informed of the ranks' processes while they run, so that a signal to this process can be forwarded.
-        elastic: continue when ranks are lost, and let others take their places: the function calls `hydragraph.survive`
-            when a step raises. None: the loss of a rank ends the run.
-        nodes: with `elastic`: this machine, the first of several; `follow` is called on the others. `ranks` is the
-            total over all machines.
+        prepare: called once, in a separate process. Its result is passed before the function's arguments: a model, its
+            program and the result of `precompile`, say, for ranks to call `compile` with that program. Each rank maps
+            the result from one file: weights are in memory once, until a rank changes its own.
+        relay: informed of the ranks' processes, to forward signals.
+        elastic: continue when ranks are lost: the function calls `hydragraph.survive` when a step raises. None: a loss
+            ends the run.
+        nodes: with `elastic`: this machine, the first of several; call `follow` on the others. `ranks` is the total.
 
     Returns:
         Each rank's result, by rank; with `elastic`, of the ranks that remain at the end.
 
     Raises:
-        ValueError: the function, an argument or the result of `prepare` cannot be pickled, or `ranks` is not positive.
-        RuntimeError: a rank that imports the script was about to start ranks itself.
-        RankFailure: a rank died; it names the instruction if a step was running.
+        ValueError: something cannot be pickled, or `ranks` is not positive.
+        RuntimeError: a rank that imports the script would start ranks itself.
+        RankFailure: a rank died.
         TimeoutError: the run took too long.
         Any other error: the error of the rank that failed first, with its traceback as a note.
     """
@@ -260,10 +253,10 @@ def launch(
 
 
 def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
-    """Start and watch ranks on this machine for a `launch` on another one, until it ends.
+    """Start and watch ranks on this machine for a `launch` on another.
 
     Args:
-        nodes: this machine among all; not the first.
+        nodes: this machine, not the first.
         say: prints a sentence.
 
     Raises:
@@ -276,11 +269,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return the start context for processes, prepared before this process has threads.
-
-    Args:
-        functions: functions that the processes will call.
-    """
+    """Return the start context for processes; call it before this process has threads."""
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():
@@ -297,10 +286,9 @@ def _run_members(elastic: Elastic, nodes: Nodes | None, *args: Any) -> list[byte
 
 
 def _models() -> list[str]:
-    """Return the model modules that this process has imported, so that ranks need not import them separately.
+    """Return the imported model modules, for ranks to share.
 
-    Only modules of transformers: importing a user's modules may run computations, and a process that has computed is
-    never forked.
+    Only those of transformers: importing a user's modules may compute, and a process that has computed is never forked.
     """
     parts = ("configuration_", "modeling_")
     return sorted(

@@ -1,6 +1,6 @@
-"""Message in flight, and staging of GPU tensors through host memory for backends that only move CPU tensors.
+"""Messages in flight, and staging of GPU tensors through host memory for gloo.
 
-Staging lets several ranks share one GPU over gloo, which NCCL does not support.
+Staging lets several ranks share one GPU, which NCCL does not support.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        landed: called after completion, on the waiting stream; copies data received in host memory to its destination.
-        kept: tensors that the operation still reads or writes, kept alive so that their memory is not reused.
+        landed: called after completion, on the waiting stream; copies received data to its destination.
+        kept: tensors that the operation still uses.
     """
 
     work: Operation
@@ -60,14 +60,14 @@ class Staging:
     """Copies tensors to temporary host memory and back.
 
     Args:
-        device: device of the tensors; for a GPU the host memory is page-locked.
+        device: of the tensors; for a GPU the host memory is page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's values in host memory; waits until the current stream has produced and copied them."""
+        """Return a tensor's values in host memory; waits for the current stream."""
         host = self.incoming(tensor)
         host.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
@@ -79,5 +79,5 @@ class Staging:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:
-        """Copy received values, on the current stream; the host memory is kept until that is done."""
+        """Copy received values, on the current stream."""
         tensor.copy_(host, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Processes that run a module of this package, without importing the training script."""
+"""Processes that run a module of this package, not the training script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGE = str(Path(__file__).parents[2])  # a process must import this same package, installed or not
+PACKAGE = str(Path(__file__).parents[2])  # the same package, installed or not
 
 
 def start_module(
@@ -19,10 +19,10 @@ def start_module(
     paths: Sequence[str] = (),
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module`, without the current directory on its import path.
+    """Start `python -m module`; its import path excludes the current directory.
 
     Args:
-        environment: its environment variables; None: this process's.
+        environment: None: this process's.
         paths: further folders on its import path.
         options: of `subprocess.Popen`.
     """

@@ -1,10 +1,10 @@
-"""Results that one rank of each machine computes and its other ranks read, such as a captured model.
+"""Results that one rank of each machine computes for all, such as a captured model.
 
     1. of the ranks of a machine with equal inputs, the highest makes the result: the lowest rank of all plans meanwhile
     2. it writes the result into a folder that only its user may enter, and shares the path, with the file's hash
     3. the others read it; when all have, the folder is deleted
 
-A rank that cannot read the result (another file system, a full disk) computes its own, and logs it.
+A rank that cannot read the result computes its own, and logs it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OfferedFile:
             return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
     def read(self) -> object:
-        """Return the value; tensors are memory-mapped, privately.
+        """Return the value, with tensors memory-mapped privately.
 
         Raises:
             OSError: the file does not exist, or its folder is accessible to others.
@@ -63,17 +63,14 @@ class OfferedFile:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return the result of a function that one rank of each machine calls; all ranks call this.
+    """Return the result of a function, called on one rank of each machine; all ranks call this.
 
     Args:
-        world: this process's place.
-        key: identifies the inputs of the result; ranks of one machine with different keys compute their own.
-        make: called on the ranks that compute. Its result should be picklable, like that of `launch`'s `prepare`;
-            otherwise every rank computes its own.
+        key: identifies the inputs; ranks with different keys compute their own.
+        make: its result should be picklable, like that of `launch`'s `prepare`; otherwise every rank calls it.
 
     Raises:
-        Any error that `make` raised on one rank, on every rank: an `Unsupported` unchanged, others as a RuntimeError
-            with the same text.
+        On every rank, any error of `make`: an `Unsupported` unchanged, others as a RuntimeError.
         RankFailure: another rank died meanwhile.
     """
     places = world.gather((world.node, key))
@@ -109,7 +106,7 @@ def once_per_machine(
 
 @contextmanager
 def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
-    """Keep a value in a file while others read it; None if it cannot be written."""
+    """Keep a value in a file inside; None if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
         try:
@@ -123,7 +120,7 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
 
 
 def _sendable(error: Exception | None, rank: int, what: str) -> Exception | None:
-    """Return an error in a form that can be sent to other ranks: not every error can be pickled."""
+    """Return an error in a form that can be pickled."""
     if error is None or isinstance(error, Unsupported):
         return error
     return RuntimeError(f"{what} on rank {rank}: {type(error).__name__}: {error}")

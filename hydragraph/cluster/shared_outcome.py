@@ -1,4 +1,4 @@
-"""Actions of some ranks with an outcome for all: an error on one of them is raised on all."""
+"""Actions of some ranks with an outcome for all."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks that act, and return every rank's result; an error on one is raised on all."""
+    """Call a function on the ranks that act, and return all results; an error on one is raised on all."""
     return agreement.together(world, what, lambda: make() if acts else None)

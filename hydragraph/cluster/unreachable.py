@@ -1,7 +1,6 @@
-"""Errors of hosts that cannot reach each other: which addresses were tried, and what to set.
+"""Errors of hosts that cannot reach each other.
 
-Before ranks connect, each writes its host and the addresses at which gloo listens there to the store where they meet. A
-rank that fails to connect reads what the others wrote.
+Before ranks connect, each writes its host and gloo's addresses to the store. A rank that fails to connect reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def write_addresses(store: Any, rank: int) -> None:
 
 
 def listening_at() -> str:
-    """Return the addresses at which gloo listens on this host, in words."""
+    """Return gloo's listening addresses on this host, in words."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         return f"{address_of(name) or 'no address'} on interface {name}"
@@ -36,7 +35,7 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Return the error of a rank that could not connect to another one; any other error is returned as it is."""
+    """Explain the error of a rank that could not connect to another; return other errors unchanged."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
@@ -56,11 +55,7 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
 
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
-    """Return the error of a rank that could not connect to the store of the first host.
-
-    Args:
-        error: of the store's client.
-    """
+    """Return the error of a rank that could not connect to the first host's store."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Waits that can be abandoned, because they may never end."""
+"""Waits that may never end, and can be abandoned."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ _Request = tuple[Callable[[], Any], "SimpleQueue[tuple[Any, BaseException | None
 
 
 class Waiter:
-    """Runs blocking functions on a separate thread, so that a wait can be abandoned; only one thread may use it at a
-    time.
-    """
+    """Runs blocking functions on a separate thread; only one thread may use it at a time."""
 
     def __init__(self, interval: timedelta) -> None:
         self._interval = interval
@@ -29,10 +27,10 @@ class Waiter:
                 answer.put((function(), None))
             except BaseException as error:
                 answer.put((None, error))
-            del request, function, answer  # a buffer must not live until the next wait
+            del request, function, answer  # free buffers before the next wait
 
     def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
-        """Return the function's result or raise its error; raise RuntimeError once `abandoned()` is true."""
+        """Return the function's result or raise its error; raise a RuntimeError once `abandoned()` is true."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True)
             self._thread.start()

@@ -1,4 +1,4 @@
-"""Failure detector: decides from observations of ranks which one has failed.
+"""Failure detector: decides from observations which rank has failed.
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
@@ -6,7 +6,7 @@ A rank is accused when
   not a failure, and a rank that computes between stops is slow;
 - no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait (`Stall`).
 
-Only the detector's own running time counts: half a second of a pause between two looks.
+Only the detector's own running time counts, at most half a second between two looks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 
-STOPPED_S = 6.0  # a stop this long is not a pause; all ranks raise well within 10 s of it
+STOPPED_S = 6.0  # all ranks raise well within 10 s
 PAUSE_S = 0.5
 ENDED = "its process has ended"
-_ENDED_S = 0.5  # lets the launcher, which knows how a process ended, report first
+_ENDED_S = 0.5  # lets the launcher report first
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Observation of a rank: its process's state, its board entry, and its CPU time in system ticks."""
+    """Observation of a rank; CPU time is in system ticks."""
 
     state: ProcessState
     progress: RankProgress
@@ -58,19 +58,19 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Count the current observations, and return the resulting accusation.
+        """Count these observations, and return the resulting accusation.
 
         Args:
             elapsed: seconds since the last look.
         """
-        # If the judge itself was stopped for a minute, it has not seen a rank stopped for a minute.
+        # This process may have been stopped itself.
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
-            # A count is reset as soon as its condition is false: only uninterrupted time counts.
+            # Only uninterrupted time counts.
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process that is stopped for 95 of every 100 ms is nearly always seen stopped, and computes nevertheless.
+            # A process stopped for 95 of every 100 ms is nearly always seen stopped, but computes.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
@@ -83,11 +83,11 @@ class Judge:
         return self._longest(self._limit_s)
 
     def suspect(self, stopped_s: float) -> Accusation | None:
-        """Return the likely cause of a communication error: a rank that ended, left, or was stopped for a while."""
+        """Return the likely cause of a communication error: a rank that ended, left or stopped."""
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
-        # Leaving is not a failure, unless a rank still waited for it: then its leaving is the cause.
+        # Leaving is a failure only if a rank still waited for it.
         for rank in sorted(self._left):
             return Accusation(rank, "its process ended by itself while other ranks went on")
         return self._longest(stopped_s)
@@ -101,21 +101,20 @@ class Judge:
 
 
 class Stall:
-    """Detects a run without progress from repeated observations of all ranks."""
+    """Detects a run without progress."""
 
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count the current observations of all ranks, and return the resulting accusation.
+        """Count these observations of all ranks, and return the resulting accusation.
 
         Args:
             elapsed: seconds since the last look.
-            progress_s: limit in seconds for a run without progress of any rank.
+            progress_s: limit in seconds without progress of any rank.
         """
-        # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones). While no
-        # rank waits, ranks without progress may be computing.
+        # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones).
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
@@ -126,7 +125,7 @@ class Stall:
             return None
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this one" if busy else "all of them wait"
-        # If all wait, a link between two ranks may be cut: the first rank, which may reach all others, is not accused.
+        # If all wait, a link may be cut: do not accuse the first rank, which may reach all others.
         return Accusation(
             min(busy) if busy else max(waits),
             f"no rank has moved on for {progress_s:g} s (progress_s), and {how}",

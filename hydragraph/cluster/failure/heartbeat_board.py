@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-PROGRESS_S = 600.0  # without progress of any rank; longer than any single instruction takes
+PROGRESS_S = 600.0  # longer than any instruction takes
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class RankProgress:
     """One rank's line of the board.
 
     Attributes:
-        moves: number of position updates; constant while the rank makes no progress.
-        instruction: index of the current instruction; None outside a step.
-        call: description of the current call outside a step; "" in other code.
+        moves: number of position updates.
+        instruction: None outside a step.
+        call: current call outside a step; "" in other code.
     """
 
     moves: int
@@ -37,22 +37,22 @@ class RankProgress:
 
 
 class Board:
-    """Memory shared by the ranks of one host, with a line for each; anonymous where the system supports it.
+    """Memory shared by the ranks of one host, with a line for each.
 
-    The lines of all ranks are followed by one for shared settings: `progress_s`.
+    A last line has shared settings: `progress_s`.
 
     Args:
         descriptor: file of exactly the board's size; the board takes ownership.
     """
 
-    _LINE = 256  # bytes: a multiple of a cache line, so that ranks do not disturb each other
+    _LINE = 256  # bytes: a multiple of a cache line
     _PLACE = struct.Struct("qqq")  # moves, the step, the instruction's index + 1
     _SECONDS = struct.Struct("d")
-    # Offsets in bytes within a line, after the three numbers of _PLACE.
+    # Offsets within a line, after _PLACE.
     _WAITING = 24  # flag: the rank waits for others
     _LEFT = 25  # flag: it no longer needs the others
     _FINISHED = 26  # flag: its watch is closed, even after a fault
-    _CALL = 27  # one byte of length, then text: the current call
+    _CALL = 27  # one byte of length, then the current call
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
         self.ranks = ranks
@@ -68,7 +68,7 @@ class Board:
 
     @classmethod
     def make(cls, ranks: int) -> Board:
-        """Create a board, which exists as long as a process has it open."""
+        """Create a board that exists as long as a process has it open."""
         remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
@@ -88,7 +88,7 @@ class Board:
         """Open a board that another process created.
 
         Raises:
-            OSError: it does not exist (that process has ended), or is not a board of this user.
+            OSError: it does not exist, or is not a board of this user.
         """
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
@@ -99,7 +99,7 @@ class Board:
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Record a rank's new position; only that rank may call it; takes about a microsecond."""
+        """Record a rank's new position in about a microsecond; only that rank may call it."""
         self._moves += 1
         index = 0 if instruction is None else instruction + 1
         self._PLACE.pack_into(self._memory, rank * self._LINE, self._moves, step, index)
@@ -123,7 +123,7 @@ class Board:
         self._memory[rank * self._LINE + self._FINISHED] = True
 
     def finished(self, rank: int) -> bool:
-        """Return whether a rank has closed its watch, with or without a fault."""
+        """Return whether a rank has closed its watch."""
         return bool(self._memory[rank * self._LINE + self._FINISHED])
 
     def read(self, rank: int) -> RankProgress:
@@ -146,7 +146,7 @@ class Board:
         self._SECONDS.pack_into(self._memory, self.ranks * self._LINE, seconds)
 
     def close(self) -> None:
-        """Close the board; it can no longer be read or written."""
+        """Close the board."""
         self._memory.close()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""Current watch of this process: one as long as its ranks are the same and none has failed."""
+"""Current watch of this process, as long as its ranks are the same and none has failed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ from hydragraph.cluster.failure.rank_watch import Watch
 
 
 class _Newest:
-    """Last watch of this process, its process group, and its number for that group."""
-
     watch: Watch | None = None
     group: object | None = None
     number = 0
 
 
 def newest_watch() -> Watch | None:
-    """Return the last watch that this process created."""
+    """Return this process's last watch."""
     return _Newest.watch
 
 
 def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
-    """Return this process's watch over a process group; a new one if the last has seen a failure or was closed.
+    """Return this process's watch over a process group; a new one after a failure or a close.
 
     Args:
-        group: process group to watch; None for one that is about to be created: the next group passed is taken to be
-            that one.
-        store: returns the store where its ranks meet; called only to create a new watch.
-        rank, ranks: rank of this process in the group, from 0, and number of ranks.
+        group: process group to watch; None: it will be created, and passed next.
+        store: returns the store where its ranks meet; called only for a new watch.
     """
     newest = _Newest
     if newest.watch is not None and newest.group is None and newest.watch.ranks == ranks:
@@ -39,8 +35,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         return newest.watch
     if newest.watch is not None and not newest.watch.closed:
         newest.watch.close()
-    # All ranks count alike, because they see the same failures and make the same calls. So they meet under the same
-    # number, and never under one where a failed watch has left its keys.
+    # All ranks count alike, as they see the same failures and make the same calls.
     number = newest.number + 1 if again else 0
     newest.watch = Watch(store(), rank, ranks, number=number, generation=generation)
     newest.group = group

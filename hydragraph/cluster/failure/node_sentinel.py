@@ -1,10 +1,10 @@
-"""Sentinel process of a machine, if ranks are on several: it reports on its machine's ranks and monitors the others'.
+"""Sentinel process of a machine, if ranks are on several: it reports on its ranks and monitors others'.
 
 A rank that computes for a minute without releasing its interpreter is healthy and silent, so a separate process
 observes the ranks and writes heartbeats to the store. If these stop, the machine is lost, or its link.
 
-A sentinel ends as soon as the store has a fault, and 3 s after the last rank of its machine has ended or has closed its
-watch. A separate thread checks this, because a request to a store can block for minutes when the link is cut.
+A sentinel ends once the store has a fault, and 3 s after its last rank has ended or closed its watch. A separate thread
+checks this, as a request to a store can block for minutes when the link is cut.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedPro
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
 from hydragraph.cluster.module_process import start_module
 
-SILENT_S = 8.0  # a machine cut off for 3 s is heard again after up to 7 s: TCP retries at 0.2, 0.6, 1.4, 3.0, 6.2 s
+SILENT_S = 8.0  # a machine cut off for 3 s is heard again within 7 s: TCP retries at 0.2, 0.6, 1.4, 3.0, 6.2 s
 _BEAT_S = 0.25
 _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch retries for twice as long
-_IDLE_S = 3.0  # without a rank to watch: enough to report that all ranks of this machine have been killed
+_IDLE_S = 3.0  # without a rank to watch: enough to report their deaths
 _LOOK_S = 0.5  # between two checks for remaining ranks
-_STARTS = 3  # if it ends again and again, its machine counts as lost
+_STARTS = 3  # then its machine counts as lost
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Post:
 
 
 class Sentinel:
-    """Handle of a sentinel, held by the rank that starts it, and restarts it if it ends."""
+    """Handle of a sentinel, for the rank that starts it."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -74,7 +74,7 @@ class Sentinel:
 
 
 def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return the parameters of a sentinel; None if another process cannot reach the store."""
+    """Return a sentinel's parameters; None if another process cannot reach the store."""
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     return Post(store.host, store.port, namespace, machine, board, ranks)
@@ -82,7 +82,7 @@ def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) 
 
 @dataclass(eq=False)
 class _Others:
-    """Heartbeats of other machines' sentinels, and the time since each last changed."""
+    """Heartbeats of other machines' sentinels, and seconds since each changed."""
 
     store: Store
     namespace: str
@@ -126,7 +126,7 @@ class _Others:
 
 
 class IdleTime:
-    """Time during which a sentinel has had no rank to watch."""
+    """Time without a rank to watch."""
 
     def __init__(self) -> None:
         self._idle_s = 0.0
@@ -135,18 +135,18 @@ class IdleTime:
         """Return whether the sentinel should end.
 
         Args:
-            elapsed: seconds since the last look; a pause of the sentinel itself counts little.
-            watching: for each rank of this machine, whether its process is alive and its watch is open.
+            elapsed: seconds since the last look.
+            watching: for each rank of this machine, whether it is alive and its watch is open.
         """
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when its machine has no rank left, even while a request to the store blocks.
+    """Thread that ends this process when no rank is left, even while a request to the store blocks.
 
     Args:
-        starter: process that started the sentinel, the only known rank until `members` is set.
+        starter: the only known rank until `members` is set.
     """
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
@@ -162,11 +162,10 @@ class _Guard(threading.Thread):
             time.sleep(_LOOK_S)
             now = time.monotonic()
             if idle.look(now - before, self._watching()):
-                os._exit(1)  # the main thread may be inside the store's client, which cannot be interrupted
+                os._exit(1)  # the store's client cannot be interrupted
             before = now
 
     def _watching(self) -> list[bool]:
-        """Return for each rank whether its process is alive and its watch is open."""
         members = self.members
         if not members:
             return [self._starter.state() is not ProcessState.ENDED]
@@ -177,11 +176,11 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Run a sentinel until the store has a fault, the ranks of this machine have left, or the store is gone."""
+    """Run a sentinel until the store has a fault or is gone, or this machine's ranks have left."""
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # If the run ends while its sentinel starts, the store may be gone: do not retry the connection for long.
+    # If the run has ended, the store may be gone: do not retry for long.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
@@ -224,7 +223,7 @@ def _fault(
     members: tuple[RollEntry, ...],
     board: Board,
 ) -> Fault | None:
-    """Return the fault that is visible from here, if any; other sentinels see more of their own ranks."""
+    """Return the fault that is visible from here, if any."""
     theirs = others.seen()
     accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
     if accused is None and len(own) + len(theirs) == board.ranks:
@@ -240,5 +239,5 @@ def _fault(
 if __name__ == "__main__":
     try:
         stand(Post(**json.loads(sys.argv[1])), WatchedProcess(**json.loads(sys.argv[2])))
-    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone: no process is left to inform
+    except (RuntimeError, OSError, KeyboardInterrupt):  # the store or the board is gone
         sys.exit(1)

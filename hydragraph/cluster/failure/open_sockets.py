@@ -1,4 +1,4 @@
-"""Open sockets of this process, and shutting down some of their connections for both sides."""
+"""Open sockets of this process, and shutdown of connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def open_sockets() -> frozenset[tuple[int, str]]:
-    """Return the open sockets of this process as (descriptor, inode); empty if the system does not list them."""
+    """Return the open sockets as (descriptor, inode); empty if the system does not list them."""
     sockets: set[tuple[int, str]] = set()
     try:
         descriptors = os.listdir("/proc/self/fd")

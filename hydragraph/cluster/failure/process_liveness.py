@@ -1,8 +1,7 @@
-"""Liveness of processes on this host, observed from outside: the process need not respond, and may hold its
-interpreter.
+"""Liveness of processes on this host, observed from outside.
 
 A rank that computes for a minute without releasing the interpreter lock sends no heartbeat but is healthy; one that was
-stopped (SIGSTOP, a debugger) or has ended is not. The operating system knows the difference.
+stopped (SIGSTOP, a debugger) or has ended is not. Only the operating system knows the difference.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _STOPPED = frozenset("Tt")  # by a signal; by a debugger
-_ENDED = frozenset("ZXx")  # a zombie has ended, though its parent has not reaped it
+_ENDED = frozenset("ZXx")  # a zombie has ended
 
 
 class ProcessState(Enum):
@@ -32,7 +31,7 @@ class WatchedProcess:
     """A process of this machine.
 
     Attributes:
-        started: start time in system ticks, because process ids are reused; 0 if unknown.
+        started: start time in system ticks, as process ids are reused; 0 if unknown.
     """
 
     pid: int
@@ -45,7 +44,7 @@ class WatchedProcess:
 
     @staticmethod
     def of(pid: int) -> WatchedProcess:
-        """Return the process that currently has an id."""
+        """Return the process with an id."""
         status = _status(pid)
         return WatchedProcess(pid, 0 if status is None else status[1])
 
@@ -54,7 +53,7 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return its state, and its CPU time since it started, in system ticks (0 if unknown)."""
+        """Return its state, and its CPU time in system ticks (0 if unknown)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)
@@ -69,7 +68,7 @@ def _status(pid: int) -> tuple[str, int, int] | None:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may contain any character
+    fields = text.rpartition(")")[2].split()  # the name, in parentheses, may contain any character
     return fields[0], int(fields[19]), int(fields[11]) + int(fields[12])
 
 
@@ -84,7 +83,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Return an identifier shared by processes that see each other and use one network: a host or a container."""
+    """Return an identifier of processes that see each other and use one network: a host or a container."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

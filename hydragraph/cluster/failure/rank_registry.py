@@ -1,4 +1,4 @@
-"""Registry of ranks per machine, and the address of each machine's board; read while ranks arrive, without waiting."""
+"""Registry of ranks per machine, and of each machine's board, read without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.cluster.failure.process_liveness import WatchedProcess
 
 @dataclass(frozen=True)
 class RollEntry:
-    """A rank as known to the others of its machine."""
+    """A rank of a machine."""
 
     rank: int
     host: str
@@ -28,7 +28,7 @@ class Roll:
     is the address of their board; `machines` counts machines, `machines/i` names the i-th.
 
     Args:
-        store, namespace: a store that all ranks can reach, and the prefix of the registry's keys.
+        store, namespace: a store that all ranks can reach, and the keys' prefix.
     """
 
     store: Store
@@ -50,7 +50,7 @@ class Roll:
         """Return the board of this machine, created by the first caller.
 
         Raises:
-            OSError: it is gone, and so is the process that created it.
+            OSError: it is gone, with the process that created it.
         """
         board = Board.make(ranks)
         address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
@@ -82,7 +82,7 @@ class Roll:
         return int(self.store.add(self._key(key), number))
 
     def _get(self, key: str) -> bytes | None:
-        """Return a value, or None if it does not exist: `get` alone would wait for it."""
+        """Return a value or None, where `get` alone would wait."""
         name = self._key(key)
         return bytes(self.store.get(name)) if self.store.check([name]) else None
 

@@ -1,4 +1,4 @@
-"""Failure watch of a process's ranks, from the moment they meet until none needs the others.
+"""Failure watch of ranks, from their meeting until none needs the others.
 
 The operating system, not the interpreter, is asked whether a process is alive, so a slow rank is not accused
 (`failure_detector`). docs/architecture.md lists the failures that are detected, where, and how fast.
@@ -53,42 +53,40 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-UNREACHABLE_S = (
-    7.0  # without an answer of the store; after a 3 s link outage, answers arrive at 6.2 s, because of TCP's retries
-)
+UNREACHABLE_S = 7.0  # without an answer of the store; after a 3 s outage, TCP's retries bring answers at 6.2 s
 
-CLOSED = "close"  # prefix of the call shown by a rank that has closed its executable
+CLOSED = "close"  # prefix of the call of a rank that has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
-_LOOKED_AT = 8  # ranks checked per poll, on average: with more ranks, all are checked less often
+_LOOKED_AT = 8  # ranks checked per poll, on average
 _ROLL_S = 1.0  # between two checks for new arrivals
 _HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s, with better messages
-_SUSPECT_S = 1.5  # after a communication error, a process stopped for this long is taken as its cause
+_SUSPECT_S = 1.5  # a process stopped for this long is taken as the cause of a communication error
 _PATIENCE = timedelta(seconds=2.5)  # for finding the rank at fault; longer than _SUSPECT_S
-_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown, which takes effect within 0.1 s if it does
-_MEETING = timedelta(seconds=30)  # for the store's answers during the meeting
+_LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown
+_MEETING = timedelta(seconds=30)  # for the store's answers
 _TOGETHER = (ValueError, FloatingPointError, Stopped)  # errors that all ranks raise together
 _AGREED = "_hydragraph_agreed"
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
-    """Marks a communication error, which another rank may have caused; `__cause__` is the original error."""
+    """A communication error, which another rank may have caused; `__cause__` is the original."""
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks know of and raise together; it is not a rank failure."""
+    """Mark an error that all ranks raise together; it is not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
 
 class Watch:
-    """Watches the ranks that met at a store. Every rank creates one, without waiting for the others.
+    """Watches the ranks that met at a store. Every rank creates one, without waiting for others.
 
     Args:
-        store: store where they met; None for a single process.
-        rank, ranks: rank of this process and number of ranks; a single process (ranks=1) needs no thread.
-        number: index of this watch over the store, counted equally by all ranks.
-        generation: name of these ranks within a launch, used by the launcher to report deaths.
+        store: None for a single process.
+        rank, ranks: a single process (ranks=1) needs no thread.
+        number: index of this watch over the store, equal on all ranks.
+        generation: name of these ranks within a launch, for reports of deaths.
 
     Raises:
         RankFailure: the store does not answer.
@@ -106,7 +104,7 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # shown between calls; shown now; call of a background thread
+        self._resting = self._shown = self._beside = ""  # shown between calls; now; of a background thread
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -129,7 +127,7 @@ class Watch:
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
-        """Find the namespace shared by the ranks of this watch, register, and start watching."""
+        """Find the watch's namespace, register, and start watching."""
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
@@ -157,8 +155,6 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
         self._thread.start()
 
-    # Interface.
-
     @property
     def progress_s(self) -> float:
         """Limit in seconds for a run without progress of any rank."""
@@ -171,7 +167,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Register the connections opened inside for shutdown after a fault: create communicators inside."""
+        """Register connections opened inside for shutdown after a fault: create communicators inside."""
         before = open_sockets()
         try:
             yield
@@ -179,7 +175,7 @@ class Watch:
             self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
-        """Call `abort` after a fault too, from any thread, to end operations that no guarded socket carries."""
+        """Also call `abort` after a fault, from any thread, to end operations without guarded sockets."""
         self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
@@ -187,10 +183,10 @@ class Watch:
         """Run a collective call inside, on any thread.
 
         Args:
-            what: description of the call, shown by other ranks if this rank fails in it.
+            what: description, shown by other ranks if this one fails.
 
         Raises:
-            RankFailure: another rank failed in it, or any rank failed before.
+            RankFailure: another rank failed.
         """
         with self._entered(what):
             try:
@@ -207,15 +203,15 @@ class Watch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step inside: as `calling`, but any error is this rank's failure unless it is `agreed`.
+        """Run one step inside, as `calling`, but any error is this rank's failure unless `agreed`.
 
         Args:
-            number: step number, shown by other ranks if this rank fails in it.
-            describe: returns the text of the instruction at (rank, index) in a given step, because a rank may be one
-                step ahead or late; also called from the watch's thread.
+            number: shown by other ranks if this one fails.
+            describe: returns the text of an instruction by rank, index and step (a rank may be one step ahead or late);
+                also called from the watch's thread.
 
         Raises:
-            RankFailure: another rank failed in it, or any rank failed before.
+            RankFailure: another rank failed.
         """
         self._step = number
         if describe is not None:
@@ -250,21 +246,21 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Show between calls what this rank did last, in case others wait for it."""
+        """Show between calls what this rank did last."""
         self._resting = after
         if not self._calls:
             self._show(after)
 
     @property
     def _calls(self) -> list[str]:
-        """Calls that this thread is in, the innermost last."""
+        """This thread's calls, the innermost last."""
         if not hasattr(self._own, "calls"):
             self._own.calls = []
         calls: list[str] = self._own.calls
         return calls
 
     def _show(self, call: str) -> None:
-        """Write this rank's current call on its board: the main thread's, otherwise that of a background thread."""
+        """Write the current call on the board: the main thread's, else a background thread's."""
         if threading.get_ident() != self._main:
             self._beside = call
         else:
@@ -279,23 +275,23 @@ class Watch:
             if self._fault is None:
                 self.report(error)
             return
-        # A communication error says that a connection broke, not who broke it: another rank may have failed.
+        # Another rank may have caused a communication error.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
         if failure.rank == self.rank and ours and cause is not None:
-            raise cause from None  # no other rank failed and the store answers: the error is this rank's own
+            raise cause from None  # the error is this rank's own
         raise failure from error.__cause__
 
     def at(self, index: int) -> None:
-        """Record that this rank is at an instruction; takes about a microsecond."""
+        """Record that this rank is at an instruction, in about a microsecond."""
         self._place(index)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors from inside as communication errors, which another rank may have caused.
+        """Mark RuntimeErrors from inside as communication errors.
 
-        Outside of a watched call it has no effect, because no caller would explain them.
+        Outside of a watched call it has no effect.
         """
         try:
             yield
@@ -308,7 +304,7 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Record that this rank waits for others, so that it is not the one that delays them."""
+        """Record that this rank waits for others."""
         if self._thread is None:
             yield
             return
@@ -333,7 +329,7 @@ class Watch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return the result of a function that waits for other ranks, unless communication is ended first."""
+        """Return the result of a function that waits for other ranks, until communication is ended."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -348,7 +344,7 @@ class Watch:
         return Waiter(_POLL)
 
     def check(self) -> None:
-        """Raise the RankFailure of a known fault; call it where an abort may have released the device early."""
+        """Raise the RankFailure of a known fault; call it after waits that an abort may have ended."""
         if self._fault is not None:
             raise self._failure(self._fault)
 
@@ -363,23 +359,23 @@ class Watch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's error as the fault, unless there is one, and end its communication."""
+        """Write this rank's error as the fault, unless one exists, and end its communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
-        """Report the error that ends this process, or its cause: a caller's own collectives fail if other ranks do."""
+        """Report the error that ends this process, or its cause: a caller's collectives fail if other ranks do."""
         if type(error) in (RuntimeError, dist.DistBackendError):
             self.explain(error)
         else:
             self.report(error)
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find the rank that caused a communication error; takes at most seconds.
+        """Find the rank that caused a communication error, within seconds.
 
         Returns:
-            The failure that all ranks agree on. If no rank is known to have failed, it names this one.
+            The failure that all ranks agree on; it names this rank if no other is known to have failed.
         """
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
@@ -389,10 +385,10 @@ class Watch:
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(_SUSPECT_S)
             if accused is not None and self._death is None:
-                time.sleep(2 * _POLL.total_seconds())  # the launcher knows more precisely how it ended
+                time.sleep(2 * _POLL.total_seconds())  # the launcher may report first
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
-        # No failure is visible: perhaps a rank has closed its executable and sends no more.
+        # Perhaps a rank has closed its executable.
         if self._fault is None and (closed := self._closed()) is not None:
             self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
@@ -401,12 +397,12 @@ class Watch:
         return self._failure(fault)
 
     def _closed(self) -> int | None:
-        """Return a rank of this machine that has closed an executable that others still use."""
+        """Return a rank of this machine that has closed its executable."""
         shown = {m.rank: self._board.read(m.rank).call for m in self._members}
         return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
     def close(self) -> None:
-        """Stop watching: this rank no longer needs the others."""
+        """Stop watching."""
         if self._thread is None or self._pid != os.getpid():
             self._stopped.set()
             return
@@ -429,8 +425,6 @@ class Watch:
             self.ended_by(error)
         self.close()
 
-    # Threads.
-
     def _run(self) -> None:
         before = time.monotonic()
         while not self._stopped.wait(_POLL.total_seconds()):
@@ -439,14 +433,14 @@ class Watch:
             before = now
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # before the shutdown, which lets this process end
+                    self._write_stacks(self._fault)  # before the shutdown, which may let this process end
                 # Before the shutdown, waits on the failed rank end with errors that say more.
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
 
     def _ask(self, client: Store, roll: Roll, name: str) -> None:
-        """Ask the store for news, on the thread that may wait for it."""
+        """Ask the store for news, on the asker's thread."""
         fault = self._ledger.read()
         self._death = self._ledger.death()
         if fault is not None:
@@ -454,23 +448,22 @@ class Watch:
         now = time.monotonic()
         if len(self._members) < self.ranks and now - self._asked_roll > _ROLL_S:
             self._members = roll.members()
-            self._asked_roll = now  # set afterwards: if the store did not answer, it is asked again immediately
+            self._asked_roll = now  # set after the store's answer
             several = self._first and len(self._members) < self.ranks and len(roll.machines()) > 1
             post = post_of(client, name, roll.machine, self._board.address, self.ranks)
             if several and self._sentinel is None and self._fault is None and post is not None:
                 self._sentinel = Sentinel(post)
-        if self._sentinel is not None and self._fault is None:  # after a fault a sentinel ends itself
+        if self._sentinel is not None and self._fault is None:  # a sentinel ends after a fault
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:
         """Check for a fault, written by another rank or visible from here."""
         accused = self._looked_at_ranks(elapsed)
-        self._asker.silent_s += min(elapsed, PAUSE_S)  # a pause of this process counts little
+        self._asker.silent_s += min(elapsed, PAUSE_S)
         if self._fault is not None:
             return
-        # In order of reliability: the launcher, which saw how the process ended; the state of processes seen from here;
-        # and last, a silent store, which reveals no information about other ranks. A rank outside of any call is not
-        # delayed by others: it accuses only ranks whose process has ended.
+        # In order of reliability: the launcher's report, processes seen from here, and a silent store. A rank outside
+        # of any call accuses only ranks whose process has ended.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -481,10 +474,10 @@ class Watch:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Check the ranks of this machine if it is time to, and return the resulting accusation.
+        """Check the ranks of this machine if due, and return the resulting accusation.
 
-        Each rank checks every other: at every poll, hundreds of ranks would do little else. With many, one rank checks
-        all others at least every half a second, and the first that detects a failure informs the rest.
+        Each rank checks every other, so with many ranks only every half a second; the first that detects a failure
+        informs the rest.
         """
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
@@ -498,7 +491,7 @@ class Watch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a local fault: each rank that is cut off detects it alone and cannot inform others."""
+        """Record a local fault, as a rank that is cut off cannot inform others."""
         where = self._instruction(self.rank)
         self._fault = Fault(self.rank, self._step, where, f"the store that the ranks met at {how}", self._host)
 
@@ -516,12 +509,12 @@ class Watch:
         return self._fault
 
     def _cut(self) -> None:
-        """End all communication of the guarded connections; later calls have no effect."""
+        """End communication of guarded connections; later calls have no effect."""
         with self._cutting:
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
-            # Descriptors are reused: shut down only those that are still the same socket.
+            # Descriptors are reused: shut down only the same sockets.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
             self._aborts = []
@@ -531,7 +524,7 @@ class Watch:
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:
-        """Write the stacks of every rank of this machine; another rank requests those of the stalled one."""
+        """Write this rank's stacks; one rank also requests those of the stalled one."""
         if fault.rank != self.rank:
             stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
         others = [m.rank for m in self._members if m.rank != fault.rank]
@@ -541,14 +534,12 @@ class Watch:
                     who = f"rank {fault.rank} of {self.ranks} ({member.host}), which stands still,"
                     stack_dump.ask(member.process.pid, who)
 
-    # Positions of ranks.
-
     def _place(self, index: int | None) -> None:
         if self._thread is not None:
             self._board.place(self.rank, self._step, index)
 
     def _instruction(self, rank: int) -> str:
-        """Return the instruction or the call that a rank is at, or "" if unknown."""
+        """Return a rank's instruction or call, or ""."""
         progress = self._board.read(rank)
         return (
             progress.call
@@ -576,7 +567,7 @@ class Watch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    """Return a function that returns `function`, or None once the object whose method it is has been deleted."""
+    """Return a function that returns `function`, or None once its object has been deleted."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 

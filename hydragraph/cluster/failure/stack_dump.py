@@ -1,7 +1,6 @@
 """Stack dumps of all threads of a rank on stderr, for a run without progress.
 
-They are written by C code that needs no interpreter lock, so that a rank that never releases it can be inspected too:
-by a signal from another rank of its machine.
+They are written by C code without the interpreter lock, after a signal from another rank of the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import signal
 import sys
 
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # a signal that other code is unlikely to use
+_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # unlikely to be used by other code
 _STDERR = 2
 
 
@@ -24,7 +23,7 @@ def answer() -> None:
 
 
 def ask(pid: int, who: str) -> None:
-    """Make another process write its stacks, below a line that names it."""
+    """Make another process write its stacks, after a line that names it."""
     _say(who)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -32,7 +31,7 @@ def ask(pid: int, who: str) -> None:
 
 
 def write(who: str) -> None:
-    """Write this process's stacks, below a line that names it."""
+    """Write this process's stacks, after a line that names it."""
     _say(who)
     faulthandler.dump_traceback(_STDERR)
 

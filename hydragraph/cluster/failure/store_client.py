@@ -1,4 +1,4 @@
-"""Dedicated thread for requests to the store, so that no other thread waits for a store that does not answer."""
+"""Dedicated thread for requests to a store that may not answer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Asker:
     """Repeats a request to the store, and runs others in between.
 
     Args:
-        question: called every interval; a RuntimeError means that the store is gone: its client never reconnects.
+        question: called every interval; a RuntimeError means that the store is gone.
 
     Attributes:
-        silent_s: seconds without an answer, counted by the reader; the asker only resets it to 0.
+        silent_s: seconds without an answer, counted by the reader.
         gone: whether the store's process has closed the connection.
     """
 
@@ -55,7 +55,7 @@ class Asker:
         return value
 
     def close(self) -> bool:
-        """Stop the thread; return whether it has ended, which it cannot while the store does not answer."""
+        """Stop the thread; return False if it still waits for the store."""
         self._stopped.set()
         self._others.put(None)
         self._thread.join(1.0)
@@ -78,7 +78,7 @@ class Asker:
             except OSError as error:
                 if other is not None:
                     other[1].put(error)
-            except Exception:  # the store's error; its PyTorch type depends on the version
+            except Exception:  # the store's error, whose type depends on PyTorch's version
                 self.gone = True
                 if other is not None:
                     other[1].put(Unanswered())

@@ -1,5 +1,4 @@
-"""Starting and ending processes, and sharing memory, on one machine: forking, torchrun, pickling, signals, stores,
-threads.
+"""Starting and ending of processes, and shared memory, on one machine.
 
 `cluster/rendezvous/` decides which processes are ranks, and `cluster/failure/` which have failed.
 """

@@ -1,10 +1,10 @@
-"""Compute threads of a rank: their number, and how long they spin while they wait for each other.
+"""Compute threads of a rank: their number, and how long they spin.
 
 PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for milliseconds. If another
-process needs one of their cores, all spin for the thread that is not scheduled: on 4 cores, 2 of them in use, a
-model of 10 million parameters trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short
-spinning costs a tenth to a quarter of the speed, so it is used only if the machine is busy when a run starts. OpenMP
-reads its variables once, when PyTorch is loaded.
+process needs one of their cores, all spin for the thread that is not scheduled: on 4 cores, 2 of them in use, a model
+of 10 million parameters trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning
+costs 10 to 25 % of the speed, so it is used only if the machine is busy when a run starts. OpenMP reads its variables
+when PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Mapping
 
 # About as long as the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Average busy cores over the last minute that make threads spin only briefly.
+# Average busy cores over the last minute from which threads spin briefly.
 _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return additional environment variables that keep threads from stalling on a busy machine.
+    """Return environment variables that keep threads from stalling on a busy machine.
 
     Args:
-        environment: environment of the process that will load PyTorch; if it already sets the waiting behaviour, {} is
-            returned.
-        busy: average busy cores over the last minute; None: this machine's load.
+        environment: of the process that will load PyTorch; {} is returned if it sets the waiting behaviour.
+        busy: average busy cores; None: this machine's load.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         return {}
@@ -34,9 +33,9 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 
 def threads_of(ranks: int) -> int:
-    """Return the number of compute threads of each of this machine's ranks.
+    """Return the compute threads of each of this machine's ranks.
 
-    OMP_NUM_THREADS sets it, as everywhere in PyTorch; otherwise ranks share the machine's cores.
+    OMP_NUM_THREADS sets them; otherwise ranks share the machine's cores.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first value; others are nested levels
     if asked.isdecimal() and int(asked):

@@ -1,4 +1,4 @@
-"""Environment variables that CUDA and PyTorch's NCCL groups read once, set before they do."""
+"""Environment variables that CUDA and PyTorch's NCCL groups read once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that a rank on a GPU needs; keep the user's values, with a warning about harmful ones.
+    """Set the variables of a rank on a GPU; keep the user's values, with a warning about harmful ones.
 
-    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, a thread of PyTorch ends this process as soon as NCCL
-      reports that a peer is lost, before the failure watch has found out which rank failed, even if survivors could
-      continue. The watch aborts communicators itself, which PyTorch supports at 0 only
+    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer,
+      even if survivors could continue. The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
-    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues: computation, four kinds of
-      messages and each communicator's own stream are more than 8, and one would wait for another that it need not.
+    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other:
+      computation, four kinds of messages and each communicator's own stream are more than 8.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
     if chosen is None:

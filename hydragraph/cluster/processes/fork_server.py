@@ -1,11 +1,10 @@
-"""Fork server of the ranks, changed to clean up however its launcher ends.
+"""Fork server of the ranks that cleans up however its launcher ends.
 
-multiprocessing's own server leaves its socket and its libraries' semaphores behind if its launcher is killed. A SIGTERM
-to the whole process group ends it, and with it every rank, even during a save; so does a failed fork (EAGAIN, ENOMEM).
-This one continues.
+multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group
+ends it, and with it every rank, even during a save; so does a failed fork (EAGAIN, ENOMEM). This one continues.
 
-The server imports this module first (`launch.PRELOAD`), and an environment variable tells it that it is a server. If
-its launcher can be forked, it need not be a new interpreter: `hydragraph.cluster.processes.launcher_fork`.
+The server imports this module first (`launch.PRELOAD`), and an environment variable marks it as a server. If its
+launcher can be forked, `launcher_fork` replaces a new interpreter.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from multiprocessing import forkserver, reduction, util
 
 from hydragraph.cluster.processes.compute_threads import spinning
 
-_VARIABLE = "HYDRAGRAPH_FORK_SERVER"  # directory of its socket
+_VARIABLE = "HYDRAGRAPH_FORK_SERVER"
 _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ensure_running() -> None:
-    """Start the server unless it runs, without the current directory on its import path.
+    """Start the server unless it runs; its import path excludes the current directory.
 
-    A `-c` interpreter searches it first. The server gets this process's path before it imports any user module, and
-    ranks start with the environment of their launcher, so none of these variables reaches them.
+    A `-c` interpreter would search it first. Ranks start with their launcher's environment, without these variables.
     """
     ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
     with environment(ours):
@@ -54,14 +52,14 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def outlive_signals() -> None:
-    """Make this process, which is a server, end only with its launcher."""
+    """Make this server end only with its launcher."""
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
     os.register_at_fork(after_in_child=_as_usual)
 
 
 def outlive_failed_forks() -> None:
-    """Make this process, which is a server, continue when a fork fails; the requester reads EOF instead of a pid.
+    """Make this server continue when a fork fails; the requester reads EOF instead of a pid.
 
     multiprocessing's loop continues only after ECONNABORTED, and leaves the descriptors of a failed request open.
     """
@@ -90,10 +88,10 @@ def outlive_failed_forks() -> None:
 
 
 def _serve(directory: str) -> None:
-    """Make this process, which is the server, end only with its launcher, and remove its socket then."""
+    """Make this server end only with its launcher, and then remove its socket."""
     outlive_signals()
     outlive_failed_forks()
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)  # ranks end without it: they call os._exit
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)  # not in ranks, which call os._exit
 
 
 def _as_usual() -> None:
@@ -104,7 +102,7 @@ def _as_usual() -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return
-    tqdm.set_lock(threading.RLock())  # torch.fx creates a bar for every graph it interprets, shown or not
+    tqdm.set_lock(threading.RLock())  # torch.fx creates a bar for every graph it interprets
 
 
 if _VARIABLE in os.environ:

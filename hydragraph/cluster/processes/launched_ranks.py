@@ -1,4 +1,4 @@
-"""Ranks started by `launch`, seen from outside: their processes, their outcomes, and which failure came first."""
+"""Ranks started by `launch`, seen from outside: processes, outcomes, and the first failure."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from hydragraph.cluster.processes.rank_process import (
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # for peers to fail on their own; agreeing on a fault takes up to 3 s, twice that on a busy host
-_CULPRIT_S = 2.0  # for the rank at fault to report its error after all others have; it may hang
+_GRACE_S = 8.0  # for peers to fail on their own; agreement takes up to 3 s, twice that on a busy host
+_CULPRIT_S = 2.0  # for the rank at fault to report after all others; it may hang
 _EXIT_S = 5.0  # for a finished rank to end its process
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5  # between two checks for stopped processes
 
-GUARD = 'call launch under `if __name__ == "__main__":`'  # in a script, which ranks import
+GUARD = 'call launch under `if __name__ == "__main__":`'
 
 Context = ForkServerContext | SpawnContext
 
 
 class LaunchedProcess(Protocol):
-    """A rank's process as seen by its launcher: a multiprocessing process, or one on another machine."""
+    """A rank's process: a multiprocessing process, or one on another machine."""
 
     @property
     def pid(self) -> int | None:
@@ -82,7 +82,7 @@ class LaunchedProcess(Protocol):
 
 
 class NotStarted:
-    """A process that could not be started, represented as one that died immediately."""
+    """A process that could not be started, as one that died immediately."""
 
     pid: int | None = None
     exitcode: int | None = 1
@@ -116,7 +116,7 @@ class NotStarted:
 
 @dataclass
 class RankHandle:
-    """One rank's process and, once known, its outcome."""
+    """One rank's process and outcome, once known."""
 
     rank: int
     process: LaunchedProcess
@@ -137,8 +137,8 @@ def run_crew(
 
     Args:
         timeout: for the whole run; None: no limit.
-        prepared: holds a value that every rank reads and passes before these arguments; None: no such value.
-        relay: informed of the processes while they run, so that stop requests can be forwarded to them.
+        prepared: holds a value that every rank passes before these arguments.
+        relay: informed of the processes, to forward stop requests.
 
     Returns:
         Each rank's pickled result, by rank.
@@ -161,22 +161,22 @@ def run_crew(
 
 
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
-    """Start a process whose function gets the connection for its outcome as its first argument, before `args`.
+    """Start a process; its function gets a connection for its outcome before `args`.
 
-    If the system or the fork server cannot start one (EAGAIN, say), the handle represents a process that has died.
+    If that fails (EAGAIN, say), the handle is of a process that has died.
     """
     answering_server()
     ours, theirs = context.Pipe()
     new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
     process: LaunchedProcess = new
     try:
-        # multiprocessing's interpreters run `-c`, which searches the current directory before they get this process's
-        # path. A rank must not keep the variable: it starts with the environment of its launcher.
+        # multiprocessing's interpreters run `-c`, which searches the current directory first. A rank does not keep the
+        # variable.
         with environment({"PYTHONSAFEPATH": "1"}), nothing_else_imported():
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
-    theirs.close()  # so that only the process holds its end, and its death is visible
+    theirs.close()  # only the process holds its end: its death is visible
     return RankHandle(rank, process, ours)
 
 
@@ -190,9 +190,9 @@ def forget(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped, and end it after `patience_s`.
+    """Wait while the fork server is stopped; end it after `patience_s`.
 
-    A stopped server starts no rank and reports no exit. Ending it ends its ranks; later ones come from a new server.
+    A stopped server starts no rank and reports no exit. Ending it ends its ranks.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
@@ -207,20 +207,19 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    """Wait for every rank's outcome; after a failure, only as long as peers may need to fail on their own."""
+    """Wait for every rank's outcome; after a failure, only while peers may fail on their own."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
-        # All others have ended with failures: only the rank that caused them is left, and it may hang forever.
+        # Only the rank at fault is left, and it may hang.
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Ranks that have reported their outcomes live until all have: they show that not all processes were stopped
-        # together.
+        # Ranks that have reported live until all have, and show that not all processes were stopped together.
         others_run = any(_runs(member) for member in crew if isinstance(member.outcome, Returned))
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
             if isinstance(member.outcome, Died):
@@ -235,14 +234,14 @@ def _runs(member: RankHandle) -> bool:
 
 
 class Stops:
-    """Detects which of a launcher's processes has been stopped, for ranks that cannot report it themselves."""
+    """Detects which of a launcher's processes has been stopped."""
 
     def __init__(self) -> None:
         self._judge = Judge()
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return the rank that has been stopped for too long while others were running, and a description."""
+        """Return the rank that was stopped for too long while others ran, and a description."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -261,12 +260,11 @@ def wait_for_outcomes(
     visible: Sequence[RankHandle] | None = None,
     others_run: bool = False,
 ) -> Iterator[RankHandle]:
-    """Wait until a process has ended or reported, at most `wait_s`; yield those that now have an outcome.
+    """Wait at most `wait_s` until a process has ended or reported; yield those with an outcome.
 
     Args:
-        waiting: processes without an outcome.
-        stops: a process that it finds stopped counts as died.
-        visible: those of them whose state this machine sees; None: all.
+        stops: a stopped process counts as died.
+        visible: those whose state this machine sees; None: all.
         others_run: as for `Stops.look`.
     """
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
@@ -288,7 +286,7 @@ def outcome_of(member: RankHandle) -> Outcome:
             outcome: Returned | Raised | Left = member.connection.recv()
             return outcome
     except (EOFError, OSError):
-        pass  # it died, perhaps while it was sending
+        pass  # it died
     when = time.monotonic()
     if isinstance(member.process, NotStarted):
         return Died(when, member.process.how)
@@ -299,7 +297,7 @@ def outcome_of(member: RankHandle) -> Outcome:
         return Died(when, "closed the connection to its launcher")
     if code < 0:
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
-    if code == 1:  # a rank that has begun reports any error it raises
+    if code == 1:  # a rank that has begun reports errors
         return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 
@@ -308,14 +306,14 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
     """Raise the error of the rank that failed first, if any did."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
-    if not failed and missing and fault is not None:  # no rank has reported, though all know the fault
+    if not failed and missing and fault is not None:
         raise _failure(fault)
     if not failed and missing:
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
     if not failed:
         return
-    if fault is not None and fault.rank in missing:  # it hangs and cannot report
+    if fault is not None and fault.rank in missing:  # it hangs
         raise _failure(fault)
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
@@ -323,7 +321,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
         raise RankFailure(culprit.rank, at, culprit.outcome.how)
     assert isinstance(culprit.outcome, Raised)
     error = rebuilt(culprit.rank, culprit.outcome)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # from that rank, not from this process
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # of that rank
         raise RankFailure(culprit.rank, at, culprit.outcome.summary) from error
     raise error
 
@@ -333,10 +331,10 @@ def _failure(fault: Fault) -> RankFailure:
 
 
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
-    """Return the sort key of failures, lowest for the first cause.
+    """Return a failure's sort key, lowest for the first cause.
 
     The rank that peers agreed on comes first, then errors that no peer can cause, then the earliest. A peer that lost
-    its connection raises RuntimeError, or RankFailure if a watch explained it.
+    its connection raises a RuntimeError or RankFailure.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -349,7 +347,7 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
 
 
 def dismiss(crew: Sequence[RankHandle]) -> None:
-    """End all processes: finished ranks exit on their own, others are killed."""
+    """End all processes: finished ranks exit, others are killed."""
     for member in crew:
         if not isinstance(member.outcome, Returned) and member.process.is_alive():
             member.process.kill()

@@ -1,7 +1,7 @@
-"""Fork server made by forking the launcher, which has already imported torch and its models, so it starts instantly.
+"""Fork server forked from the launcher, which has already imported torch and models.
 
-multiprocessing's server imports all that again, for seconds. A fork can replace it if the launcher has one thread
-(other threads would be missing, with the locks that they hold) and no GPU.
+multiprocessing's server takes seconds to import that again. A fork can replace it if the launcher has one thread
+(others would be missing, with their locks) and no GPU.
 
 Ranks find the state of a new interpreter: seeds, signal handlers, logging, warnings, open files and `__main__` are not
 the launcher's. Only imported modules keep the state that they have at launch.
@@ -38,25 +38,23 @@ from hydragraph.cluster.processes.preloaded_imports import import_named
 from hydragraph.private.torch_modes import untouched
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_ENDING_S = 0.2  # time for threads that were asked to end to do so before a fork
+_ENDING_S = 0.2  # for threads to end before a fork
 
-# The server forked from this process; the next launch forks another, with this process's state at that time.
+# The server forked from this process; the next launch forks another.
 _forks: list[int] = []
-# Objects that a fork must keep alive: deleting those with descriptors would close whatever uses the same numbers by
-# then.
+# Objects that a fork must keep alive: deleting them would close descriptors that are in use again.
 _kept: list[object] = []
 
 
 def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool:
-    """Make a fork of this process the fork server, replacing an earlier fork; return False if that is impossible."""
+    """Make a fork of this process the fork server; return False if that is impossible."""
     return _can_fork() and _forked(preload, classes)
 
 
 def _can_fork() -> bool:
-    """Return whether a fork of this process could be the server; `_forked` also checks its threads.
+    """Return whether a fork could be the server; `_forked` also checks threads.
 
-    It cannot if a GPU driver may be in use, which no fork survives, under PyTorch modes, or if other code has started a
-    server.
+    It cannot if a GPU driver may be in use, under PyTorch modes, or if other code has started a server.
     """
     server: Any = forkserver._forkserver
     # Later versions authenticate, with other arguments.
@@ -67,10 +65,9 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Make a fork of this process the server; return False, without a fork, if this process has threads.
+    """Make a fork the server; return False, without a fork, if this process has threads.
 
-    Threads are counted after the fork, which waits meanwhile, because some (those of OpenBLAS, which numpy starts) end
-    just before a fork.
+    Threads are counted after the fork, which waits meanwhile, as some (OpenBLAS's) end just before a fork.
     """
     for name in preload:
         if name != "__main__":
@@ -113,7 +110,7 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
 
 
 def _one_thread() -> bool:
-    """Return whether this process has one thread, apart from those that are about to end."""
+    """Return whether this process has one thread, apart from those about to end."""
     deadline = time.monotonic() + _ENDING_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
@@ -123,7 +120,7 @@ def _one_thread() -> bool:
 
 
 def _end_fork(server: Any) -> None:
-    """Stop the server that was forked earlier; its ranks have ended, because a launch waits for them."""
+    """Stop the server that was forked earlier, whose ranks have ended."""
     if server._forkserver_pid is None:
         return
     with suppress(OSError):
@@ -141,8 +138,8 @@ def _be_server(
 
     Args:
         listener, alive: descriptors, as for multiprocessing's server.
-        go: descriptor on which the launcher allows this process to continue.
-        closed: descriptors of the launcher's ends.
+        go: descriptor on which the launcher lets this process continue.
+        closed: the launcher's descriptors.
         begin: the launcher's data for multiprocessing's server.
     """
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
@@ -155,7 +152,7 @@ def _be_server(
         os.close(go)
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
         import_named(classes)
-        gc.freeze()  # current objects stay, and collecting them would copy their pages
+        gc.freeze()  # collecting current objects would copy their pages
         outlive_signals()
         outlive_failed_forks()
         forkserver._forkserver.__init__()  # type: ignore[misc]
@@ -170,7 +167,7 @@ def _be_server(
 
 
 def _as_new(kept: set[int]) -> None:
-    """Reset this fork to the state of a new interpreter that has imported the same modules."""
+    """Reset this fork to a new interpreter's state, with the same modules."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -197,7 +194,7 @@ def _as_new(kept: set[int]) -> None:
 
 
 def _forget_files(kept: set[int]) -> None:
-    """Redirect the launcher's open files (locks, pipes, sockets) to /dev/null, so that they end with the launcher."""
+    """Redirect the launcher's open files to /dev/null, so they end with the launcher."""
     with open(os.devnull, "r+b", buffering=0) as nowhere:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in {*kept, nowhere.fileno()} and Path(f"/proc/self/fd/{number}").exists():

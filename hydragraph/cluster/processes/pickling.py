@@ -1,8 +1,7 @@
 """Pickling for other processes of this host: by name if the process can import it, otherwise by value.
 
-A rank is a separate process that imports the module of its function. That is impossible in a notebook, at `python -i`,
-with `-c` or from stdin: there `__main__` is not a file. Definitions there are sent by value, with cloudpickle, and so
-are closures and lambdas anywhere.
+A rank imports the module of its function. In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a
+file: definitions there, and closures and lambdas anywhere, are sent by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def sent(value: object) -> bytes:
-    """Return a value as bytes that `pickle.loads` can read in a process started from this one.
+    """Return a value as bytes for `pickle.loads` in a process started from this one.
 
     Raises:
-        Exception: pickle's error for a value that exists in one process only, such as an open file or a lock.
+        Exception: pickle's error, such as for an open file or a lock.
     """
     if _can_be_imported(sys.modules["__main__"]):
         # By name if possible: a class sent by value would differ from that of its module.
@@ -31,7 +30,7 @@ def sent(value: object) -> bytes:
 
 
 def _can_be_imported(main: ModuleType) -> bool:
-    """Return whether a new process can import all of `__main__`: it is a file without interactive additions."""
+    """Return whether a new process can import all of `__main__`."""
     named = getattr(main, "__spec__", None) is not None  # python -m
     path = getattr(main, "__file__", None)
     is_file = path is not None and Path(path).is_file()  # stdin's is "<stdin>"
@@ -40,7 +39,7 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Keep processes that start now from importing this one's `__main__`, if its definitions are sent by value."""
+    """Keep processes started inside from importing this one's `__main__`, if its definitions are sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):

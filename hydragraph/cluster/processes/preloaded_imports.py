@@ -1,11 +1,9 @@
-"""Preloading of the transformers classes that ranks will import, found in their function's code, before ranks are
-forked.
+"""Preloading of transformers classes named in the ranks' function, before ranks are forked.
 
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Only transformers' own classes count. Importing a user's module may run computations, and other libraries may start
-threads.
+Only transformers' classes count: a user's module may compute, and other libraries may start threads.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return the transformers classes named in the code of functions, and of users' functions that these name.
+    """Return classes named in the code of functions, and of users' functions that these name.
 
-    Some names may not be transformers classes; `import_named` ignores those.
+    `import_named` ignores names that are not transformers classes.
     """
     named: set[str] = set()
     for code in _codes(functions):
@@ -36,7 +34,7 @@ def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def import_named(classes: Collection[str]) -> None:
-    """Import the modules of transformers classes; import errors are ignored and recur where the class is needed."""
+    """Import the modules of transformers classes, ignoring errors."""
     if not classes:
         return
     with suppress(Exception):
@@ -48,7 +46,7 @@ def import_named(classes: Collection[str]) -> None:
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
-    """Yield the code of functions, of functions nested in them, and of users' functions that they name; each once."""
+    """Yield the code of functions, their nested functions, and users' functions that they name, each once."""
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:
@@ -77,7 +75,7 @@ def _by_users(module: ModuleType | None) -> bool:
     path = getattr(module, "__file__", None)
     if path is None:
         return module is sys.modules["__main__"]
-    # An environment may include packages of another one, as with --system-site-packages.
+    # With --system-site-packages, packages are elsewhere.
     return not (path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path)
 
 

@@ -1,4 +1,4 @@
-"""A rank started by `launch`, seen from inside: its environment, its process group, and the report of its outcome."""
+"""A rank started by `launch`, seen from inside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seat:
     """Place of one rank.
 
     Attributes:
-        node, here: with several machines, the machine's index and its number of ranks; 0: all ranks are on one.
+        node, here: the machine's index and its number of ranks; 0: all ranks are on one machine.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """The process is no longer a rank, without an error; `why` is the reason."""
+    """The process is no longer a rank, without an error."""
 
     why: str
 
@@ -77,7 +77,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """How a process ended before it could report an outcome, and when that was seen."""
+    """How a process ended without reporting, and when that was seen."""
 
     when: float
     how: str
@@ -114,7 +114,7 @@ def run_member(
     """Run a process of an elastic launch from start to end.
 
     Args:
-        grace_s: seconds to hand over its state when it is asked to end.
+        grace_s: seconds to hand over its state when asked to end.
     """
     _end_with_launcher()
     try:
@@ -145,25 +145,23 @@ def run_member(
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files to its maximum: broken connections are closed a little later."""
+    """Raise the limit of open files: broken connections are closed later."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _client(seat: Seat) -> Any:
-    """Return a new client of the launcher's store."""
     return client(seat.host, seat.port)
 
 
 def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function that a rank calls, and its arguments."""
     if seat.log_level is not None:
         log.show(seat.log_level)
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # imported objects stay: collecting them takes a second, and copies their pages
+    gc.freeze()  # collecting imported objects takes a second, and copies their pages
     return function, args
 
 
@@ -174,7 +172,7 @@ def _close_watch() -> None:
 
 
 def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
-    """Send an outcome to the launcher, and end this process when it does."""
+    """Send an outcome to the launcher, and end this process with it."""
     # A partly sent outcome, after an interrupt, would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
@@ -182,15 +180,13 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
     if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            int(isinstance(outcome, Raised))
-        )  # immediately, so that peers see the connections close; dropping communicators could block
+        os._exit(int(isinstance(outcome, Raised)))  # immediately: dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
         connection.poll(None)  # leaving now could break ranks that are still connecting
 
 
 def _tell_the_others(error: BaseException) -> None:
-    """Report why this rank ends to the other ranks, before its connections close."""
+    """Report why this rank ends to other ranks."""
     watch = newest_watch()
     if watch is not None and not watch.broken and not watch.closed:
         with contextlib.suppress(Exception):
@@ -218,13 +214,13 @@ def _take(seat: Seat) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether all ranks are on this machine, judging by the store's address."""
+    """Return whether all ranks are on this machine, by the store's address."""
     return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def _end_with_launcher() -> None:
-    """Make this process end with its launcher, even if that is killed."""
-    if sys.platform == "linux":  # works even while this process is stopped; the fork server ends with the launcher
+    """Make this process end with its launcher."""
+    if sys.platform == "linux":  # works even while this process is stopped
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     launcher = multiprocessing.parent_process()
@@ -245,7 +241,7 @@ def raised(error: BaseException) -> Raised:
 
 
 def _pickled_error(error: BaseException) -> bytes | None:
-    """Return the error as bytes that are known to unpickle, or None if its type cannot be pickled."""
+    """Return the error as bytes that unpickle, or None if its type cannot be pickled."""
     for value in (error, (type(error), error.args, error.__dict__)):
         with contextlib.suppress(Exception):
             data = pickle.dumps(value)
@@ -258,7 +254,7 @@ def _unpickled_error(data: bytes) -> BaseException:
     value = pickle.loads(data)
     if isinstance(value, BaseException):
         return value
-    # Pickle would call the type with `args`, which fails for a type with keyword arguments.
+    # Pickle's call with `args` fails for a type with keyword arguments.
     kind, args, attributes = value
     error: BaseException = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
@@ -273,5 +269,5 @@ def rebuilt(rank: int, raised: Raised) -> BaseException:
 
 
 def error_of(raised: Raised, who: str = "launch") -> BaseException:
-    """Return the error that was raised, of the same type if it could be sent."""
+    """Return the error, of the same type if it could be sent."""
     return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

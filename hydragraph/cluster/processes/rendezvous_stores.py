@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store hosted by this process, on a socket of `listening`; TCPStore itself listens on all addresses.
+    """Return a store hosted by this process, on a socket of `listening`, as TCPStore listens on all addresses.
 
     Args:
-        port: port to listen on; 0: any free port.
+        port: 0: any free port.
     """
     listener = listening(address, port)
     port = listener.getsockname()[1]
@@ -27,14 +27,14 @@ def hosted(address: str, port: int) -> Any:
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens where other processes find this host.
 
-    An address, or a name of exactly one, is listened on alone. All addresses of this host, IPv4 and IPv6, are listened
-    on if others may resolve the name differently: it has several addresses, or it leads to this host itself (Debian
-    maps a host's own name to 127.0.1.1), or it is an address of a gateway in front of this host.
+    It listens on a single address if there is one. It listens on all addresses of this host if others may resolve the
+    name differently: it has several addresses, or is a loopback (Debian maps a host's own name to 127.0.1.1), or is a
+    gateway's.
 
     Args:
         address: name or address of this host, as used by the others.
-        port: port to listen on; 0: any free port.
-        backlog: number of connections that may wait to be accepted; None: the system's default.
+        port: 0: any free port.
+        backlog: None: the system's default.
 
     Raises:
         OSError: the port is taken.
@@ -61,7 +61,7 @@ def resolved(address: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, which must not be a name, is a loopback address."""
+    """Return whether an address (not a name) is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -69,6 +69,6 @@ def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -
     """Return a client of a store hosted by another process.
 
     Args:
-        timeout: for the connection, and for values that do not exist yet.
+        timeout: for the connection, and for missing values.
     """
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]

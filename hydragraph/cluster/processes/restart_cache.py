@@ -1,7 +1,6 @@
-"""Cache of results made by the first ranks of a launch, for processes that replace lost ones later.
+"""Cache of the first ranks' results, for processes that replace lost ones.
 
-The launcher of an elastic run provides a private folder, in which a captured model stays until the launch ends: a
-replacement reads it instead of tracing the model again during training.
+The launcher of an elastic run provides a private folder, in which a captured model stays until the launch ends.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEPT = "HYDRAGRAPH_KEPT"  # environment variable with that folder's path
+KEPT = "HYDRAGRAPH_KEPT"  # that folder's path
 
 
 def kept(what: str, key: str, make: Callable[[], T]) -> T:
-    """Return the cached result of this launch's ranks, or compute it if the cache has none."""
+    """Return the cached result of this launch, or compute it."""
     folder = _folder()
     if folder is not None and (folder / key).exists():
         try:
@@ -40,10 +39,10 @@ def _folder() -> Path | None:
 
 
 def keep(value: object, what: str, key: str) -> None:
-    """Cache a value for later processes, atomically, if there is a folder for it.
+    """Cache a value for later processes, atomically, if there is a folder.
 
     Args:
-        value: should be picklable, like the result of `launch`'s `prepare`; otherwise it is not cached.
+        value: should be picklable, like the result of `launch`'s `prepare`.
     """
     folder = _folder()
     if folder is None:
@@ -59,7 +58,7 @@ def keep(value: object, what: str, key: str) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError unless only this user can access a folder."""
+    """Raise a PermissionError unless only this user can access a folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
         raise PermissionError(f"{folder} is not a folder of this user alone")

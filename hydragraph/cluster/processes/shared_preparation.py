@@ -1,8 +1,8 @@
-"""Preparation shared by ranks: made once, in a separate process, and passed to each rank as one file.
+"""Preparation made once, in a separate process, and passed to each rank as one file.
 
 A process that ran autograd has threads and cannot be forked, so the result is pickled: graphs as data
-(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: all share its pages
-until one writes to a page, which gives it its own copy.
+(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: pages are shared until
+written to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, er
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unnamed file, open in this process; a process that is started with it as an argument has it open too."""
+    """An unnamed file, open in this process and in those started with it as an argument."""
 
     descriptor: int
 
@@ -38,7 +38,7 @@ class SharedFile:
         return _received, (reduction.DupFd(self.descriptor),)
 
     def write(self, value: object) -> None:
-        """Write a value; its classes and functions are pickled by name, or by value if they have no module.
+        """Write a value; classes and functions without a module are pickled by value.
 
         Raises:
             ValueError: a part of it cannot be pickled.
@@ -62,7 +62,7 @@ class SharedFile:
             torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
     def read(self) -> Any:
-        """Return the value; its tensors are memory-mapped, privately."""
+        """Return the value, with tensors memory-mapped privately."""
         return torch.load(f"/dev/fd/{self.descriptor}", mmap=True, weights_only=False)
 
 
@@ -84,9 +84,6 @@ def _received(descriptor: Any) -> SharedFile:
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
     """Call a function in a separate process, and write its result into a file.
-
-    Args:
-        timeout: time limit; None: no limit.
 
     Raises:
         RuntimeError: that process died.
@@ -133,7 +130,7 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the time left for a run after preparation that began at a time of the monotonic clock.
+    """Return the time left after preparation that began at a monotonic time.
 
     Raises:
         TimeoutError: no time is left.

@@ -1,10 +1,9 @@
 """Stop requests by SIGTERM (a preemption) or Ctrl-C: the current work is finished and saved first.
 
-- a process that trains alone, or under torchrun, which forwards signals: records the first, and ends itself if the
-  current work exceeds the grace period; a second Ctrl-C ends it immediately.
-- a launcher: forwards the first to its ranks as SIGTERM, waits for the same time, and then, or at a second Ctrl-C,
-  kills them.
-- a rank of a launcher: only records the first. A terminal sends Ctrl-C to it too, but its launcher decides.
+- a process that trains alone, or under torchrun: records the first, and ends itself if the current work exceeds the
+  grace period; a second Ctrl-C ends it immediately.
+- a launcher: forwards the first to its ranks as SIGTERM, and kills them after that time or at a second Ctrl-C.
+- a rank of a launcher: only records the first, as its launcher decides.
 
 Before any work has started, the first signal ends the process by an exception.
 """
@@ -20,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_RESERVED = 0.1  # fraction of the grace period reserved for processes to end
+_RESERVED = 0.1  # fraction of the grace period for processes to end
 _RESERVED_AT_MOST_S = 2.0
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
@@ -52,7 +51,7 @@ class Requests(Protocol):
         """First signal received; 0: none yet."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Only record requests inside; the worker checks `signal`."""
+        """Only record requests inside."""
 
 
 class Relay:
@@ -81,9 +80,9 @@ class Stopping:
     """Context manager that handles stop requests; outside the main thread it has no effect.
 
     Args:
-        grace_s: seconds from a request until the process has ended, whatever it is doing.
-        relay: in a launcher, the processes to forward requests to; None if this process does the work itself.
-        led: whether this is a rank of a launcher, which then decides when it ends.
+        grace_s: seconds from a request until the process has ended.
+        relay: a launcher's processes to forward requests to; None if this process works itself.
+        led: whether this is a rank of a launcher.
 
     Attributes:
         signal: first signal received; 0: none yet.
@@ -111,7 +110,7 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # A process that ignores a signal (a shell's background job, nohup) continues to do so.
+                # A process that ignores a signal (nohup) continues to do so.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._heard)
             if self._relay is not None:
@@ -128,7 +127,7 @@ class Stopping:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Only record requests inside; the worker checks `signal`."""
+        """Only record requests inside."""
         self._in_hand = True
         try:
             yield
@@ -151,7 +150,7 @@ class Stopping:
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # A thread, because the main one may be waiting for another rank in a call that no signal interrupts.
+        # A thread: no signal may interrupt the main one's wait for another rank.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()
@@ -171,7 +170,7 @@ class Stopping:
 
 
 def _say(sentence: str) -> None:
-    """Write a sentence without print, which a signal may have interrupted."""
+    """Write without print, which a signal may have interrupted."""
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
     with suppress(OSError, ValueError):  # stderr may be closed
         os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())

@@ -1,7 +1,7 @@
-"""Rendezvous round under torchrun: a name that ranks starting together agree on, over a store that outlives them.
+"""Rendezvous round under torchrun: agreement on a name over a store that outlives ranks.
 
-torchrun's store serves every attempt of a job, so a restarted rank finds the values of the last one, and agents count
-only their own machine's restarts. So rank 0 proposes a name, and all ranks agree:
+torchrun's store serves every attempt of a job, so a restarted rank finds the last one's values, and agents count only
+their own machine's restarts. So rank 0 proposes a name, and all agree:
 
 1. Rank r writes a new random word, unique to its process, at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.
@@ -25,11 +25,10 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the name of the generation that starts now, the same on all its ranks; all of them call it.
+    """Return the name of the starting generation; all its ranks call it.
 
     Args:
-        store: shared with earlier generations; no other code writes these keys in it.
-        rank, ranks: rank of this process, from 0, and number of ranks.
+        store: shared with earlier generations.
 
     Raises:
         TimeoutError: some ranks did not arrive, or did not agree.
@@ -41,14 +40,12 @@ def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
 
 class _Limit:
-    """Time limit."""
-
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._end = time.monotonic() + timeout.total_seconds()
 
     def wait(self, missed: str) -> None:
-        """Sleep briefly; raise after the limit, reporting what has not happened."""
+        """Sleep briefly; raise a TimeoutError after the limit."""
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
             raise TimeoutError(f"join: {missed} {after}: look at what those ranks wrote, and start all again")
@@ -56,7 +53,6 @@ class _Limit:
 
 
 def _propose(store: Store, ranks: int, limit: _Limit) -> str:
-    """Run rank 0's side."""
     name = ""
     words = [""]
     while True:
@@ -74,7 +70,6 @@ def _propose(store: Store, ranks: int, limit: _Limit) -> str:
 
 
 def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
-    """Run the side of any other rank."""
     agreed = ""
     while True:
         name, words = json.loads(_get(store, "proposal") or '["", []]')
@@ -87,5 +82,5 @@ def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
 
 
 def _get(store: Store, key: str) -> str:
-    """Return a value, or "" if it does not exist: `get` alone would wait for it."""
+    """Return a value or "", where `get` alone would wait."""
     return store.get(key).decode() if store.check([key]) else ""
