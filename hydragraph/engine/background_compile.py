@@ -1,6 +1,6 @@
 """Compilation and check of new strategies' graphs in the background of training.
 
-rank 0 announces new strategies one rank of each machine starts a low-priority process that makes what
+    rank 0 announces new strategies             one rank of each machine starts a low-priority process that makes what
                                                 they need; steps continue as before
     the result is ready on every machine        all ranks read it, and choose from the new strategies in the next step
 

@@ -72,7 +72,6 @@ class Buffers:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))
 
     def _free(self, idle: Idle, key: tuple[int, torch.dtype]) -> tuple[Tensor, Mark] | None:
-        """Take the newest buffer that the device has finished with, or the oldest if it still uses more than AHEAD."""
         candidates = idle.get(key, [])
         at = next((i for i in reversed(range(len(candidates))) if self._streams.passed(candidates[i][1])), None)
         if at is None:

@@ -27,7 +27,7 @@ _WHERE = "deterministic"
 
 @dataclass
 class Deterministic:
-    """Constants of one deterministic process.
+    """Constraints of one process.
 
     Attributes:
         device: the kind of device, the same on all ranks.
@@ -40,7 +40,7 @@ class Deterministic:
 
     @staticmethod
     def begin(device: torch.device, backend: str) -> Deterministic:
-        """Make this process deterministic: one thread on a CPU, PyTorch's settings on a GPU.
+        """Make this process deterministic.
 
         Raises:
             Unsupported: graphs are compiled by Inductor.
@@ -101,7 +101,7 @@ class Deterministic:
 
     def check_count(self, sequences: int) -> None:
         """Raise unless sums over this number of sequences are exact."""
-        # Under tensor parallelism a rank of each position may add its part, and a tied weight gets two.
+        # A rank of each tensor-parallel position may add its part, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(

@@ -30,7 +30,7 @@ ALIKE = 0.8
 # Most probes of a device; the fastest counts. Repeated only if devices of one name differ: other processes may have
 # slowed some for a moment.
 PROBES = 6
-# Bytes, to measure the bandwidth of memory.
+# Bytes.
 COPIED = 1 << 25
 # Packages whose versions must be equal on all hosts.
 PACKAGES = ("torch", "transformers")
@@ -44,11 +44,10 @@ class DeviceReport:
         node: identifies the rank's node; ranks of one node share memory and network cards.
         memory_bytes: bytes that the rank may use, of a shared device or host.
         products_per_s: small matrix products per second.
-        flops_per_s: floating-point operations per second of these products.
-        memory_bytes_per_s: bandwidth.
+        flops_per_s: of these products.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability and PCI address of a GPU, and the NUMA nodes of its host.
-        versions: of hydragraph, Python and the packages that all hosts must agree on.
+        versions: that all hosts must agree on.
     """
 
     node: str
@@ -142,7 +141,6 @@ def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
 
 
 def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) -> str:
-    """Return a type's name: the device's, with its speed in percent of the fastest of that name."""
     fastest = next((members[0] for members in types.values() if members[0].name == own.name), None)
     if fastest is None:
         return own.name
@@ -159,7 +157,6 @@ def _products_per_s(device: torch.device) -> float:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Return the bytes per second read and written by a copy."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")

@@ -98,7 +98,6 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield redefined attributes of the elementwise class."""
     bases = (*ELEMENTWISE, AdamW)
     for derived in kind.__mro__[: next(i for i, c in enumerate(kind.__mro__) if c in bases)]:
         for name, value in vars(derived).items():

@@ -46,7 +46,6 @@ class Exchange:
     Attributes:
         sends, receives: pieces of the local source and target buffers, by peer in rank order, including this rank.
         sent, received: elements per peer.
-        source, target: elements of this rank's local buffers, or of the parts used.
         stays: no rank of the link sends data to another.
     """
 
@@ -155,7 +154,6 @@ def _lower(
 
 
 def _span(at: Ints, length: Ints) -> Piece:
-    """Return the part of a buffer that spans some pieces."""
     if not len(at):
         return 0, 0
     first = int(at.min())
@@ -240,7 +238,6 @@ def start_exact_push(
 
 
 def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Groups, buffers: Buffers) -> Finish:
-    """Follow a push by a transfer to second owners."""
     if handing is None:
         return push
     transfer = _Transfer(handing, groups, buffers)
@@ -375,7 +372,6 @@ class _Transfer:
         return gathered
 
     def _finish(self, message: Message | None, result: Callable[[], Tensor], outgoing: Tensor) -> Finish:
-        """Return an end that waits, gives back the sent buffer, and returns the result."""
 
         def finish() -> Tensor:
             self.groups.wait(message)
@@ -386,7 +382,6 @@ class _Transfer:
 
 
 def _part(buffer: Tensor, at: int, size: int) -> Tensor:
-    """Return a part of a 1-D buffer, or the buffer itself."""
     return buffer if size == len(buffer) else buffer[at : at + size]
 
 
@@ -403,7 +398,6 @@ def _sum(rows: Tensor, into: Tensor) -> None:
 
 
 def _is_whole(pieces: Sequence[Piece], size: int) -> bool:
-    """Return whether consecutive pieces form a buffer of `size` elements."""
     at = 0
     for offset, length in pieces:
         if offset != at:

@@ -51,7 +51,6 @@ class IterationOutcome:
     """Result of an iteration, equal on every rank.
 
     Attributes:
-        loss: the sum over the global mini-batch, divided by the divisor.
         grad_norm: of all gradients; 0 for an evaluation.
         scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; empty unless the
             program scores.
@@ -222,7 +221,6 @@ class Executor:
                 self.streams.wait(start)
 
     def _arrive(self, it: _Iteration, value: Value) -> None:
-        """Wait for another stream's value, or until a message is sent."""
         pending = it.arriving.pop(value, None)
         if pending is not None:
             with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
@@ -256,7 +254,6 @@ class Executor:
         under_way[weights(name)] = Pending(self.streams, Stream.PULL, finish)
 
     def _shards(self, it: _Iteration, value: Value) -> dict[str, Tensor]:
-        """Return a bucket's shards by parameter name, in natural shapes."""
         if value not in it.views:
             flat = it.values[value]
             places = it.prepared.shards[value.bucket]
@@ -364,7 +361,6 @@ class Executor:
             self._settle(it)
 
     def _settle(self, it: _Iteration) -> None:
-        """Add the gradients of one backward to the exact sums."""
         for value in [value for value in it.values if value.kind is ValueKind.GRADIENTS]:
             written = it.values.pop(value)
             it.views.pop(value, None)
@@ -451,7 +447,7 @@ class Executor:
             if total is not home:  # the bucket's next push has a buffer of its own
                 it.added.difference_update(it.prepared.shards[value.bucket])
         exchange = it.prepared.pushes[name]
-        it.values.pop(value, None)  # the message owns it now
+        it.values.pop(value, None)
         it.views.pop(value, None)
         handing = it.prepared.handings.get(name)
         dtype = self._program.push_dtype
@@ -469,7 +465,7 @@ class Executor:
         exchange = it.prepared.pushes[instruction.target]
         none = [home.new_empty(0, dtype=torch.float64) for _ in exact_sums.GRIDS]
         sums = self._sums(it, value) if value in instruction.reads else none
-        it.sums.pop(value, None)  # the message owns them now
+        it.sums.pop(value, None)
         handing = it.prepared.handings.get(instruction.target)
         self._start(
             it, value, sums, lambda: start_exact_push(exchange, sums, home, self._groups, self._buffers, handing)
@@ -533,8 +529,8 @@ class Executor:
             for value in list(under_way):
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
-            self.streams.finish()  # times are known now
-            # totals: parts of the loss and of the squared norm, every rank's message and times, the sequences' scores
+            self.streams.finish()
+            # totals: parts of loss and squared norm, every rank's message and times, scores
         world = self._groups.world
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
@@ -564,13 +560,11 @@ class Executor:
         return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 
     def _scores(self, it: _Iteration, results: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's part of the scores, [L, K] fp64; [0, 1] unless the program scores."""
         if it.scored is None:
             return torch.zeros(0, 1, dtype=torch.float64, device=self._device)
         return it.scored.sums({m: (rows, it.batches[m]["cu_seqlens"]) for m, rows in results.items()}, self._device)
 
     def _plain_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return this rank's loss and squared norm, [2, 1], and the scale 1."""
         totals = torch.zeros(2, 1, dtype=torch.float64, device=self._device)
         for loss in losses:
             totals[0] += loss.double()
@@ -617,7 +611,7 @@ def laid_out(value: Tensor) -> Tensor:
 def square_sum(values: Tensor) -> Tensor:
     """Return the sum of squares of a 1-D fp32 tensor, 0-d fp64: rows are summed in fp32, and their sums in fp64.
 
-    The error stays near fp32's rounding, at a fortieth of the cost of converting every element.
+    That keeps fp32's rounding at a fortieth of the cost of converting every element.
     """
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)

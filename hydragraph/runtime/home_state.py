@@ -28,7 +28,7 @@ class OwnedPart:
         intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty.
         counted: for each interval, whether its elements count on this rank, rather than on their other owner, in norms
             and files.
-        at: the offset in the bucket's shard.
+        at: offset in the bucket's shard.
     """
 
     parameter: Parameter
@@ -65,7 +65,7 @@ class HomeState:
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
         counted: views into `gradients` of the elements that count here: every element counts on one rank.
-        pieces: parameter name -> the part owned by this rank (possibly empty), in model order.
+        pieces: parameter name -> the part owned by this rank, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
             if the parameter is frozen or the loss does not reach it.
     """
@@ -183,11 +183,7 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
 
 
 def check_factory(given: OptimizerFactory | None) -> None:
-    """Check that a user's optimizer argument is a function.
-
-    Raises:
-        Unsupported: it is an optimizer instance, or not callable.
-    """
+    """Raise `Unsupported` unless a user's optimizer argument is a function."""
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
         raise Unsupported(
@@ -254,9 +250,6 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
     """Reject parameter groups chosen by shape: shards are 1-D, so `p.dim() >= 2` is never true.
 
     The factory is called again with tensors of the whole shapes, expanded from one element.
-
-    Raises:
-        Unsupported: a parameter then gets other options, or the factory cannot be called again.
     """
     named = state.named()
     whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]

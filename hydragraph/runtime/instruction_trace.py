@@ -15,11 +15,7 @@ from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds that computation, or the end of the step, waited for communication.
-
-    Attributes:
-        pull, push, p2p: for weights, for gradients on their way to their owners, and for activations.
-    """
+    """Seconds that a step waited for weights, gradients and activations."""
 
     pull: float = 0.0
     push: float = 0.0
@@ -128,7 +124,7 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited: returns the total seconds that the host has waited for other ranks.
+            waited: returns the total seconds of waits for other ranks.
             scheduled: returns the total seconds that this thread ran and was queued.
         """
         before = waited()

@@ -43,11 +43,7 @@ class MeasuredLinks:
 
 
 def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
-    """Measure the links between ranks; all ranks call it together.
-
-    Args:
-        nodes: each rank's node.
-    """
+    """Measure the links between ranks on these nodes; all ranks call it."""
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}

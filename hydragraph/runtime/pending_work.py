@@ -17,7 +17,6 @@ class Finish:
     """The end of an exchange: called once, on the stream that started it.
 
     Attributes:
-        message: the awaited message, if any.
         then: starts a following exchange of the result, whose end completes the value.
     """
 

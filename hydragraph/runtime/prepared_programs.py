@@ -62,7 +62,6 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        part: this rank's place in its stage.
         pulls, pushes: by name, which is the bucket's unless streamed.
         handings: by the last push of a bucket, its transfer to second owners, if any.
         adds: pushes that add to the home gradients, after a push of the same bucket.
@@ -87,7 +86,6 @@ class Preparer:
     """Prepares strategies for one rank, reusing compiled templates.
 
     Args:
-        buffers: by name, on the right device.
         capacity: prepared iterations to keep; compiled templates are always kept.
         device: of the computation; default: the CPU.
     """
@@ -104,7 +102,6 @@ class Preparer:
     def __post_init__(self) -> None:
         self._buckets_by_name = {bucket.name: bucket for bucket in self._program.buckets}
         self._known = LRU[tuple[Strategy, tuple[int, ...], Purpose], Prepared](self.capacity)
-        # Shared by iterations of one strategy.
         self._links = LRU[Hashable, tuple[Exchange, Exchange | None]](self.capacity * len(self._program.buckets))
         self._handings: dict[Layout, Exchange | None] = {}
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
@@ -178,7 +175,6 @@ class Preparer:
         return self._halves[variant]
 
     def _accumulates_at_home(self, name: str, push: Exchange) -> bool:
-        """Return whether a push moves no data."""
         # Not if the home also has a second copy.
         return push.is_identity and self._homes[bucket_of(name)].local_size(self._rank) == push.target
 

@@ -124,14 +124,14 @@ def fit_work(
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A link, and the root mean square relative error of measured messages."""
+    """A link, and its root mean square relative error."""
 
     link: Interconnect
     residual: float
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
-    """Fit latency and bandwidth to measured messages of several sizes [bytes]; None if no bandwidth is visible."""
+    """Fit latency and bandwidth to messages of several sizes in bytes; None if no bandwidth is visible."""
     measured = _positive(seconds, 2)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, dtype=np.float64)], axis=1)
     alike = np.ones(len(measured))  # short and long messages count equally
@@ -154,7 +154,6 @@ def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], f
     for reach, constant in fit.near:
         attention = attention + constant * np.array([float(sum(map(reach.pairs, m))) for m in micro_batches])
     linear = np.maximum(measured - attention, 1e-3 * measured)
-    # Micro-batches of the same tokens, whole or in parts, are alike without the quadratic part.
     tokens = np.unique(rows[:, LINEAR])
     speed = np.array([t / linear[rows[:, LINEAR] == t].mean() for t in tokens])
     useful = PLATEAU * speed.max()
@@ -195,7 +194,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of one kind of stage: micro-batches, and every template's times for them."""
+    """Measurements of one kind of stage, by template."""
 
     rows: tuple[Lengths, ...]
     times: Mapping[str, Measured]
@@ -293,7 +292,6 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
-    """Fit every stage of a scheme; return the slowest one for a sequence of UtilLen tokens."""
     stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
     fits = []
     first = 1  # block 0 is the prologue
@@ -317,7 +315,6 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
 
 
 def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] = ()) -> NDArray[np.float64]:
-    """Return [sum of l^2, sum of l, 1, sums of pairs] of each micro-batch."""
     pairs = [[float(sum(map(reach.pairs, m))) for reach in limited] for m in micro_batches]
     polynomial_rows = [[float(sum(n * n for n in m)), float(sum(m)), 1.0] for m in micro_batches]
     return np.array([[*row, *more] for row, more in zip(polynomial_rows, pairs, strict=True)])

@@ -79,9 +79,8 @@ class MeasureSettings:
 
     Attributes:
         schemes: to fit; the ranks of one stage suffice.
-        longest: tokens of the longest micro-batch.
         repeats: of every measurement, after a warm-up.
-        points: number of token counts of micro-batches, from longest / 64 up.
+        points: number of token counts, from longest / 64 up.
     """
 
     schemes: tuple[Scheme, ...]
@@ -97,7 +96,7 @@ class MeasureSettings:
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """The micro-batches to measure: token counts divisible for sequence parallelism, whole and in parts."""
+        """The micro-batches to measure, divisible for sequence parallelism."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
@@ -209,7 +208,7 @@ def measure(
 def stage_timer(
     subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages, to check `measure`, which derives a stage's time from one block.
+    """Return a function that times whole stages, to check `measure`.
 
     Args:
         layers: of the longest stage.
@@ -227,7 +226,6 @@ def stage_timer(
 
 
 def _devices(subject: MeasuredModel, groups: Groups, places: Sequence[DevicePlace]) -> dict[str, PricedDevice]:
-    """Describe the ranks' devices, by type."""
     elements = sum(bucket.size for bucket in subject.program.buckets)
     frozen = sum(bucket.size for bucket in subject.program.buckets if not bucket.learns)
     by_type: dict[str, list[tuple[str, float]]] = {}
@@ -278,7 +276,6 @@ def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
 
 
 def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
-    """Time messages of several sizes between ranks 0 and 1."""
     if groups.world.ranks == 1:
         return []
     talks = groups.world.rank < 2
@@ -395,7 +392,6 @@ class _Bench:
     def measure(
         self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[DevicePlace]
     ) -> dict[str, Measured]:
-        """Time a block or the aux graph on every micro-batch; return the result by type of device."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
         runs = [self._aux_run()] if aux else self._chain(block)

@@ -40,8 +40,6 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class _ClockReading:
-    """Seconds, seconds that the thread ran and was queued, and the number of products."""
-
     seconds: float
     ran: float
     queued: float

@@ -27,7 +27,6 @@ class StatePlace:
 
     Attributes:
         generation: number of earlier moves.
-        rank, ranks: at that time.
         home: the owners, with nodes if it has copies.
     """
 

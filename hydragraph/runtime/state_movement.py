@@ -39,7 +39,7 @@ Intervals = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class OwnedState:
-    """State owned by one rank: weights and optimizer state.
+    """Weights and optimizer state of one rank.
 
     Attributes:
         states: parameter -> optimizer's state -> 1-D tensor of this rank's part, or another value.
@@ -233,7 +233,7 @@ class Carrying:
 
     Args:
         old: this rank's state, which must not be modified until the end; None: it has none.
-        chunk: bytes of the whole state in a message of each rank.
+        chunk: as `CHUNK`.
     """
 
     route: Route
@@ -267,7 +267,6 @@ class Carrying:
             self._under_way.append(self._sent(window))
 
     def _sent(self, window: Mapping[str, tuple[int, int]]) -> _UnderWay:
-        """Send this rank's part of a window, and copy the part that stays."""
         route, world = self.route, self.groups.world
         rank, columns, old = world.rank, route.columns, self.old
         parts = list(route.parts(window, rank))
@@ -290,7 +289,6 @@ class Carrying:
         return _UnderWay(arriving, incoming, message)
 
     def _land(self) -> None:
-        """Wait for the first window in flight, and store it."""
         first = self._under_way.popleft()
         self.groups.wait(first.message)
         columns = self.route.columns
@@ -304,7 +302,6 @@ def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups,
 
 
 def _lay(views: Sequence[Tensor], message: Tensor, out: bool) -> None:
-    """Pack tensors into a message of bytes, or unpack them from it."""
     at = 0
     for view in views:
         bytes_of = view.view(torch.uint8)

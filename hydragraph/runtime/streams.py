@@ -1,12 +1,12 @@
 """Queues of work on one device, by stream of a RankProgram, and the marks that order them.
 
-On a CPU an operation is done when its call returns, and the host itself waits for communication. On CUDA every stream
-of the program is a stream of the device, the host only queues, and a mark is an event.
+On a CPU an operation is done when its call returns, and the host waits for communication. On CUDA every stream is one
+of the device, the host only queues, and a mark is an event.
 
 How weights cross from one stream to another:
 
     on(PULL)     start the message; mark() -> m after the weights are written to their buffer
-on(COMPUTE) wait(m), then use them: the device waits, the host continues
+    on(COMPUTE)  wait(m), then use them: the device waits, the host continues
     hold(w)      if the host may drop w before the reading stream gets there: its memory must not be reused until then
 """
 
