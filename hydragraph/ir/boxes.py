@@ -60,13 +60,12 @@ def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
 
 
 def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
-    """Cut an interval of the sub-tensor at `prefix`, `at` elements after the start of the whole interval."""
     if lo == hi:
         return []
     if not shape:
         return [Box(prefix, (1,) * len(prefix), at)]
     row = math.prod(shape[1:])
-    first = -(-lo // row)  # rounded up
+    first = -(-lo // row)
     last = hi // row
     # Without a row boundary, the interval is inside row `last`, a tensor with one dimension less.
     if first > last:

@@ -34,15 +34,12 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
-    """Simulate all programs together; return None if all of them end.
+    """Simulate the programs of all ranks, in rank order; return None if all end.
 
     Over gloo, sends are buffered, and everything else waits as long as it could: a receive for its message; a free of a
     message for its receiver; a computation for its tensor-parallel peers and for every rank to enter the pulls of its
     weights; a pull or push for every rank to enter the earlier ones in its `after`; and the commit for all ranks.
     Programs that end here also end over `Transport.NCCL`, but not always over the other two (`ir.queues`).
-
-    Args:
-        programs: one per rank, in rank order.
     """
     if transport is not Transport.GLOO:
         queued = run_queues(programs, transport)
@@ -51,7 +48,7 @@ def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transp
     thin = _thinned(programs)
     if thin is not None and not _Simulation(thin).run().waits():
         return None
-    simulation = _Simulation(programs).run()  # to report where the full programs are stuck
+    simulation = _Simulation(programs).run()  # to report where they are stuck
     waits = simulation.waits()
     return Deadlock({rank: simulation.at[rank] for rank in waits}, waits) if waits else None
 
@@ -71,7 +68,7 @@ def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
         thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
     """
     exchanges = [(i.op, i.target, _room(i)) for i in programs[0].instructions if i.op in _EXCHANGED]
-    orders: dict[tuple[int, ...], list[Step]] = {}  # of each stage's ranks
+    orders: dict[tuple[int, ...], list[Step]] = {}
     entries: dict[tuple[int, ...], set[int]] = {}  # computations that follow a possible wait on some rank
     for program in programs:
         if not _exchanges_apart(program):
@@ -115,7 +112,6 @@ def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
 
 
 def _can_wait(instruction: Instruction) -> bool:
-    """Return whether a rank may have to wait at an instruction, apart from computations."""
     if instruction.op is Op.FREE:
         return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
     return instruction.op in (Op.RECEIVE, Op.COMMIT)
@@ -126,10 +122,10 @@ def _room(instruction: Instruction) -> tuple[Value, ...]:
 
 
 def _exchanges_apart(program: RankProgram) -> bool:
-    """Return whether a rank waits for exchanges only before and after its messages, and only for earlier exchanges."""
+    """Return whether a rank waits only for earlier exchanges, and not between messages."""
     entered: set[tuple[Op, str]] = set()
     pulls = sum(i.op is Op.PULL for i in program.instructions)
-    waited = False  # for a push
+    waited = False
     for i in program.instructions:
         if i.op in _COMPUTED:
             read = (value.exchange for value in i.reads if value.kind is ValueKind.WEIGHTS)

@@ -188,11 +188,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
 
 
 def known_target(name: str) -> Callable[..., Any]:
-    """Return the function or operator with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the function or operator with this name, or raise a ValueError."""
     if name in PYTHON:
         return PYTHON[name]
     namespace, _, rest = name.partition("::")

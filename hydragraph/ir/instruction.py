@@ -20,8 +20,8 @@ class Op(Enum):
     RECEIVE = "receive"  # one value from one rank
     PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied to second ones
     FREE = "free"  # drop values; for a message, once it has left
-    COMMIT = "commit"  # agree with all ranks that the gradients are finite; the last communication
-    UPDATE = "update"  # optimizer step on the home shard
+    COMMIT = "commit"  # agree that gradients are finite; the last communication
+    UPDATE = "update"
 
     # Ten times as fast as hashing its name.
     __hash__ = object.__hash__
@@ -38,11 +38,7 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Properties shared by all instructions of an operation.
-
-    Attributes:
-        writes: kinds of values that they may make or, for `GRADIENTS`, add to.
-    """
+    """Stream and kinds of values of an operation's instructions."""
 
     stream: Stream
     reads: frozenset[ValueKind] = frozenset()
@@ -84,7 +80,7 @@ class Instruction:
         target: the bucket of a pull or push, the block of a forward or backward, else "".
         micro_batch: of a forward or backward (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
-        writes: values it makes, or (G.*) adds to.
+        writes: values it makes or (G.*) adds to.
         after: reads of other streams that it waits for; for a free, only messages; for a pull or push, also earlier
             ones that must be complete (`passes.window`).
     """

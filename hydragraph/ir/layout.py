@@ -53,13 +53,12 @@ class Layout:
     is empty. Layouts compare by identity, so they can key a cache.
 
     Attributes:
-        lo, hi: int64, the interval [lo, hi) of the bucket.
-        at: int64, the start of the interval in the rank's local buffer.
+        rank, lo, hi, at: int64, as in the module's docstring.
         copy: int64, the copy of the state: the index of the stage in a propagation layout, 0 or 1 in a home layout.
             Each copy holds every element at least once. In a home layout, the holder of copy 0 is the *first owner*,
             where an element counts and its gradient is summed, and that of copy 1 the *second owner*.
-        partial: bool, whether its gradient is PARTIAL rather than REPLICA among the holders in the same copy.
-        nodes: int64, the node of each rank from 0, -1 if unknown; None: the layout does not depend on nodes.
+        partial: bool, whether its gradient is PARTIAL, not REPLICA, in its copy.
+        nodes: int64, the node of each rank, -1 if unknown; None: the layout does not depend on nodes.
     """
 
     rank: Ints
@@ -100,7 +99,7 @@ class Layout:
 
         Args:
             before: old rank number of each new rank; None for a rank that is new.
-            nodes: node of each new rank; None: unknown.
+            nodes: of each new rank; None: unknown.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
@@ -158,12 +157,12 @@ def home(
     multiples of `align` elements, so a small bucket may leave ranks without elements.
 
     Args:
-        ranks: distinct ranks, in any order and with any gaps.
+        ranks: distinct, in any order.
         shares: relative weights, one per rank, not negative; None: equal. With two copies, a node with more than half
             of all shares owns the whole bucket once.
         copies: 1, or 2: every element has a second owner, on another node.
         align: elements; 8 fp32 values are 32 bytes, a full vector register.
-        nodes: node of each rank, in the order of `ranks`; None: each rank is on a separate node.
+        nodes: of `ranks`, in their order; None: each is on a separate node.
 
     Raises:
         ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
@@ -326,7 +325,6 @@ def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tupl
 
 
 def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
-    """Return a stage's shards: rows (index in the stage, lo, hi, partial) x intervals."""
     offsets = bucket.offsets()
     rows = [
         (index, offsets[parameter.name] + lo, offsets[parameter.name] + hi, flag)

@@ -117,7 +117,6 @@ def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
-    """Return each candidate's distance from its target, larger on other nodes than on the same."""
     distance: Ints = np.abs(pairs.src - pairs.dst)
     if nodes is None:
         return distance
@@ -132,10 +131,6 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
     intervals the owner itself if it is a holder, otherwise holders take turns. `hand_on` links the sums to second
     owners.
-
-    Args:
-        source: where gradients were computed (`layout.propagation`).
-        target: the owners (`layout.home`).
 
     Raises:
         ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
@@ -215,7 +210,6 @@ class _Pairs:
     """Slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
 
     Attributes:
-        src, dst: ranks of the candidate and of the target.
         slice: index of the slice that an entry belongs to.
         start: the first entry of each slice.
         turn: a number per slice, to break ties.
@@ -313,7 +307,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 
 
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
-    if len(pairs.start) == len(cost):  # one candidate each
+    if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
     # Of m cheapest candidates, number turn % m is chosen; a slice's own numbers start at before[start].
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]

@@ -67,11 +67,7 @@ def _sent(
     nodes: Ints,
     way: int,
 ) -> Ints:
-    """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element.
-
-    Args:
-        at: first cell of each part of the target [lines, rows of the target].
-    """
+    """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element."""
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(at.shape[0]):

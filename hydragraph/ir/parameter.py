@@ -41,7 +41,7 @@ class ShardRule:
 
     Attributes:
         segments: number of units of each fused segment: `(8, 8, 8)` for q, k and v of eight heads.
-        unit: elements along `dim` in one unit (the head size; 1 for MLP widths and vocabularies).
+        unit: elements along `dim` in one unit, such as the head size.
         heads: the units are attention heads: ranks share a head if there are fewer heads than ranks, and its gradient
             is the sum of theirs.
 
@@ -132,7 +132,6 @@ class Parameter:
 
     @property
     def _row(self) -> int:
-        """Number of elements per index along the sharded dimension."""
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
@@ -187,12 +186,8 @@ class Bucket:
     which are never pushed.
 
     Attributes:
-        name: the block's name, or the tied parameter's.
         blocks: names of the blocks that use it; may be empty.
         learns: whether its parameters get a gradient: all are trainable and contribute to the loss.
-
-    Raises:
-        ValueError: a parameter occurs twice.
     """
 
     name: str

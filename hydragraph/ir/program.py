@@ -75,7 +75,7 @@ class Block:
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
-        parameters: names in the model (canonical ones, for tied weights), in the template's order.
+        parameters: canonical names in the model, in the template's order.
         aux: for each of the template's inputs "aux.i", in order, the index of the aux output that feeds it.
     """
 
@@ -94,14 +94,13 @@ class Program:
         causal: labels are the next tokens; otherwise sequences must provide labels.
         blocks: in order; the first is "embed", the last "head".
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
-        parameters: by canonical name, in model order.
         buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
         heads: query head counts; each must be divisible by the tensor-parallel degree.
         unplaced: a token id that is not counted in positions, and has position -1: RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config's setting.
         origin: a digest of the captured model's modules and config.
         push_dtype: dtype in which gradients are sent to their owners.
-        window: maximum number of elements of weights, and of gradients, in flight at once.
+        window: maximum elements of weights, and of gradients, in flight.
     """
 
     model: str
@@ -120,7 +119,6 @@ class Program:
     window: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without cached properties.
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     @property

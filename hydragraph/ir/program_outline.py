@@ -33,7 +33,7 @@ class Outline:
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs.
-        elements: of each bucket, in the order of `buckets`; empty: every bucket has one.
+        elements: of each bucket; empty: every bucket has one.
         window: maximum elements of weights, and of gradients, in flight, but at least one bucket. None: two of the
             largest blocks.
 
@@ -78,7 +78,7 @@ class Outline:
 
     @property
     def layers(self) -> int:
-        """The number of layers: every block but the first and the last."""
+        """The number of layers."""
         return len(self.blocks) - 2
 
     @cached_property

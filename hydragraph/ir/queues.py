@@ -38,7 +38,6 @@ class Stuck:
     """Position of a stuck rank.
 
     Attributes:
-        at: index of the instruction.
         waits: the ranks it waits for; itself if one of its queues waits for another.
     """
 
@@ -51,7 +50,6 @@ class _Message:
     """One end of a message.
 
     Attributes:
-        at: index of its instruction.
         after: number of the rank's computations that it waits for.
     """
 
@@ -77,7 +75,7 @@ class _Computation:
 @dataclass
 class _Rank:
     compute: list[_Computation] = field(default_factory=list)
-    done: int = 0  # number of computations
+    done: int = 0
     queues: dict[Hashable, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))
 
 
@@ -125,13 +123,11 @@ def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
 
 
 def _uses(program: RankProgram, instruction: Instruction) -> bool:
-    """Return whether an instruction uses a communicator that is connected at its first use."""
     together = instruction.op in _COMPUTED and len(program.tp) > 1
     return together or instruction.op in (Op.SEND, Op.RECEIVE)
 
 
 def _use(program: RankProgram, instruction: Instruction) -> tuple[Hashable, tuple[int, ...]]:
-    """Return the communicator that an instruction uses, and its members."""
     if instruction.op in _COMPUTED:
         members = tuple(sorted(program.tp))
         return members, members
@@ -207,7 +203,6 @@ def _current(rank: _Rank) -> _Computation | None:
 
 
 def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
-    """Return whether a computation, or its peers' part of it, has to wait."""
     for peer in computation.peers:
         current = computation if peer == rank else _current(ranks[peer])
         if current is None or current.key != computation.key or current.unpulled:
@@ -228,7 +223,6 @@ def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _
 
 
 def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | None:
-    """Return where a rank is stuck, or None if it has ended."""
     computation = _current(ranks[rank])
     if computation is None:
         left = next((queue[0] for queue in ranks[rank].queues.values() if queue), None)

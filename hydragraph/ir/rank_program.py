@@ -54,7 +54,7 @@ class RankProgram:
     """All instructions of one rank in one iteration.
 
     Attributes:
-        strategy: the strategy's text with its fingerprint.
+        strategy: its text with its fingerprint.
         roles: of the rank's stage, one for each pipeline or interleaved stage; empty without work.
         tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
         layers: half-open range of layers of each interleaved stage.
@@ -125,7 +125,6 @@ def _header(program: RankProgram) -> str:
 
 
 def _count(micro_batches: range) -> str:
-    """Return a range of micro-batches as text: "3" for 3 from 0, else the first and the last number, "3-4"."""
     return f"{micro_batches.start}-{micro_batches.stop - 1}" if micro_batches.start else str(len(micro_batches))
 
 

@@ -28,7 +28,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
     Attributes:
         bodies: instructions of each kind; its ranks agree in layers, degree, stages and micro-batches.
-        peers: for each rank, its body's peers 0, 1, ....
+        peers: for each rank, its body's peers 0, 1, ...
 
     Raises:
         ValueError: a rank's peers are not distinct, or not as many as in its body.
@@ -120,7 +120,6 @@ def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
 
 
 def _place(header: RankProgram) -> Hashable:
-    """Return the properties that ranks of one kind share."""
     roles = tuple((role.stage, role.micro_batches) for role in header.roles)
     return header.strategy, header.ranks, roles, len(header.tp), header.layers
 
@@ -145,7 +144,6 @@ def _peers(instruction: Instruction) -> Iterator[int]:
 
 
 def _with_peers(instructions: Sequence[Instruction], at: Sequence[int], name: Any) -> Body:
-    """Rename peers at the indices `at`: `name[peer]` is the new number."""
 
     def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 
-NONE = -1  # a number that a value of its kind does not have
+NONE = -1  # of kinds without the number
 
 
 class ValueKind(Enum):
@@ -176,11 +176,7 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
 
 
 def parse_value(text: str) -> Value:
-    """Parse a value's text.
-
-    Raises:
-        ValueError: it is not a value.
-    """
+    """Parse a value's text; raise a ValueError for anything else."""
     for pattern, make in _READERS:
         match = pattern.fullmatch(text)
         if match is not None:

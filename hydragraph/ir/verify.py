@@ -127,7 +127,7 @@ def _place(program: RankProgram) -> tuple[object, ...]:
 def _check_pipeline(
     pipeline: int, stages: Mapping[int, RankProgram], programs: Sequence[RankProgram], outline: Outline
 ) -> None:
-    layer = 0  # start of the next stage
+    layer = 0
     stage, program = next(iter(stages.items()))
     runs = _role(program, pipeline, stage).micro_batches
     for i, (stage, program) in enumerate(sorted(stages.items())):
@@ -223,11 +223,7 @@ _Values = tuple[frozenset[Value], frozenset[Value]]
 def _work(
     blocks: Sequence[int], m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
 ) -> Iterator[tuple[_Key, _Values]]:
-    """Yield a stage's computations on micro-batch m, with the values read and written.
-
-    Args:
-        halved: (block, micro-batch) pairs whose backward runs in two halves.
-    """
+    """Yield a stage's computations on micro-batch m, with the values read and written."""
     if blocks:
         yield (Work.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
@@ -279,7 +275,7 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
-        # A name is made once, even after it was freed; only gradients are accumulated.
+        # A name is made once; only gradients are accumulated.
         for value in instruction.writes:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
@@ -420,7 +416,7 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
-    """Return the value of a send or receive, after checking that the peer is its neighbour."""
+    """Return the value of a send or receive, after checking its peer."""
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):

@@ -56,7 +56,6 @@ class Beat:
         arrives: when the previous stage runs its forward; on the first stage: when this one does.
         forward, backward: when this stage runs its forward and its backward.
         every: time between consecutive micro-batches of a set.
-        set: number of micro-batches of a set.
         pause: additional time between sets.
     """
 
@@ -137,14 +136,14 @@ def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
     size = len(set(rows))
     forwards: list[int] = []
     begin = 0  # of the round
-    there: list[int] = []  # rows of the round
+    there: list[int] = []
     for row in rows:
         if row in there:
             begin += 2 * size
             there = []
         forwards.append(begin + 2 * len(there))
         there.append(row)
-    pause = begin  # the later rounds of a set, before the next set enters
+    pause = begin  # the later rounds of a set
     return tuple(
         Beat(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
         for at, forward in enumerate(forwards)
@@ -152,7 +151,6 @@ def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
 
 
 def _times(runs: Sequence[int], entry: Fraction) -> Iterator[tuple[Fraction, Fraction, Fraction]]:
-    """Yield the arrival, forward and backward of a micro-batch on each stage of a pipeline."""
     steps = [Fraction(1, 2 * min(one, other)) for one, other in pairwise(runs)]
     forwards = [entry]
     for step in steps:

@@ -81,7 +81,7 @@ class Shape:
     Micro-batches are numbered across pipelines: pipeline 0 has the first `counts[0]` numbers.
 
     Attributes:
-        counts: number of micro-batches of each pipeline, 1 or more.
+        counts: micro-batches of each pipeline, 1 or more.
         stages: row of each stage of each pipeline; stages on the same devices have one row. Rows ascend along a
             pipeline, except where it returns.
     """
@@ -148,10 +148,9 @@ class ScheduleTable(NamedTuple):
     The table of more micro-batches serves fewer if the actions of the others are skipped, by `skip`.
 
     Attributes:
-        work: kind of each action, an index of `WORKS`; -1 after the last [stages, actions].
-        micro_batch: number of its micro-batch [stages, actions].
-        skip: index of the next action of a smaller micro-batch [stages, actions].
-        stage: its stage; with interleaved stages the last rows are empty [stages, actions].
+        work: index of each action's kind in `WORKS`; -1 after the last. All are [stages, actions].
+        skip: index of the next action of a smaller micro-batch.
+        stage: its stage; with interleaved stages the last rows are empty.
     """
 
     work: NDArray[np.int32]
@@ -216,9 +215,6 @@ class Schedule:
 
     def check(self, shape: Shape, mode: Mode = "train") -> None:
         """Check that stages run all micro-batches of a shape, agree on their order, and do not deadlock.
-
-        Args:
-            mode: "evaluate" has forwards only.
 
         Raises:
             ValueError: a cell is missing, doubled, superfluous, out of order or deadlocked.
@@ -290,7 +286,6 @@ class Schedule:
             latest[kind] = action.micro_batch
 
     def _check_order(self, sender: Place, receiver: Place, pipelines: Sequence[int], works: Sequence[Work]) -> None:
-        """Check that messages leave a stage in the order in which the other needs them."""
         sent, needed = (
             [a for a in self.actions[row] if a.pipeline in pipelines and a.work in works and a.visit == visit]
             for row, visit in (sender, receiver)

@@ -61,7 +61,6 @@ def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTabl
     Args:
         rows: the row of each stage (`Shape`), or their number if each has its own.
     """
-    # One table serves all smaller counts.
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 
