@@ -11,7 +11,7 @@ class Assignment:
     """Sequences -> (pipeline, micro-batch), for one iteration.
 
     Attributes:
-        micro_batches: per pipeline, per micro-batch, the indices of its sequences; a pipeline may get none.
+        micro_batches: per pipeline, per micro-batch, the indices of its sequences.
         lengths: tokens of each sequence, needed for pricing.
     """
 

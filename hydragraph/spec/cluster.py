@@ -124,7 +124,7 @@ class Node:
     Attributes:
         outer: of one of its network cards, shared by its ranks.
         count: number of consecutive nodes of this kind.
-        cards: number of network cards; neighbouring devices share one.
+        cards: network cards; neighbouring devices share one.
     """
 
     type: str
@@ -346,7 +346,6 @@ class Cluster:
         return replace(same, devices=devices, nodes=nodes)
 
     def _occupied(self) -> list[Node]:
-        """Return the nodes with devices, reduced to these devices."""
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
             raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
@@ -404,8 +403,6 @@ class Cluster:
     def save(self, path: str | Path) -> None:
         """Write a YAML file for `load`, without defaults.
 
-        After `of_ranks`, nodes are written with their remaining devices.
-
         Raises:
             ValueError: ranks are not in the order of nodes.
         """
@@ -424,8 +421,6 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Devices:
-    """The file format with an entry per rank."""
-
     devices: tuple[Device, ...]
     within_node: Interconnect
     between_nodes: Interconnect
@@ -433,8 +428,6 @@ class _Devices:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The file format with types and nodes."""
-
     nodes: tuple[Node, ...]
     types: Mapping[str, DeviceType] = field(default_factory=dict)
     pairs: tuple[Pair, ...] = ()
@@ -445,7 +438,6 @@ def _known(sheet: Datasheet) -> DeviceType:
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
-    """Return the slower of two links at every size."""
     sizes = sorted({size for link in (one, other) for size, _ in link.points})
     points = tuple((size, min(one.bandwidth(size), other.bandwidth(size))) for size in sizes)
     return Interconnect(min(one.bytes_per_s, other.bytes_per_s), max(one.latency_s, other.latency_s), points)
@@ -465,7 +457,6 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
 
 
 def _number(name: str, value: object) -> float:
-    """Return a number if it is finite and at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
     return value

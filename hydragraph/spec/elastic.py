@@ -14,11 +14,10 @@ class Elastic:
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in place of a lost one; it joins between two iterations.
         grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
-        progress_s: seconds that the others wait for a live rank that does not come to a meeting; a joining rank has
-            three times as long.
+        progress_s: seconds to wait at a meeting for a live rank; a joining one has three times as long.
 
     Raises:
-        ValueError: naming the number that is out of range.
+        ValueError: a number is out of range.
     """
 
     min_ranks: int = 1

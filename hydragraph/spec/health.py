@@ -20,7 +20,7 @@ class Health:
     """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite if the rank is lost; absent if it is healthy
+        rates: by rank, at least 1; infinite if the rank is lost; absent if it is healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)

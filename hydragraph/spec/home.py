@@ -153,7 +153,7 @@ class Home:
         """Parse a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal".
 
         Raises:
-            ValueError: showing the piece of the text that is wrong.
+            ValueError: showing the wrong piece.
         """
         first, *others = text.split() or [""]
         values: dict[str, Any] = {}
@@ -223,7 +223,6 @@ def _nodes(given: object) -> tuple[int, ...]:
 
 
 def _text(values: Sequence[float]) -> str:
-    """Format numbers, with runs of equal ones abbreviated: "8*1,8*0.5"."""
     parts = []
     for value, run in groupby(values):
         count = len(list(run))

@@ -20,7 +20,7 @@ class Datasheet:
     Attributes:
         flops_per_s, memory_bytes, memory_bytes_per_s: as in `spec.cluster.Device`.
         reached: fraction of the peak reached by products of large matrices in training: from published runs for A100,
-            H100, V100 and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs
+            H100, V100 and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs.
     """
 
     flops_per_s: float

@@ -47,7 +47,7 @@ class Limit:
             )
 
     def holds(self, sequences: Sequence_[Sequence]) -> bool:
-        """Return whether all sequences are in range, in a few operations."""
+        """Return whether all sequences are in range."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
         return not sequences or self._outside(torch.cat([self._values(s) for s in sequences])) is None
@@ -56,7 +56,6 @@ class Limit:
         return {"input_ids": sequence.ids, "labels": sequence.labels, **sequence.extra}[self.field]
 
     def _outside(self, values: Tensor) -> Tensor | None:
-        """Return the index of the first value out of range, or None."""
         if not values.numel():
             return None
         least, most = torch.aminmax(values)

@@ -66,7 +66,6 @@ def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_numpy(value: Any) -> Any:
-    """Copy an array, or a list of arrays, to tensors; return other values unchanged."""
     if isinstance(value, list | tuple) and value and all(isinstance(part, np.ndarray) for part in value):
         return [_without_numpy(part) for part in value]
     return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value

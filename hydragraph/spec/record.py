@@ -66,7 +66,7 @@ def from_record(
 
     Args:
         path: place of `data` in the whole record, such as "pipelines[0].stages[1]".
-        name: name of the whole record in messages; default: the class.
+        name: see `load_record`.
         hints: remedies for unknown fields by name; default: the most similar field.
 
     Raises:
@@ -121,7 +121,6 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
 
 
 def _example(cls: type[Any]) -> str:
-    """Show how a mapping for a dataclass is written."""
     required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     names = required or [field.name for field in fields(cls)][:1]
     return f"{{{', '.join(f'{name}: ...' for name in names)}}}"

@@ -17,7 +17,7 @@ class StageKind(NamedTuple):
 
     Attributes:
         tp: the tensor-parallel degree.
-        sequence_parallel: whether hidden states are cut along the tokens between products.
+        sequence_parallel: between products hidden states are cut along the tokens.
         recompute: True: a forward saves only its inputs. A memory budget between 0 and 1: it saves about this fraction.
             False: it saves what the partitioner chooses.
     """
@@ -82,12 +82,12 @@ class StagePart:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether hidden states are cut along the tokens between products."""
+        """See `StageKind`."""
         return self.kind.sequence_parallel
 
     @property
     def recompute(self) -> bool | float:
-        """Whether backwards run forwards again, or the memory budget."""
+        """See `StageKind`."""
         return self.kind.recompute
 
     def __str__(self) -> str:

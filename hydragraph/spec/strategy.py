@@ -120,7 +120,7 @@ class Pipeline:
 
     @property
     def layers(self) -> int:
-        """The number of layers of all its stages together."""
+        """The number of layers."""
         return sum(stage.layers for stage in self.stages)
 
     @property
@@ -223,7 +223,7 @@ class Strategy:
 
     @property
     def layers(self) -> int:
-        """The model's number of layers, equal in every pipeline."""
+        """The model's number of layers."""
         return self.pipelines[0].layers
 
     @property
@@ -336,7 +336,7 @@ class Strategy:
         The fingerprint in a `str` of a strategy is compared.
 
         Raises:
-            ValueError: showing the piece of the text that is wrong.
+            ValueError: showing the wrong piece.
         """
         if not isinstance(text, str):
             raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
@@ -386,7 +386,7 @@ class Strategy:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the YAML data: lists, dicts and scalars, without defaults."""
+        """Return the YAML data, without defaults."""
         data: dict[str, Any] = to_record(self)
         return data
 

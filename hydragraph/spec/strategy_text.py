@@ -200,7 +200,6 @@ def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[tuple[St
 
 
 def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
-    """Read the rest of `<tp2,pp1>` after "<", as `count` pipelines."""
     reader.expect("tp", "<tp2,pp1> (or name the devices: <[0,1]x5,[2]x3>)")
     tp, _ = reader.number("the tensor-parallel degree", minimum=1)
     reader.expect(",", "<tp2,pp1>")
