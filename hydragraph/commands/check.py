@@ -157,7 +157,6 @@ def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
 
 
 def _launch_share(costs: Costs, strategy: Strategy, tokens: int) -> float:
-    """Return the largest fraction, over stages, of a micro-batch's computation that starts kernels."""
     stages = [stage for pipeline in costs.pipelines(strategy) for stage in pipeline.parts]
     return max(sum(stage.seconds([0])) / sum(stage.seconds([tokens])) for stage in stages)
 
@@ -211,7 +210,6 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
 
 
 def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assignment:
-    """Return the assignment of a step, as in a run without a profile."""
     from hydragraph.planner.quick_plan import assign
 
     longest = config.data.max_length

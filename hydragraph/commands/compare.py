@@ -102,7 +102,6 @@ def _print(found: RunComparison, corrections: Path) -> None:
 
 
 def _kinds(found: RunComparison) -> Table:
-    """Return a row for each kind that took time, and one for each of its ranks."""
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
     table = new_table(f"where the time of {len(found.steps)} steps went, all ranks and each", headings, left=("kind",))
     for together in found.kinds:

@@ -214,7 +214,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use as many threads as one of these ranks: Inductor's code for a CPU depends on their number."""
+    """Use a rank's number of threads: Inductor's code for a CPU depends on it."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of
@@ -238,7 +238,6 @@ def _parsed(text: str, layers: int) -> Strategy | CompiledStrategy:
 
 
 def _compiled(compiler: Compiler, parsed: Strategy | CompiledStrategy, micro_batches: str) -> CompiledStrategy:
-    """Compile a strategy; return its record if it does not fit."""
     from hydragraph.commands.compile_ahead import CompiledStrategy, StrategyRecord
 
     if isinstance(parsed, CompiledStrategy):

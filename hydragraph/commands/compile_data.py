@@ -122,7 +122,7 @@ class RecordedBlocks:
         self.hidden_bytes = data.sizes.hidden_bytes
 
     def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `cost.rank_memory.Blocks`."""
+        """See `Blocks`."""
         from hydragraph.cost.footprint import Footprint
 
         block_data = self._data.block(block, part)
@@ -133,15 +133,15 @@ class RecordedBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `cost.rank_memory.Blocks`; a high estimate from whole backwards."""
+        """See `Blocks`; a high estimate from whole backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """See `cost.rank_memory.Blocks`."""
+        """See `Blocks`."""
         return self._data.block(block, part).held.added
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `cost.rank_memory.Blocks`."""
+        """See `Blocks`."""
         return at(self._data.aux, batch.tokens)
 
 

@@ -159,7 +159,6 @@ def _record(name: str, kernel: BuiltKernel, count: int) -> KernelRecord:
 
 
 def _is_library(node: fx.Node) -> bool:
-    """Return whether a node is a product, a lookup, attention or the fused head."""
     attends = "varlen_attention" in str(node.target)
     return attends or node.target in _PRODUCTS | _LOOKUPS or head_operands(node) is not None
 
@@ -174,7 +173,6 @@ def _shape(node: Any, sizes: Sizes) -> list[float]:
 
 
 def _flops(node: fx.Node, sizes: Sizes) -> float:
-    """Return the operations of a product, causal attention, or the fused head with gradients."""
     if node.target in _PRODUCTS:
         left, right = (_shape(n, sizes) for n in node.args[-2:])
         return 2 * math.prod(left) * right[-1]

@@ -61,7 +61,6 @@ def plan_devices(asked: PlanOptions) -> None:
     prices = RentalPrices.parse(asked.prices, cluster) if asked.prices else None
 
     def left(part: float = 1.0) -> float | None:
-        """Return the seconds until a part of the deadline has passed."""
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
 
     console = Console(stderr=True)
@@ -200,7 +199,6 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
 
 
 def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
-    """Return a profile without some kinds of stage, in all its types."""
     pieces = {kind: piece for kind, piece in profile.pieces.items() if kind not in kinds}
     return replace(profile, pieces=pieces, others=tuple(_without(other, kinds) for other in profile.others))
 
@@ -215,7 +213,6 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
 
 
 def _told(compiled: VariantOf, say: Say) -> VariantOf:
-    """Return a lookup of graphs that reports first compilations."""
     reported: set[object] = set()
 
     def get(block: Any, part: Any) -> Any:
@@ -232,11 +229,6 @@ def _told(compiled: VariantOf, say: Say) -> VariantOf:
 
 
 def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
-    """Return the merged profiles of the cluster's types of devices.
-
-    Raises:
-        ValueError: a profile does not name its type of device, of several.
-    """
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.train.plan_input import read_profile
 
@@ -255,7 +247,6 @@ def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
 
 
 def _running(text: str, costs: Costs) -> Strategy:
-    """Read and check the strategy that runs now."""
     from hydragraph.spec.strategy import Strategy
 
     try:
@@ -295,7 +286,6 @@ def _write_report(plan: Plan, costs: Costs, source: str, path: Path) -> str:
 
 
 def _record(plan: Plan, costs: Costs, source: str) -> dict[str, Any]:
-    """Return a plan as JSON data; infinite numbers are null."""
     ranks = range(costs.ranks)
     return {
         "strategy": plan.strategy.name,

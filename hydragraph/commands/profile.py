@@ -121,7 +121,6 @@ def _every_scheme(program: Program, ranks: int) -> tuple[Scheme, ...]:
 def _kinds(
     strategies: tuple[Strategy, ...], schemes: tuple[Scheme, ...], options: ProfileOptions
 ) -> tuple[StageKind, ...]:
-    """Return the kinds of stages of the strategies, schemes and flags."""
     from hydragraph.spec.stage_kind import StageKind
 
     kinds = [stage.kind for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages]

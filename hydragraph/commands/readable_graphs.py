@@ -76,7 +76,6 @@ def _text(
 
 
 def _names(module: fx.GraphModule, placeholders: Sequence[str]) -> dict[fx.Node, str]:
-    """Name all nodes uniquely, with the given names of placeholders."""
     names: dict[fx.Node, str] = {}
     used: set[str] = set()
     placeholder_names = iter(placeholders)

@@ -195,7 +195,6 @@ def _differences(folder: ShownFolder, found: Sequence[ShownStrategy], other: str
 
 
 def _show_compiled(config: TrainConfig, options: ShowOptions) -> None:
-    """Compile a config into a temporary folder, and show that."""
     from hydragraph.commands.compile import compile_quietly
 
     diff = options.diff

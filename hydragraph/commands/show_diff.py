@@ -105,7 +105,6 @@ def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
 
 
 def _places(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield groups of ranks with another place or program."""
     groups: dict[str, list[int]] = {}
     for rank, (one_header, other_header) in enumerate(zip(one.programs.headers, other.programs.headers, strict=False)):
         before = _place(one_header)

@@ -59,7 +59,6 @@ def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> di
 
 
 def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
-    """Return the bytes between neighbours in stages' rings."""
     data = folder.data
     pairs: dict[tuple[int, int], int] = {}
     for stage in place(data.outline, each.strategy, each.record.micro_batches).stages:

@@ -189,7 +189,6 @@ def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tup
 def _priced(
     options: StepOptions, config: TrainConfig, strategies: Sequence[Strategy], costs: Costs
 ) -> list[tuple[PricedStrategy, Assignment]]:
-    """Return priced strategies with their assignments, by tokens per second."""
     from hydragraph.report.simulation_price import price
 
     screen = Console(stderr=True)
@@ -228,7 +227,6 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
 
 
 def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:
-    """Print the effect of one changed number on each strategy, with the same assignment."""
     from hydragraph.cost.what_if import what_if
     from hydragraph.report.simulation_price import price
 
@@ -259,7 +257,6 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
 
 
 def _busy_text(busy: Sequence[float]) -> str:
-    """Return how busy ranks are, with equal neighbours joined: "0-3 81%, 4 62%"."""
     parts = []
     for text, group in groupby(enumerate(busy), lambda item: f"{item[1]:.0%}"):
         ranks = [rank for rank, _ in group]

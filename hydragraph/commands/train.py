@@ -216,7 +216,6 @@ def _train(
 
 
 def _nodes(config: TrainConfig) -> Nodes | None:
-    """Return the machines if a launcher has started one process on each, else None."""
     if not config.elastic.survives or not launched() or config.ranks == 1:
         return None
     from hydragraph.cluster.supervision.coordinator import nodes_of
@@ -228,7 +227,6 @@ def _nodes(config: TrainConfig) -> Nodes | None:
 
 
 def _elastic(config: TrainConfig) -> Elastic | None:
-    """Return how lost ranks are replaced; None if a loss ends the run."""
     keys = config.elastic
     if not keys.survives:
         return None

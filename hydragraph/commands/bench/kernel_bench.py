@@ -141,7 +141,6 @@ def _times(rows: Sequence[KernelRow], kernel: str, size: str) -> dict[str, Kerne
 
 
 def _ratio(rows: dict[str, KernelRow], side: str, other: str) -> float | None:
-    """Return the speedup of one side over another; None if one is missing."""
     return rows[other].milliseconds / rows[side].milliseconds if side in rows and other in rows else None
 
 

@@ -84,7 +84,6 @@ def attention(sweep: Sweep) -> Iterator[Case]:
 
 
 def _per_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """PyTorch's attention, one sequence after the other."""
     parts = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
         query, key, value = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
@@ -154,7 +153,6 @@ def adamw_steps(sweep: Sweep) -> Iterator[Case]:
 
 
 def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
-    """PyTorch's fused kernel, as in torch.optim.AdamW(fused=True)."""
     assert shard.copy is not None
     torch.ops.aten._fused_adamw_(
         [shard.weight],
@@ -175,7 +173,6 @@ def _fused(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
-    """The update in plain operators, for torch.compile."""
     decay, first_rate, keep, second_rate, size, root, eps = settings.numbers(1)
     shard.moment.lerp_(shard.gradient, first_rate)
     shard.square.mul_(keep).add_(second_rate * shard.gradient * shard.gradient)
