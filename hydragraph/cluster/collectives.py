@@ -226,7 +226,6 @@ AnyCollectives = Collectives | StagedCollectives
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the given order, as a new tensor."""
     first = parts[0]
     total = first.to(torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype, copy=True)
     for part in parts[1:]:

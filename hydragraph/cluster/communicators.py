@@ -177,7 +177,7 @@ class Groups:
     def connect(self, program: RankProgram) -> None:
         """Connect this rank with its program's peers; all ranks call it.
 
-        All ranks process pairs in one order, so no two wait for each other.
+        All process pairs in one order, so no two wait for each other.
         """
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
@@ -343,7 +343,6 @@ class Groups:
         return received
 
     def _from_first(self, tensor: Tensor) -> Message:
-        """Start broadcasting rank 0's bytes."""
         with self._guard():
             work = dist.broadcast(tensor, 0, group=self._object_group, async_op=True)
         assert work is not None

@@ -120,7 +120,6 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
 
 
 def _sendable(error: Exception | None, rank: int, what: str) -> Exception | None:
-    """Return an error in a form that can be pickled."""
     if error is None or isinstance(error, Unsupported):
         return error
     return RuntimeError(f"{what} on rank {rank}: {type(error).__name__}: {error}")

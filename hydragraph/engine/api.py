@@ -154,7 +154,7 @@ def compile(
     Args:
         model: a Hugging Face model or your own module, the same on every rank, on the CPU or the meta device; a meta
             model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
-        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list, of which every step picks the fastest; or
+        strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list (every step picks the fastest); or
             "auto", which plans for `lengths` with `profile`, or measures the devices.
         optimizer: makes a torch.optim optimizer from one (name, 1-D fp32 tensor) pair per parameter in model order, of
             0 elements where this rank owns none; also called after moves, and with whole shapes. None: no training.

@@ -298,7 +298,6 @@ class IterationRunner(CollectiveCalls):
 
 
 def _cannot_compile(error: Exception, strategy: Strategy) -> Unsupported:
-    """Return an error whose message is short enough to send to every rank."""
     sentence = (str(error).splitlines() or [""])[0]
     refusal = Unsupported(
         f"it cannot be compiled ({type(error).__name__}: {sentence})",

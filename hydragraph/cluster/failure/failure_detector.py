@@ -4,7 +4,7 @@ A rank is accused when
 - its process has ended without announcing that it leaves;
 - its process has been stopped for `stopped_s` while some other was running (`Judge`): if a debugger stops all, that is
   not a failure, and a rank that computes between stops is slow;
-- no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait (`Stall`).
+- no rank has made progress for `progress_s` while some wait for others; then one that does not (`Stall`).
 
 Only the detector's own running time counts, at most half a second between two looks.
 """
@@ -58,11 +58,7 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Count these observations, and return the resulting accusation.
-
-        Args:
-            elapsed: seconds since the last look.
-        """
+        """Count observations made `elapsed` seconds after the last ones, and return the resulting accusation."""
         # This process may have been stopped itself.
         elapsed = min(elapsed, PAUSE_S)
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
@@ -108,10 +104,9 @@ class Stall:
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count these observations of all ranks, and return the resulting accusation.
+        """Count observations made `elapsed` seconds after the last ones, and return the resulting accusation.
 
         Args:
-            elapsed: seconds since the last look.
             progress_s: limit in seconds without progress of any rank.
         """
         # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones).

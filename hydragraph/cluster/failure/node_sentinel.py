@@ -110,7 +110,6 @@ class _Others:
         return sightings
 
     def lost(self) -> tuple[Accusation, str] | None:
-        """Return the first rank of a machine whose heartbeat has stopped, and its host."""
         for machine, silent_s in self.silent.items():
             beat = self.beats[machine]
             stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
@@ -126,8 +125,6 @@ class _Others:
 
 
 class IdleTime:
-    """Time without a rank to watch."""
-
     def __init__(self) -> None:
         self._idle_s = 0.0
 
@@ -223,7 +220,6 @@ def _fault(
     members: tuple[RollEntry, ...],
     board: Board,
 ) -> Fault | None:
-    """Return the fault that is visible from here, if any."""
     theirs = others.seen()
     accused = judge.look(elapsed, own, others_run=any(s.state is ProcessState.RUNNING for s in theirs.values()))
     if accused is None and len(own) + len(theirs) == board.ranks:

@@ -1,7 +1,7 @@
 """Liveness of processes on this host, observed from outside.
 
-A rank that computes for a minute without releasing the interpreter lock sends no heartbeat but is healthy; one that was
-stopped (SIGSTOP, a debugger) or has ended is not. Only the operating system knows the difference.
+A rank that computes for a minute with the interpreter lock sends no heartbeat but is healthy; one that was stopped
+(SIGSTOP, a debugger) or has ended is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENDED = frozenset("ZXx")  # a zombie has ended
 
 
 class ProcessState(Enum):
-    """State of a process according to the system."""
+    """State of a process."""
 
     RUNNING = "running"  # or sleeping, or waiting for a disk
     STOPPED = "stopped"

@@ -183,7 +183,7 @@ class Watch:
         """Run a collective call inside, on any thread.
 
         Args:
-            what: description, shown by other ranks if this one fails.
+            what: shown by other ranks if this one fails.
 
         Raises:
             RankFailure: another rank failed.
@@ -253,7 +253,6 @@ class Watch:
 
     @property
     def _calls(self) -> list[str]:
-        """This thread's calls, the innermost last."""
         if not hasattr(self._own, "calls"):
             self._own.calls = []
         calls: list[str] = self._own.calls
@@ -397,7 +396,6 @@ class Watch:
         return self._failure(fault)
 
     def _closed(self) -> int | None:
-        """Return a rank of this machine that has closed its executable."""
         shown = {m.rank: self._board.read(m.rank).call for m in self._members}
         return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
@@ -419,7 +417,6 @@ class Watch:
         atexit.unregister(self._end_of_process)
 
     def _end_of_process(self) -> None:
-        """Report to the others how this process ends."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is not None and self._fault is None and self._pid == os.getpid():
             self.ended_by(error)
@@ -440,7 +437,6 @@ class Watch:
                 return
 
     def _ask(self, client: Store, roll: Roll, name: str) -> None:
-        """Ask the store for news, on the asker's thread."""
         fault = self._ledger.read()
         self._death = self._ledger.death()
         if fault is not None:
@@ -539,7 +535,6 @@ class Watch:
             self._board.place(self.rank, self._step, index)
 
     def _instruction(self, rank: int) -> str:
-        """Return a rank's instruction or call, or ""."""
         progress = self._board.read(rank)
         return (
             progress.call
@@ -548,7 +543,6 @@ class Watch:
         )
 
     def _here(self) -> str:
-        """Return the current call or instruction of this thread."""
         beside = threading.get_ident() != self._main and self._calls
         return self._calls[-1] if beside else self._instruction(self.rank)
 

@@ -102,10 +102,10 @@ class NotStarted:
         return False
 
     def terminate(self) -> None:
-        """Do nothing: no process was started."""
+        """Do nothing."""
 
     def kill(self) -> None:
-        """Do nothing: no process was started."""
+        """Do nothing."""
 
     def join(self, timeout: float | None = None) -> None:
         """Return immediately."""

@@ -120,7 +120,6 @@ def _one_thread() -> bool:
 
 
 def _end_fork(server: Any) -> None:
-    """Stop the server that was forked earlier, whose ranks have ended."""
     if server._forkserver_pid is None:
         return
     with suppress(OSError):

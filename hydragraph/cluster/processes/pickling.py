@@ -30,7 +30,6 @@ def sent(value: object) -> bytes:
 
 
 def _can_be_imported(main: ModuleType) -> bool:
-    """Return whether a new process can import all of `__main__`."""
     named = getattr(main, "__spec__", None) is not None  # python -m
     path = getattr(main, "__file__", None)
     is_file = path is not None and Path(path).is_file()  # stdin's is "<stdin>"

@@ -186,7 +186,6 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
 
 
 def _tell_the_others(error: BaseException) -> None:
-    """Report why this rank ends to other ranks."""
     watch = newest_watch()
     if watch is not None and not watch.broken and not watch.closed:
         with contextlib.suppress(Exception):
@@ -219,7 +218,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _end_with_launcher() -> None:
-    """Make this process end with its launcher."""
     if sys.platform == "linux":  # works even while this process is stopped
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -241,7 +239,6 @@ def raised(error: BaseException) -> Raised:
 
 
 def _pickled_error(error: BaseException) -> bytes | None:
-    """Return the error as bytes that unpickle, or None if its type cannot be pickled."""
     for value in (error, (type(error), error.args, error.__dict__)):
         with contextlib.suppress(Exception):
             data = pickle.dumps(value)

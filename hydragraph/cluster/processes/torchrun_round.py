@@ -5,7 +5,7 @@ their own machine's restarts. So rank 0 proposes a name, and all agree:
 
 1. Rank r writes a new random word, unique to its process, at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.
-3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is no older than the rank.
+3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is newer than the rank.
 4. Once all have agreed, rank 0 confirms the name.
 
 Example: ranks 0 and 1, with words a and b, are started again. Rank 0 is quicker: it writes c and proposes (c, b). Rank
