@@ -1,10 +1,8 @@
 """Checkpoints written by a background thread during training.
 
-Training waits for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam), not for the
-disk. The thread has its own communicators, in which only its operations are ordered. The checkpoint appears at its path
-once all ranks have written their parts, so a crash before that keeps what was at the path.
-
-The thread is not a daemon: a process that exits normally waits for it, a killed one does not.
+Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). The thread
+has its own communicators, on which only its operations are ordered. It is not a daemon: a process that exits normally
+waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Saver:
     """One rank's background saves, one at a time; all ranks call the same methods in the same order.
 
     Args:
-        world: this process's place, from `join`; the saver creates its own communicators.
+        world: from `join`; the saver creates its own communicators.
     """
 
     _world: World
@@ -45,7 +43,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed and its error was not raised yet; another rank may learn of it a little later."""
+        """Whether a save failed and its error was not raised yet; other ranks may learn of it a little later."""
         return self._error is not None
 
     def start(
@@ -56,9 +54,8 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Copy the state and start writing it; arguments and errors as for `save_and_load.save`.
-
-        Waits for an earlier save first.
+        """Wait for an earlier save, copy the state and start writing it; arguments and errors as for
+        `save_and_load.save`.
         """
         self.wait()
         if self._groups is None:
@@ -78,8 +75,7 @@ class Saver:
         """Wait until the last save is complete.
 
         Raises:
-            ValueError, OSError, RankFailure: it failed; raised on every rank, and only once. The previous content of
-                its path is kept.
+            ValueError, OSError, RankFailure: it failed; raised once, on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -99,17 +95,16 @@ class Saver:
                 self._groups = None
 
     def _write(self, prepared: save_and_load.PendingCheckpoint, groups: Groups) -> None:
-        """Write in the thread; store the error with the same text on every rank."""
         try:
             with self._world.calling(prepared.what):
                 save_and_load.write(prepared, groups)
         except (ValueError, RankFailure) as error:
             self._error = error
-        except OSError as error:  # as in a foreground save: a full disk is neither a bug nor a rank failure
-            _LOG.error("%s", error)  # in case the error is never retrieved
+        except OSError as error:  # a full disk is neither a bug nor a rank failure
+            _LOG.error("%s", error)
             self._error = error
         except Exception as error:
             failure = RankFailure(self._world.rank, prepared.what, f"{type(error).__name__}: {error}")
             failure.__cause__ = error
-            _LOG.error("%s", failure)  # in case the error is never retrieved
+            _LOG.error("%s", failure)
             self._error = failure

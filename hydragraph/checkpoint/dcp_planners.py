@@ -1,4 +1,4 @@
-"""Planners that describe this rank's boxes to torch.distributed.checkpoint (DCP): the items to write and read."""
+"""Planners that describe this rank's boxes to torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 class ShardedSave(DefaultSavePlanner):
-    """Writes the boxes of `OwnedBoxes` values, and bytes unchanged."""
+    """Writes the boxes of `OwnedBoxes` values."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -49,7 +49,7 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(LoadPlanner):
-    """Reads overlapping data into the boxes of `OwnedBoxes` values, and bytes unchanged."""
+    """Reads overlapping data into the boxes of `OwnedBoxes` values."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -108,5 +108,4 @@ def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:
 
 
 def _chunks(value: OwnedBoxes) -> list[ChunkStorageMetadata]:
-    """Return a tensor's boxes as DCP chunks."""
     return [ChunkStorageMetadata(offsets, tensor.size()) for offsets, tensor in value.boxes.items()]

@@ -1,4 +1,4 @@
-"""File system errors in their original words; libraries that write files often replace them."""
+"""File system errors with their cause, which libraries that write files often hide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
 
     Args:
-        directory: where files are written; a probe there finds the cause that the writer did not report.
+        directory: where files are written, and a probe file to find the cause.
     """
     try:
         yield

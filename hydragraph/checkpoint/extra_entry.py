@@ -1,4 +1,4 @@
-"""The single non-tensor entry of a checkpoint: the caller's `extra`, and the unsharded state of the optimizer."""
+"""The single non-tensor entry of a checkpoint: `extra`, and the unsharded state of the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.checkpoint.optimizer_state import Plain, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialise all non-tensor data; `parts` holds each rank's part of the optimizer's unsharded state."""
+    """Serialise all non-tensor data; `parts`: each rank's part of the optimizer's unsharded state."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
@@ -20,7 +20,7 @@ def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
 
 
 def encoded(what: str, value: object) -> bytes:
-    """Serialise plain data, and check that it can be read back without running code from the file."""
+    """Serialise plain data, and check that `decoded` can read it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -28,7 +28,7 @@ def latest(directory: PathLike) -> Path | None:
 
 
 def complete(directory: PathLike) -> list[tuple[int, Path]]:
-    """List the complete checkpoints `step-N` of a directory as (N, path), ascending, without reading them."""
+    """List the complete checkpoints `step-N` of a directory as (N, path), ascending."""
     folder = Path(directory)
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [(match, path) for path in paths if (match := _STEP.fullmatch(path.name))]
@@ -43,7 +43,7 @@ def set_aside(path: Path, why: str) -> Path:
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
     """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and leftovers of crashed saves.
 
-    Only one rank calls it, while no rank saves or loads there. The checkpoint `step-<spared>` stays too.
+    `step-<spared>` stays too. Only one rank calls it, while no rank saves or loads there.
 
     Raises:
         ValueError: `keep` is not positive.
@@ -64,7 +64,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Create the directory to write into, next to the checkpoint's path, so that it only needs to be renamed.
+    """Create the directory to write into, next to the checkpoint's path; `commit` renames it.
 
     Raises:
         ValueError: the checkpoint's path is taken by something else.
@@ -79,13 +79,12 @@ def make_scratch(path: Path) -> Path:
 
 
 def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:
-    """Hash the files that this rank wrote, which DCP names by rank."""
     names = [*scratch.glob(f"__{rank}_*"), *([scratch / ".metadata"] if rank == 0 else ())]
     return {path.name: SavedFile.of(path) for path in names}
 
 
 def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
-    """Complete the checkpoint in a scratch directory and move it to its path.
+    """Complete the checkpoint in a scratch directory, and rename it to its path.
 
     Raises:
         ValueError: files that other ranks wrote are not in the directory.
@@ -120,7 +119,7 @@ def _aside(path: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint; after a crash, its remains are never mistaken for a complete one."""
+    """Delete a checkpoint; renaming it first keeps its remains after a crash from looking complete."""
     shutil.rmtree(path.rename(_aside(path)))
 
 

@@ -1,4 +1,4 @@
-"""Manifest that makes a directory a checkpoint: `complete.json`, with every file's SHA-256 and a description of the
+"""Manifest `complete.json`, which makes a directory a checkpoint: the SHA-256 of every file and a description of the
 state.
 """
 
@@ -18,7 +18,7 @@ from hydragraph.version import __version__
 
 FORMAT = 1
 MARKER = "complete.json"
-METADATA = ".metadata"  # DCP's file, which locates all entries in the other files
+METADATA = ".metadata"  # DCP's index of all entries
 
 
 class Damaged(ValueError):  # noqa: N818
@@ -27,14 +27,11 @@ class Damaged(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class SavedFile:
-    """Expected size and hash of a file."""
-
     bytes: int
     sha256: str
 
     @staticmethod
     def of(path: Path) -> SavedFile:
-        """Read a file and return its size and hash."""
         with path.open("rb") as file:
             return SavedFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -44,8 +41,8 @@ class CheckpointManifest:
     """Contents of `complete.json`.
 
     Attributes:
-        format: version of the directory's format (`FORMAT`); other versions are rejected.
-        ranks: number of ranks that saved it; any number may load it.
+        format: `FORMAT`; other versions are rejected.
+        ranks: number of ranks that saved it.
         optimizer: class name; None if only weights were saved.
     """
 
@@ -58,7 +55,7 @@ class CheckpointManifest:
 
 
 def versions() -> dict[str, str]:
-    """Return the current package versions: package -> version."""
+    """Return the package versions."""
     return {"hydragraph": __version__, "torch": str(torch.__version__)}
 
 
@@ -92,12 +89,11 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files; each rank hashes a share of them.
+    """Hash all files, each rank a share of them; all ranks call it.
 
     Args:
-        path: the checkpoint's directory.
-        groups: communicators of all ranks that train; each of them calls this function.
-        what: description of the operation ("load checkpoint ..."), for errors on other ranks.
+        what: the operation, for errors on other ranks.
+        sharing: ranks that read the same copy as this one, ascending.
 
     Raises:
         Damaged: on all ranks, naming every file that is missing or differs from what was written.
@@ -115,8 +111,7 @@ def check_model(
     """Check that a checkpoint belongs to this model, and to this optimizer unless only weights are loaded.
 
     Args:
-        path: the checkpoint's directory.
-        shapes: the model's parameters by name, in their natural shapes.
+        shapes: the model's parameters, unsharded.
         optimizer: class name; None: only weights are loaded.
 
     Raises:
@@ -140,7 +135,6 @@ def check_model(
 
 
 def _plain(name: str) -> str:
-    """Return a file name if the file lies directly in the checkpoint's directory."""
     if Path(name).name != name or name in (".", ".."):
         raise ValueError(f"it names {name!r}, which is not a file of this checkpoint")
     return name

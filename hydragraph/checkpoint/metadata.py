@@ -1,7 +1,7 @@
-"""Safe reader of a checkpoint's metadata, which PyTorch pickles: it runs no code that the file names.
+"""Safe reader of a checkpoint's metadata.
 
-A pickle calls whatever it names. `.metadata` names a dozen plain classes of torch.distributed.checkpoint, so only those
-are allowed. Tensors are read by `torch.load(weights_only=True)`, which has its own allow-list.
+PyTorch pickles `.metadata`, and a pickle can call anything it names. So only the plain classes of
+torch.distributed.checkpoint that the file needs are allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reader(FileSystemReader):
     """Reads a checkpoint's directory; unpickles its metadata with `_Plain`.
 
     Args:
-        path: the checkpoint's directory.
+        files: names of the checkpoint's files; metadata that names others is rejected.
     """
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
@@ -37,10 +37,10 @@ class Reader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata.
+        """Read the metadata.
 
         Raises:
-            Damaged: the file is not a metadata file, or names an object that a PyTorch checkpoint never names.
+            Damaged: the file is damaged, or names an object or a file that does not belong to the checkpoint.
         """
         file = Path(self.path) / ".metadata"
         try:
@@ -62,7 +62,6 @@ class Reader(FileSystemReader):
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a named object if it is a plain checkpoint class or a dtype."""
         if (module, name) in _NAMED or (module in _PATHS and name in ("PosixPath", "WindowsPath")):
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -1,4 +1,4 @@
-"""Optimizer state in a checkpoint: its sharded part, its unsharded part, and restoring both into an optimizer."""
+"""Optimizer state in a checkpoint, sharded and unsharded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class Plain:
     """Unsharded part of an optimizer's state.
 
     Attributes:
-        groups: the names of each parameter group's parameters.
-        hyperparameters: each parameter group's settings, such as lr, by name.
-        scalars: parameter -> state -> value; on a single rank, only of parameters that it owns a part of, because an
-            empty part may never have been stepped.
+        groups: parameter names by group.
+        hyperparameters: settings by group, such as lr.
+        scalars: parameter -> state -> value; on a rank, only for parameters that it owns a part of.
     """
 
     groups: list[list[str]]
@@ -34,12 +33,11 @@ class Plain:
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the optimizer's class name, which identifies it in a checkpoint."""
+    """Return the class name that identifies the optimizer in a checkpoint."""
     return None if optimizer is None else type(optimizer).__name__
 
 
 def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-    """Return the fields of this rank's `Plain`."""
     if optimizer is None:
         return None
     unstored = ("params", "param_names")
@@ -52,7 +50,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return this rank's parts of the states with one value per element, by their names in the checkpoint.
+    """Return this rank's parts of the states with one value per element, by name in the checkpoint.
 
     Raises:
         Unsupported: a state has another shape than its parameter.
@@ -65,7 +63,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
-    """Merge the parts of all ranks; owners of the same parameter must have equal scalars."""
+    """Merge the parts of all ranks, in rank order; owners of the same parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
@@ -96,11 +94,10 @@ def restore(
     plain: Plain,
     states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Restore the state of a checkpoint, or of other ranks, into this rank's optimizer.
+    """Restore state into this rank's optimizer, in place.
 
     Args:
-        home, optimizer: this rank's; the optimizer is changed in place.
-        states: elementwise state: parameter -> state -> this rank's part, 1-D.
+        states: parameter -> state -> this rank's part, 1-D.
 
     Raises:
         ValueError: the optimizer has other parameter groups.
@@ -124,12 +121,10 @@ def restore(
 
 
 def state_key(state: str, parameter: str) -> str:
-    """Return the name of an elementwise state's tensor in a checkpoint."""
     return f"{_PREFIX}{state}.{parameter}"
 
 
 def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, str, Any]]:
-    """List (parameter, state, value) of every parameter that this rank owns a part of."""
     for name, parameter in home.parameters.items():
         for state, value in optimizer.state.get(parameter, {}).items() if parameter.numel() else ():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
@@ -147,5 +142,4 @@ def _group_names(home: HomeState, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def _places(groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the group index of each parameter."""
     return {name: place for place, names in enumerate(groups) for name in names}

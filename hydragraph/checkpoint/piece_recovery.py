@@ -1,7 +1,7 @@
-"""Recovery from a checkpoint in pieces: each part is read from the nearest place, from all places in parallel.
+"""Recovery from a checkpoint in pieces, each read from the nearest place.
 
-Threads, a few per tier, read what a rank needs only for itself. Meanwhile all ranks exchange what some read for others,
-in windows of bounded size. So a recovery takes as long as the slowest tier, not as long as all together.
+Threads read what a rank needs only for itself. Meanwhile all ranks exchange, in windows of bounded size, what some read
+for others. So a recovery takes as long as the slowest tier.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows read ahead of their exchange, because disks have different shares of each
-_READERS = 4  # threads per tier: while one copies what it has read, others read
+_AHEAD = 3  # windows read ahead of their exchange: disks have different shares of each
+_READERS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +59,11 @@ def recover(
 ) -> Recovered | None:
     """Read the newest checkpoint that is still complete; all ranks call it.
 
-    A piece that turns out to be unreadable is left out, and another copy or an earlier checkpoint is read.
+    Another copy or an earlier checkpoint replaces unreadable pieces.
 
     Args:
-        chunk: bytes, over all ranks, that are read and exchanged for others at a time.
-        least: read none of an earlier step; without one return None on all ranks. None: there must be one.
+        chunk: bytes that all ranks together read and exchange at a time.
+        least: earliest step to read; without one, return None on all ranks. None: any step.
 
     Raises:
         ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
@@ -82,15 +82,13 @@ def recover(
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """The checkpoint to read, the places that hold it, and the reads."""
-
     kept: Kept
     places: Mapping[PiecePlace, Sequence[StatePiece]]
     plan: Sequence[Fetch]
 
 
 def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) -> _Found | None:
-    """Return the newest complete checkpoint; all ranks call it, with the arguments of `recover`."""
+    """Find the newest complete checkpoint and plan its reads; all ranks call it."""
     nodes, there = _survey(pieces, groups)
     if not there and least is None:
         raise ValueError(
@@ -112,7 +110,6 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
 def _read(
     pieces: Pieces, found: _Found, buckets: Sequence[Bucket], home: HomeState, groups: Groups, chunk: int
 ) -> Recovered:
-    """Read a checkpoint; arguments as for `recover`."""
     began = time.perf_counter()
     kept, plan = found.kept, found.plan
     common = _common(pieces, found, groups)
@@ -132,7 +129,7 @@ def _read(
         begun = [_begin(reading, window, rank, threads) for window in windows[:_AHEAD]]
         for number, window in enumerate(windows):
             data = together_own(groups, _WHAT, partial(_results, begun.pop(0)))
-            if number + _AHEAD < len(windows):  # read while this window is exchanged
+            if number + _AHEAD < len(windows):
                 begun.append(_begin(reading, windows[number + _AHEAD], rank, threads))
             received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
@@ -150,7 +147,7 @@ def _read(
 
 
 def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
-    """Return the node of each rank and, by checkpoint, the readable pieces in every remaining place."""
+    """Return each rank's node, and the readable pieces in every place by checkpoint."""
     rank = groups.world.rank
     hosts = groups.gather((groups.world.node, [*pieces.shelves], pieces.unreadable))
     names = [host for host, _, _ in hosts]
@@ -164,7 +161,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # only one of the ranks that share a place lists it
+            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 for kept, shelf_pieces in pieces.held(tier).items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
@@ -179,7 +176,6 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
 
 
 def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
-    """Return the data shared by all ranks, read by one of them."""
     place = min(found.places, key=lambda each: (each.tier, each.ranks))
     leader = place.ranks[0]
     reads = groups.world.rank == leader
@@ -190,8 +186,6 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _PieceReader:
-    """Reads of one rank."""
-
     pieces: Pieces
     kept: Kept
     buckets: Mapping[str, Bucket]
@@ -199,26 +193,24 @@ class _PieceReader:
     state: OwnedState
 
     def keep(self, fetches: Sequence[Fetch]) -> None:
-        """Read parts that this rank needs itself."""
         for fetch in fetches:
             self.fill(fetch, self.read(fetch))
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
-        """Yield (parameter, lo, hi, column, dtype) of the parts of a fetch, in the order in which they are sent."""
+        """Yield (parameter, lo, hi, column, dtype) of the parts of a fetch, in the order of sending."""
         bucket = self.buckets[fetch.piece.bucket]
         for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
             for column, dtype in self.columns[name].items():
                 yield name, low - start, high - start, column, dtype
 
     def bytes_of(self, fetch: Fetch) -> int:
-        """Return the size of a fetch in bytes."""
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
         """Return the data of a fetch as bytes, 1-D, on the CPU.
 
         Raises:
-            ValueError: it cannot be read; its piece is recorded as unreadable.
+            ValueError: it is unreadable; its piece is recorded as such.
         """
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
@@ -234,7 +226,6 @@ class _PieceReader:
         return torch.cat([part.view(torch.uint8) for part in parts])
 
     def fill(self, fetch: Fetch, data: Tensor) -> None:
-        """Copy the data of a fetch to its place in this rank's state."""
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
@@ -251,7 +242,6 @@ class _PieceReader:
 
 
 def _windows(reading: _PieceReader, fetches: Sequence[Fetch], chunk: int) -> Iterator[list[Fetch]]:
-    """Split reads for others into lists of about `chunk` bytes, identical on all ranks."""
     window: list[Fetch] = []
     size = 0
     for fetch in fetches:
@@ -265,19 +255,17 @@ def _windows(reading: _PieceReader, fetches: Sequence[Fetch], chunk: int) -> Ite
 
 
 def _results(jobs: Mapping[Fetch, Future[Tensor]]) -> dict[Fetch, Tensor]:
-    """Wait for pending reads."""
     return {fetch: job.result() for fetch, job in jobs.items()}
 
 
 def _begin(
     reading: _PieceReader, window: Sequence[Fetch], rank: int, threads: ThreadPoolExecutor
 ) -> dict[Fetch, Future[Tensor]]:
-    """Start reading what this rank reads for others."""
     return {fetch: threads.submit(reading.read, fetch) for fetch in window if fetch.reader == rank}
 
 
 def _exchange(reading: _PieceReader, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
-    """Send what others need and receive what they have read; return the number of bytes received."""
+    """Exchange one window of reads; return the number of bytes received."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
 
     leaving = [

@@ -1,7 +1,7 @@
-"""Choice of the source of each piece of a checkpoint: memory, a node's disk, a peer, or the store, in this order.
+"""Choice of the source of each piece of a checkpoint.
 
-A checkpoint in pieces has one piece per bucket and interval owned by one of the ranks that wrote it. Ranks that read
-may cut the state differently: they read the intersections of their intervals with the pieces'.
+A piece is an interval of a bucket that one rank owned. Ranks read the intersections of their own intervals with the
+pieces.
 
     the piece is             read from, by                                                read once per
     in memory on the node    this memory, by its rank, for all of the node that need it   rank that has it and needs it
@@ -25,11 +25,11 @@ from hydragraph.ir.layout import Bools, Layout
 
 
 class Tier(IntEnum):
-    """Kind of place that holds a piece; nearer ones first."""
+    """Kind of place that holds a piece, nearer ones first."""
 
-    MEMORY = 0  # memory of a rank's process
-    DISK = 1  # disk of a node
-    STORE = 2  # store that all nodes can access
+    MEMORY = 0
+    DISK = 1
+    STORE = 2  # shared by all nodes
 
 
 @dataclass(frozen=True, order=True)
@@ -43,18 +43,15 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class PiecePlace:
-    """A place that holds pieces."""
-
     tier: Tier
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """Pieces of one checkpoint and the places that hold them.
+    """Pieces of one checkpoint and the places that still hold them.
 
     Attributes:
-        places: places of the remaining ranks, without the memory and disks of lost ones.
         bitmap: [places, pieces]: whether a place holds a piece.
     """
 
@@ -64,7 +61,6 @@ class Holdings:
 
     @staticmethod
     def of(held: Mapping[PiecePlace, Sequence[StatePiece]]) -> Holdings:
-        """Build the bitmap from the pieces of each place."""
         places = tuple(held)
         pieces = tuple(sorted({piece for those in held.values() for piece in those}))
         number = {piece: i for i, piece in enumerate(pieces)}
@@ -79,7 +75,6 @@ class Fetch:
     """Elements [lo, hi) of a bucket that one rank reads, for itself or for others.
 
     Attributes:
-        lo, hi: the elements.
         receivers: ranks that need them, ascending.
     """
 
@@ -92,21 +87,21 @@ class Fetch:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.hi - self.lo
 
 
 def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, Layout]) -> list[Fetch]:
-    """Plan which rank reads what from where; a pure function, so that all ranks compute the same plan.
+    """Plan which rank reads what from where; deterministic, so all ranks compute the same plan.
 
     Args:
-        needed: by bucket, which rank needs which elements.
+        nodes: the node of each rank.
+        needed: elements of each rank, by bucket.
 
     Returns:
-        Reads in the order of buckets and elements; each rank receives each element it needs exactly once.
+        Reads in the order of buckets and elements; each rank receives each element once.
 
     Raises:
-        ValueError: no place holds some needed elements, which the error names.
+        ValueError: no place holds some needed elements.
     """
     load = [0] * len(nodes)
     by_bucket: dict[str, list[int]] = {}
@@ -131,7 +126,7 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
 
 
 def _cells(layout: Layout, pieces: Sequence[StatePiece]) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of a bucket in which needs and pieces are constant."""
+    """Yield the intervals of a bucket in which all elements are needed by the same ranks and lie in the same pieces."""
     marks = {edge for piece in pieces for edge in (piece.lo, piece.hi)}
     yield from pairwise(sorted(marks.union(layout.lo.tolist(), layout.hi.tolist())))
 
@@ -146,8 +141,7 @@ def _fetches(
     hi: int,
     needing: Sequence[int],
 ) -> Iterator[Fetch]:
-    """Yield the reads of one cell, by node of the ranks that need it."""
-    # By rank, the nearest place that it can read from, and the piece there.
+    # The nearest place that each rank can read from, and the piece there.
     reach: dict[int, tuple[Tier, int]] = {}
     for number in having:
         for row in np.flatnonzero(holdings.bitmap[:, number]).tolist():
@@ -158,7 +152,7 @@ def _fetches(
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # A node with the piece on its disk reads it in any case, and can send it to others.
+    # First the nodes with a copy: they read it in any case, and can send it to others.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]
@@ -166,7 +160,7 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # The node's disk and the store are read by a rank that needs the data.
+            # Prefer a rank that needs the data for reading the node's disk or the store.
             helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
             return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 
@@ -183,5 +177,4 @@ def _fetches(
 
 
 def _on(node: int, reach: Mapping[int, tuple[Tier, int]], nodes: Sequence[int]) -> bool:
-    """Return whether a node has the data on its disk or in its memory."""
     return any(nodes[rank] == node and tier is not Tier.STORE for rank, (tier, _) in reach.items())

@@ -1,9 +1,9 @@
-"""Checkpoints of the home state and the optimizer of all ranks, in a format that any number of ranks can load.
+"""Checkpoints of the home state and the optimizer of all ranks, which any number of ranks can load.
 
 A checkpoint is a directory of torch.distributed.checkpoint (DCP): one tensor per parameter under its name, and one per
-elementwise optimizer state under `optimizer.{state}.{parameter}`, each with its full natural shape, so DCP's own tools
-can read it too. Unsharded data (hyperparameters, step counts, the caller's `extra`) is one further entry.
-`complete.json` holds the SHA-256 of every file; a directory without it is not a checkpoint.
+elementwise optimizer state under `optimizer.{state}.{parameter}`, unsharded, so DCP's own tools can read it.
+Hyperparameters, step counts and the caller's `extra` are one further entry. `complete.json` holds the SHA-256 of every
+file; a directory without it is not a checkpoint.
 
 All ranks call `save` and `load` together, and an error on one of them is raised on all.
 """
@@ -50,8 +50,8 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded, sharded_weights
 
 _LOG = logging.getLogger(__name__)
 
-_ENTRY = "hydragraph"  # the non-tensor entry
-BUFFERS = "buffers"  # key of `extra`: the model's persistent buffers by name
+_ENTRY = "hydragraph"
+BUFFERS = "buffers"  # key of `extra`: persistent buffers by name
 
 
 def save(
@@ -60,26 +60,24 @@ def save(
     """Save weights, optimizer and `extra`; the previous content of `path` is kept until everything is written.
 
     Args:
-        path: a directory visible to all ranks. An existing checkpoint is replaced; anything else there is an error.
+        path: a directory visible to all ranks; only an existing checkpoint there is replaced.
         home, optimizer: this rank's; without an optimizer, only weights are saved.
-        extra: step number, data position, random states, ...: numbers, strings, tensors, and containers of them. Rank
-            0's value is saved.
-        groups: communicators of all ranks that train; each of them calls this function.
+        extra: rank 0's; numbers, strings, tensors, and containers of them.
 
     Raises:
-        ValueError: on all ranks: `path` is something else, not visible to all, or a value cannot be stored.
-        OSError: this rank cannot write there, for example because the disk is full.
-        RankFailure: another rank failed while writing; that rank raises its own error.
+        ValueError: on all ranks: `path` is unsuitable, or a value cannot be stored.
+        OSError: this rank cannot write there.
+        RankFailure: another rank failed while writing.
     """
     write(prepare(path, home, optimizer, extra, groups), groups)
 
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint that is about to be written.
+    """One rank's part of a checkpoint to write.
 
     Attributes:
-        scratch: directory to write into, renamed to `path` once complete.
+        scratch: directory to write into.
         contents: this rank's part of every entry.
         optimizer: class name; None if only weights are saved.
     """
@@ -91,28 +89,25 @@ class PendingCheckpoint:
     optimizer: str | None
 
     def snapshot(self) -> PendingCheckpoint:
-        """Return a version with copies in CPU memory, so that training can continue while they are written."""
+        """Copy the tensors to CPU memory, so that training can continue while they are written."""
         copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
 
     @property
     def what(self) -> str:
-        """Description of the operation, for errors."""
         return f"save checkpoint {self.path}"
 
     def discard(self) -> None:
-        """Remove what is written so far; only rank 0 calls it."""
+        """Remove the scratch directory; only rank 0 calls it."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def prepare(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> PendingCheckpoint:
-    """Check that a checkpoint can be saved and create its scratch directory; all ranks call it, with `save`'s
-    arguments.
+    """Check that a checkpoint can be saved, and create its scratch directory; arguments as for `save`.
 
-    Returns:
-        The input of `write`; its tensors are those of the state, not copies.
+    All ranks call it. The tensors of the result are those of the state, not copies.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -135,10 +130,10 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path; all ranks call it, in any thread that owns the groups.
+    """Write a prepared checkpoint and move it to its path; all ranks call it, on any thread that owns the groups.
 
     Raises:
-        ValueError, OSError, RankFailure: as for `save`; the previous content of the path is kept.
+        ValueError, OSError, RankFailure: as for `save`.
     """
     what = prepared.what
     rank = groups.world.rank
@@ -165,21 +160,19 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
-    """Load a checkpoint, saved by any number of ranks, into this rank's weights and optimizer.
+    """Load a checkpoint into this rank's weights and optimizer.
 
-    Every file is checked before any state changes. Hyperparameters (learning rates, ...) are restored too.
+    Every file is checked before any state changes. Hyperparameters are restored too.
 
     Args:
-        path: the checkpoint's directory, shared by all ranks, or copied to every host.
-        home, optimizer: this rank's; without an optimizer, only weights are loaded.
-        groups: communicators of all ranks that train; each of them calls this function.
+        path: a directory that all ranks share, or that is copied to every host.
+        home, optimizer: without an optimizer, only weights are loaded.
 
     Returns:
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: on all ranks, or on some, with a ValueError of the same text on the others: it differs from what was
-            written.
+        Damaged: it differs from what was written; some ranks may raise a ValueError of the same text.
         ValueError: on all ranks: the checkpoint is missing or incomplete, or belongs to another model or optimizer.
     """
     what = f"load checkpoint {path}"
@@ -204,13 +197,13 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 
 def read_buffers(path: Path, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's persistent buffers, read by a single process."""
+    """Read a checkpoint's persistent buffers in a single process."""
     buffers: dict[str, torch.Tensor] = _extra(path, manifest).get(BUFFERS, {})
     return buffers
 
 
 def read_steps(path: Path) -> int:
-    """Return the last step that a checkpoint includes, read by a single process.
+    """Read the number of steps that a checkpoint includes, in a single process.
 
     Raises:
         Damaged, ValueError: as for `load`.
@@ -227,7 +220,7 @@ def _extra(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Perform DCP's save step by step over these groups, because DCP's own uses the default process group."""
+    """Perform DCP's save step by step over these groups: DCP's own uses the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)
@@ -261,10 +254,10 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def _read(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
-    """Read this rank's entries with DCP, without communication: other ranks would only tell which files to read."""
+    """Read this rank's entries with DCP; this needs no communication."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected without communication
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp_load(contents, storage_reader=reader, planner=ShardedLoad(), no_dist=True)
     except CheckpointException as exception:
         error, _ = next(iter(exception.failures.values()))

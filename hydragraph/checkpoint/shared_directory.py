@@ -1,7 +1,6 @@
-"""Checks whether hosts see the same directory at a path, or each has its own.
+"""Checks whether hosts see the same directory at a path.
 
-Every rank writes a part of a checkpoint directory, so a save fails before writing if some rank does not see it. For
-reading, every host may have a copy; each copy is then checked by the ranks that read it.
+A save needs a shared directory, because every rank writes a part. For reading, every host may have a copy.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file for others to look for, with a unique name that a network file system cannot have cached."""
+    """Create a file for other ranks to look for; its unique name is in no cache of a network file system."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
 
 
 def see(found: Path, what: str, rank: int) -> None:
-    """Check that this rank sees a directory that rank 0 has just created.
+    """Check that this rank sees the directory that rank 0 created.
 
     Raises:
         ValueError: this host has another directory there, or none.
@@ -40,8 +39,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
     """Read a checkpoint's manifest, which must be identical on every host.
 
     Raises:
-        ValueError: on all ranks: no rank sees a checkpoint, or some ranks, which the error names, see none or another
-            one than rank 0.
+        ValueError: on all ranks: some ranks see no checkpoint there, or another one than rank 0.
     """
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
@@ -65,8 +63,6 @@ def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
 
 
 def _identity(file: Path) -> tuple[int, int, int]:
-    """Identify a file's copy; a shared file system gives all hosts the same value, or at worst the copy is read once
-    more.
-    """
+    """Identify a file's copy; if hosts with a shared file system differ, the copy is only read twice."""
     status = file.stat()
     return os.statvfs(file).f_fsid, status.st_ino, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Reader of a checkpoint's weights for a single process, without a model or other ranks."""
+"""Reader of a checkpoint's weights for a single process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.checkpoint.save_and_load import read_buffers
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's full fp32 weights and persistent buffers by name, on the CPU, after checking every file.
+    """Check a checkpoint; return its full fp32 weights and persistent buffers by name, on the CPU.
 
     Raises:
         Damaged: a file differs from what was written.
@@ -29,6 +29,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             raise Damaged(f"checkpoint {path}: {name} is not what was written: export another checkpoint")
     weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(weights, storage_reader=Reader(path, manifest.files), no_dist=True)
     return {**weights, **read_buffers(path, manifest)}

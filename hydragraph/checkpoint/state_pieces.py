@@ -1,15 +1,14 @@
-"""Checkpoints in pieces, per bucket and owner, in several places: memory, a disk of the node, a store.
+"""Checkpoints in pieces in several places: memory, a disk of the node, a store.
 
-A piece is one rank's interval of a bucket in all columns (weights, and the optimizer's per-element state), as one
-safetensors file, of which any part can be read:
+A piece is one rank's interval of a bucket in all columns (weights, and the optimizer's per-element state), in a
+safetensors file:
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
 A file appears under its name completely or not at all. A rank may be lost before its piece reaches the store, so
-readers list what is left (`checkpoint.piece_sources.Holdings`), and take the newest complete checkpoint. The second
-part of a directory's name, the series, changes whenever training goes back to an earlier step, so that pieces of one
-step from before and after that are never mixed.
+readers take the newest complete checkpoint. The series, which ends a directory's name, changes when training returns to
+an earlier step, so that pieces from before and after are never mixed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Kept:
     """A checkpoint in pieces.
 
     Attributes:
-        series: checkpoints between two returns to an earlier step, as "run-random".
+        series: "run-random", new after each return to an earlier step.
     """
 
     step: int
@@ -57,18 +56,17 @@ class Kept:
 
     @property
     def folder(self) -> str:
-        """Name of its directory."""
         return f"step-{self.step}.{self.series}"
 
     @staticmethod
     def of(folder: str) -> Kept | None:
-        """Parse the name of a directory; None: it is something else."""
+        """Parse the name of a directory; return None if it is something else."""
         match = _STEP.fullmatch(folder)
         return None if match is None else Kept(int(match[1]), match[2])
 
 
 class Shelf(Protocol):
-    """Storage for files by name, such as "step-40.a-9f2c/layer.3/0-8.safetensors"; a file is complete or absent."""
+    """Storage for files by name; a file is complete or absent."""
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file."""
@@ -84,10 +82,10 @@ class Shelf(Protocol):
         """List all files."""
 
     def folders(self) -> Iterable[str]:
-        """List the directories of checkpoints, without the files in them."""
+        """List the directories of checkpoints."""
 
     def drop(self, folder: str) -> None:
-        """Delete a directory of a checkpoint."""
+        """Delete the directory of a checkpoint."""
 
 
 @dataclass
@@ -122,7 +120,6 @@ class DiskShelf:
     root: Path
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file under a temporary name, then rename it."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -145,18 +142,18 @@ class DiskShelf:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        """Delete a directory of a checkpoint; another rank may do the same concurrently."""
+        """Delete a directory; another rank may do the same concurrently."""
         shutil.rmtree(self.root / folder, ignore_errors=True)
 
 
 class StoreShelf:
-    """Files in storage that fsspec supports: "s3://bucket/run", "gs://...", "file:///shared/run", ...
+    """Files in storage that fsspec supports.
 
     Args:
-        url: URL of the directory; non-local file systems need fsspec and its driver (s3fs, gcsfs).
+        url: directory, such as "s3://bucket/run"; needs fsspec and its driver (s3fs, gcsfs).
 
     Raises:
-        ImportError: they are not installed; the error says what to install.
+        ImportError: they are not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -167,7 +164,7 @@ class StoreShelf:
         self._files, self._root = url_to_fs(url)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file; where partial files are visible (a local file system), under a temporary name first."""
+        """Write a file; on a local file system, where partial files are visible, rename it into place."""
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
         if "file" in protocols:
@@ -206,18 +203,18 @@ class StoreShelf:
 
 
 class Pieces:
-    """Places where this process keeps checkpoints in pieces; create one per rank, and keep it with the executable.
+    """Places where this process keeps checkpoints in pieces; one per rank, kept with the executable.
 
     Args:
-        memory: whether to keep each rank's own pieces in its process's memory.
-        disk: a local directory of this node, shared by its ranks; None: not on disk.
-        store: a URL that all nodes can access, for fsspec ("s3://bucket/run", or a path); None: no store.
-        keep: number of checkpoints to keep; at least one complete one is kept while the next is written.
-        run: a name of lower-case letters and digits; pieces that were kept under another name are not read, and are
-            deleted as new ones arrive. "": all are read.
+        memory: keep this rank's pieces in its memory.
+        disk: a directory shared by the ranks of this node; None: not on disk.
+        store: a path or fsspec URL ("s3://bucket/run") that all nodes can access; None: no store.
+        keep: number of checkpoints to keep; one complete checkpoint is always kept.
+        run: lower-case letters and digits; pieces under another name are not read, and are deleted as new ones arrive.
+            "": read all.
 
     Raises:
-        ImportError: fsspec or its driver is not installed.
+        ImportError: the store needs fsspec or a driver that is not installed.
         ValueError: no place is given, `keep` is less than 1, or `run` has other characters.
     """
 
@@ -253,7 +250,6 @@ class Pieces:
         self._errors: list[Exception] = []
 
     def new_series(self) -> str:
-        """Return the name of a new series of this run."""
         return f"{self._run}-{uuid.uuid4().hex[:8]}"
 
     @property
@@ -265,7 +261,7 @@ class Pieces:
 
     @property
     def written(self) -> Mapping[Tier, Kept]:
-        """The last checkpoint that this rank has written to each place."""
+        """Last checkpoint that this rank has written to each place."""
         return dict(self._written)
 
     def put(
@@ -279,15 +275,13 @@ class Pieces:
         whole: Mapping[Tier, Kept] | None = None,
         tidies: bool = True,
     ) -> None:
-        """Copy what this rank owns to CPU memory, and write it to all places in the background (`wait`).
+        """Copy what this rank owns to CPU memory, and write it to all places in the background.
 
         Args:
-            state: this rank's state.
             columns: per-element columns of every parameter.
-            without: places to leave out, the same on all ranks: those to which any rank is still writing. So one
-                checkpoint at most waits for each place, and each is complete or left out.
-            whole: the last checkpoint in each place to which all ranks have written; older ones are deleted.
-            tidies: whether this rank also deletes old checkpoints from the store; one rank is enough.
+            without: places to leave out, equal on all ranks: those to which any rank is still writing.
+            whole: the last checkpoint that all ranks have written to each place; older ones may be deleted.
+            tidies: delete old checkpoints from the store; one rank is enough.
         """
         self.last = kept
         self._whole.update(whole or {})
@@ -300,22 +294,26 @@ class Pieces:
         self._preparing = self._begin(partial(self._prepare, job))
 
     def wait(self) -> None:
-        """Wait until the pieces are in all places.
+        """Wait for pending writes.
 
         Raises:
-            Exception: the first error of writing there, raised once.
+            Exception: the first of their errors, raised once.
         """
         self._join()
         if errors := self.errors():
             raise errors[0]
 
     def errors(self) -> list[Exception]:
-        """Return the errors of writing in the background since the last call."""
+        """Return the errors of background writes since the last call."""
         errors, self._errors = self._errors, []
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints from this process's memory and this node's disk."""
+        """Wait for pending writes, then delete all checkpoints in this process's memory and on this node's disk.
+
+        Args:
+            store: also delete those in the store.
+        """
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -326,9 +324,9 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List the pieces of this run in a place, for checkpoints whose common part is there too.
+        """List the pieces of this run in a place, for checkpoints whose common part is there.
 
-        Pieces in `unreadable` are listed as well: other ranks may have found further ones.
+        Includes pieces in `unreadable`.
         """
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
@@ -346,11 +344,10 @@ class Pieces:
         return {kept: sorted(pieces) for kept, pieces in by_checkpoint.items() if kept in common}
 
     def common(self, tier: Tier, kept: Kept) -> bytes:
-        """Return the data shared by all ranks."""
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
     def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
-        """Open a piece, to read all or parts of it.
+        """Open a piece; `whole`: to read all of it.
 
         Raises:
             ValueError: the file is not a piece.
@@ -367,7 +364,7 @@ class Pieces:
         def attempt() -> None:
             try:
                 work()
-            except Exception as error:  # any error of a file system, reported by `errors` or `wait`
+            except Exception as error:  # reported by `errors` or `wait`
                 self._errors.append(error)
 
         thread = threading.Thread(target=attempt, name="hydragraph-pieces", daemon=True)
@@ -375,7 +372,6 @@ class Pieces:
         return thread
 
     def _prepare(self, job: _Job) -> None:
-        """Serialise the pieces, put them into memory, and begin to write them elsewhere."""
         files = {_name(job.kept, part.piece): part.encoded() for part in job.parts}
         files[f"{job.kept.folder}/{_COMMON}"] = job.common()
         for tier in job.whole:
@@ -391,13 +387,13 @@ class Pieces:
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
-            with suppress(Exception):  # of no use without this part; a full disk needs the space
+            with suppress(Exception):  # useless if incomplete, and a full disk needs the space
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
         tidies = job.tidies or tier is not Tier.STORE
         if not tidies or whole is None or whole.series != kept.series:
-            return  # the last whole one may be of another series
+            return
         there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := Kept.of(folder))}
         earlier = sorted(
             checkpoint
@@ -414,7 +410,7 @@ class PieceFile:
     """A piece with random access.
 
     Args:
-        whole: whether all of it will be read; it is then loaded immediately.
+        whole: load all of it immediately.
 
     Raises:
         ValueError: the file is not a piece.
@@ -436,11 +432,10 @@ class PieceFile:
             raise self._damaged(str(error)) from error
 
     def read(self, parameter: str, column: str, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-        """Return elements [lo, hi) of a parameter in a column, 1-D, on the CPU; the checksum is verified if they are
-        the whole column.
+        """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: they differ from what was written.
+            ValueError: they differ from what was written; the checksum is verified only for a whole column.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]
@@ -459,11 +454,11 @@ class PieceFile:
 
 @dataclass(frozen=True, eq=False)
 class PieceCopy:
-    """A copy of one interval that a rank owns.
+    """Copy of one interval that a rank owns.
 
     Attributes:
         tensors: by "parameter|column".
-        firsts: by parameter, the first element in it.
+        firsts: by parameter, its first element in the interval.
     """
 
     piece: StatePiece
@@ -471,7 +466,6 @@ class PieceCopy:
     firsts: Mapping[str, int]
 
     def encoded(self) -> bytes:
-        """Return the contents of its file."""
         from safetensors.torch import save
 
         sums = {key: crc32(values.view(torch.uint8).numpy().data) for key, values in self.tensors.items()}
@@ -480,7 +474,7 @@ class PieceCopy:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A checkpoint to write: its parts, and by place the last whole checkpoint there."""
+    """A checkpoint to write; `whole`: by place, the last complete checkpoint there."""
 
     kept: Kept
     parts: Sequence[PieceCopy]
@@ -490,7 +484,6 @@ class _Job:
 
 
 def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> list[PieceCopy]:
-    """Copy what a rank owns to CPU memory, by interval."""
     home = state.home
     parts = []
     for bucket in buckets:

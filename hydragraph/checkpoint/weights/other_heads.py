@@ -1,8 +1,7 @@
-"""Detection of tensors in a file that are heads of other classes of a model's family, and so may be left unread.
+"""Detection of tensors in a file that are heads of other classes of a model's family, which may be left unread.
 
-A directory of `BertForPreTraining` holds a pooler and a classifier, which `BertForMaskedLM` does not have. transformers
-leaves any such tensor unread, a head or a mistake. Here, the classes defined alongside the model's class are built with
-its config, and a head is a parameter of one of them.
+A directory of `BertForPreTraining` holds a pooler, which `BertForMaskedLM` does not have. transformers leaves any
+unknown tensor unread; here, it must belong to a class that is defined alongside the model's.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class Family:
     """Classes that share a model's config.
 
     Attributes:
-        kinds: the classes, including the model's.
-        config: the model's config, used to build each class and read the names of its tensors.
+        kinds: the classes, with the model's.
+        config: the model's config.
     """
 
     kinds: tuple[type[nn.Module], ...] = ()
@@ -31,7 +30,7 @@ class Family:
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Collect the classes defined in the modules of a transformers model and its base classes."""
+        """Collect the classes defined in the modules of a transformers model's class and base classes."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
@@ -40,7 +39,7 @@ class Family:
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the names, in the model's naming, that are tensors of another class of the family."""
+        """Return the names that are tensors of a class of the family."""
         recognised: set[str] = set()
         for own in self._names():
             recognised |= names & own
@@ -49,11 +48,11 @@ class Family:
         return frozenset(recognised)
 
     def _names(self) -> Iterator[frozenset[str]]:
-        """Yield the tensor names of each class, which is built on the meta device and only when needed."""
+        """Yield the tensor names of each class, built on the meta device."""
         for kind in self.kinds:
             try:
                 with torch.device("meta"):
                     model = kind(copy.deepcopy(self.config))
             except Exception:
-                continue  # a class that cannot be built with this config has no head in such a directory
+                continue  # not buildable with this config, so the directory has no head of it
             yield frozenset(model.state_dict())

@@ -1,8 +1,7 @@
 """Loader of a Hugging Face directory of safetensors files: each rank reads only what it owns.
 
-Names in files are converted to names of the model by transformers' own conversion (`transformers.conversion_mapping`).
-Every rank reads the headers, and of the elements only the boxes of its home shard, so no process ever holds the whole
-model, nor more of any tensor than its share.
+`transformers.conversion_mapping` maps names in files to names of the model. Every rank reads all headers, but only the
+elements in its home shard.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import sharded_weights
 
 _LOG = logging.getLogger(__name__)
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors' names of the dtypes that convert to fp32
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # safetensors dtypes that convert to fp32
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Conversion of names in files to names of a model, independent of the model object.
+    """Conversion of names in files to names of a model.
 
     Attributes:
-        sources: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
-        conversions: transformers' conversions for this model, in order; empty for a custom module.
-        prefix: prefix of the base model, absent in files of the base model and present in files of a model with a head.
+        sources: key of the model's state dict -> canonical parameter or buffer.
+        conversions: transformers' conversions, in order; empty for a custom module.
+        prefix: prefix of the base model, present only in files of a model with a head; None for a custom module.
     """
 
     sources: Mapping[str, str]
@@ -52,14 +51,14 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Collect the names from a model, which may be on the meta device; without a model, use only the keys."""
+        """Collect the names from a model, which may be on the meta device; without one, use only the keys."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         buffers = [name for name, _ in model.named_buffers()]
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        # Buffers that older versions of transformers saved, under names that have changed since.
+        # Buffers that older versions of transformers saved.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
@@ -69,10 +68,10 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the tensors in the files with their names in the model's naming; the model may not have all of them.
+        """Return the tensors in the files by their names in the model, which may not have all of them.
 
         Raises:
-            Unsupported: naming a key whose tensor would have to be computed from others.
+            Unsupported: a tensor would have to be computed from others.
         """
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
@@ -82,7 +81,7 @@ class Names:
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, Whole]] = []
-        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}  # name -> its converter, and the converter's inputs
+        pieces: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}
         for key in sorted(held, key=dot_natural_key):
             name, computed = rename_source_key(key, renamings, converters, self.prefix, self.sources)  # type: ignore[arg-type]
             if name not in self.sources and key in self.sources:
@@ -105,14 +104,12 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     """Read this rank's shard of the weights, and all persistent buffers, from the files of a directory.
 
     All ranks call it together. All headers are checked before any weight changes. A tensor stored under several tied
-    names must be equal under all of them. Heads that only other transformers classes have, and keys that transformers
-    itself ignores, stay unread, with a warning that names them.
+    names must be equal under all of them. Heads of other classes, and keys that transformers ignores, stay unread, with
+    a warning.
 
     Args:
         path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
-        home, buffers: this rank's, overwritten in place; weights of less than 32 bits become fp32 exactly.
-        names: names of the model's parameters and buffers, and their possible names in files (`Names.of`).
-        groups: communicators of all ranks that train; each of them calls this function.
+        home, buffers: overwritten in place; narrower weights become fp32 exactly.
 
     Raises:
         ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
@@ -126,16 +123,13 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     together(groups, what, lambda: _read(path, match.stored, home, buffers))
 
 
-# Matching.
-
-
 @dataclass(frozen=True)
 class _Match:
     """Contents of a directory that belong to the model.
 
     Attributes:
-        stored: canonical parameter or buffer -> its stored tensors, one for each tied name that the files use.
-        unread: keys without a place in the model that may be ignored.
+        stored: canonical parameter or buffer -> its stored tensors, one per tied name in the files.
+        unread: keys that may be ignored.
     """
 
     stored: Mapping[str, tuple[Whole, ...]]
@@ -143,7 +137,6 @@ class _Match:
 
 
 def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names) -> _Match:
-    """Find every parameter and persistent buffer in the files."""
     places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -163,14 +156,13 @@ def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: 
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the unplaced keys (key -> name in the model) that belong to no class of the model's family either."""
+    """Return the keys that belong to no class of the model's family; `unplaced`: key -> name in the model."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
 
 
 def _class(path: Path) -> str:
-    """Return the model's class in the directory's config, as an addition to a sentence."""
     try:
         classes = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
         return f", {classes[0]} with the config beside them"
@@ -178,11 +170,7 @@ def _class(path: Path) -> str:
         return ""
 
 
-# Errors.
-
-
 def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
-    """Raise for a key that a transformers converter uses to compute new values."""
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     raise Unsupported(
         f"{key} is not a tensor of the model but becomes a part of {name} by {operations}",
@@ -195,7 +183,6 @@ def _refuse_computed(key: str, name: str, converter: Any) -> NoReturn:
 def _refuse_misfit(
     path: Path, shapes: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[Whole, ...]], unknown: Sequence[str]
 ) -> None:
-    """Raise if tensors of the model are missing, have another shape, or if keys are unknown to the model's family."""
     wrong = [
         f"{s.key} is {list(s.shape)} in {s.file.name} and {list(shapes[n])} in the model"
         for n, several in found.items()
@@ -224,9 +211,6 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
             )
 
 
-# Reading.
-
-
 def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
     """Read what this rank owns, and compare tensors that the files store twice."""
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
@@ -248,7 +232,7 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, values read, and the destination: the matching part of this rank's boxes of that tensor."""
+    """Yield (name, values read, destination) for the parts of the tensors in this rank's boxes."""
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():

@@ -1,4 +1,4 @@
-"""Writer of a trained model as a directory for transformers or peft; rank 0 writes the gathered state."""
+"""Writer of a trained model as a directory for transformers or peft."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydragraph.frontend.repeated_blocks import meta_copy
 
 @dataclass(frozen=True, eq=False)
 class Shell:
-    """A Hugging Face model without weights, which knows the other files of its directory.
+    """A Hugging Face model without weights, to write the other files of its directory.
 
     Attributes:
         model: a `PreTrainedModel` on the meta device, or a peft model around one.
@@ -43,8 +43,8 @@ class Shell:
         """Write config and weights.
 
         Args:
-            state: full CPU tensors by their keys in the model's state dict: those that `keys` returns.
-            merged: for a peft model, write the base model with its active adapters merged into its weights.
+            state: full CPU tensors by the keys that `keys` returns.
+            merged: write a peft model's base model with its active adapters merged in.
             dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
         """
         if self.keys(merged) is not None:
@@ -63,10 +63,10 @@ class Shell:
 
 
 def published_keys(shell: Shell) -> frozenset[str] | None:
-    """Return the keys that `published_names` needs; None: all keys of the model's state dict.
+    """Return the keys that `published_names` needs; None: all of them.
 
     Raises:
-        Unsupported: several adapters, which have equal names in their files.
+        Unsupported: the model has several adapters, whose names in files are equal.
     """
     if not is_peft(shell.model):
         return None
@@ -81,12 +81,11 @@ def published_keys(shell: Shell) -> frozenset[str] | None:
 
 
 def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return some of a model's tensors under the names and in the shapes that `save_pretrained` would write.
+    """Return tensors under the names and in the shapes that `save_pretrained` would write.
 
     Args:
-        shell: the model; None: it is none of transformers', so its names stay.
-        state: tensors by their keys in the model's state dict. Where transformers splits or merges tensors for its
-            files, as it does for experts, all tensors of such a group are in it.
+        shell: the model; None: not from transformers, so its names stay.
+        state: tensors by state-dict key; groups that transformers splits or merges, such as experts, are complete.
     """
     if shell is None:
         return dict(state)
@@ -100,7 +99,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a model's state dict that its classes keep in fp32, whatever the dtype of the rest."""
+    """Return the keys of a model's state dict that its classes keep in fp32."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -112,7 +111,6 @@ def fp32_keys(model: nn.Module) -> frozenset[str]:
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the floating-point tensors of a model's state dict, except those that its classes keep in fp32."""
     kept = fp32_keys(model)
     for key, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and key not in kept:
@@ -122,17 +120,14 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     """Return the base model with the active adapters merged into its weights.
 
-    An adapter on one of two tied weights makes them differ. A head that differs from the embeddings is written untied.
-
-    Raises:
-        Unsupported: peft cannot merge the adapters, or other tied weights have become different.
+    A head that an adapter made differ from tied embeddings is written untied.
     """
-    # Merging adds to tensors in place, so tied weights need memory of their own.
+    # Merging adds in place, so tied weights need memory of their own.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for tied weights in separate memory
+    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for untied memory
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:
@@ -165,7 +160,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def check(shell: Shell | None, merged: bool) -> Shell:
-    """Return the shell if the requested output can be written.
+    """Return the shell if the output can be written.
 
     Raises:
         Unsupported: it is not a Hugging Face model, or has no adapters to merge.

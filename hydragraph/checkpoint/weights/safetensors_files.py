@@ -1,4 +1,4 @@
-"""Contents of a directory of safetensors files, and readers of boxes of its tensors that never load a whole file."""
+"""Directories of safetensors files, and readers of boxes of their tensors that never load a whole file."""
 
 from __future__ import annotations
 
@@ -32,13 +32,10 @@ class Stored:
 
 
 def contents(path: Path) -> dict[str, Stored]:
-    """Read the headers of all files of a directory.
+    """Read the headers of all files of a directory; return the tensors by their key.
 
     Args:
         path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
-
-    Returns:
-        The tensors by their key in the files.
 
     Raises:
         ValueError: the files are missing or damaged.
@@ -59,7 +56,6 @@ def contents(path: Path) -> dict[str, Stored]:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the files, and, if there is an index, the file of each key."""
     if (path / _FILE).is_file():
         return [path / _FILE], {}
     if not (path / _INDEX).is_file():
@@ -84,7 +80,6 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -95,7 +90,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def readers(wanted: Iterable[tuple[T, Stored]]) -> Iterator[tuple[T, Read]]:
-    """Yield each item with a function that reads a box (offsets, sizes) of its tensor; each file is opened once."""
+    """Yield each item with a function that reads a box (offsets, sizes) of its tensor."""
     by_file: dict[Path, list[tuple[T, str]]] = {}
     for item, stored in wanted:
         by_file.setdefault(stored.file, []).append((item, stored.key))
@@ -114,6 +109,6 @@ def _reader(part: Any) -> Read:
 
 
 def shortened(texts: Sequence[str], most: int = 3) -> str:
-    """Join texts for a sentence: name at most `most` of them and count the rest."""
+    """Join at most `most` texts and count the rest."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest

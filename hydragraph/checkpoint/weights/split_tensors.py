@@ -1,7 +1,6 @@
-"""Tensors of a model that files store in pieces, or several in one, as original-format directories of the hub do.
+"""Tensors of a model that files store in pieces, or several in one, as in original-format directories of the hub.
 
-transformers stacks, concatenates and chunks others during loading. This only moves elements, so here a tensor stays a
-list of pieces with their positions, and the owner of a box reads only the elements within it.
+A tensor stays a list of pieces with positions, and the owner of a box reads only the elements within it.
 
     gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
     the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
@@ -21,11 +20,11 @@ from hydragraph.checkpoint.weights.safetensors_files import Stored
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Stored tensor as a part of a whole one.
+    """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: its start in the whole, per dimension; negative if the whole is a later part of it.
-        lacks: dimensions of the whole that it does not have, where it has a single index.
+        at: its start in the whole; negative if the whole is a later part of it.
+        lacks: dimensions of the whole that it does not have.
     """
 
     stored: Stored
@@ -34,12 +33,11 @@ class StoredPiece:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its sizes along the dimensions of the whole."""
         own = iter(self.stored.shape)
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return its overlap with a box of the whole, or None. Scalars and empty boxes overlap everything."""
+        """Return its overlap with a box of the whole, or None. Scalars overlap everything."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -61,8 +59,8 @@ class StoredOverlap:
 
     Attributes:
         source: offsets and sizes within the piece's tensor.
-        target: destination slices of the box, one per dimension.
-        sizes: extent of the overlap along each dimension, used to view what was read.
+        target: slices of the box.
+        sizes: extent of the overlap along each dimension of the whole.
     """
 
     source: tuple[list[int], list[int]]
@@ -79,21 +77,17 @@ class Whole:
 
     @staticmethod
     def of(stored: Stored) -> Whole:
-        """Return the whole for a tensor stored in one piece."""
         return Whole(stored.shape, (StoredPiece(stored, (0,) * len(stored.shape)),))
 
     @property
     def key(self) -> str:
-        """Name of the first piece in the files."""
         return self.pieces[0].stored.key
 
     @property
     def file(self) -> Path:
-        """File of the first piece."""
         return self.pieces[0].stored.file
 
     def __iter__(self) -> Iterator[Stored]:
-        """Yield the stored tensors."""
         return (piece.stored for piece in self.pieces)
 
 
@@ -101,7 +95,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
     """Return the tensors that a transformers converter builds from stored ones; None if it computes new values.
 
     Args:
-        stored: stored tensors by the converter's pattern, in the order of their names.
+        stored: by the converter's pattern, in the order of their names.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
@@ -126,7 +120,7 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
 
 
 def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
-    """Return the equal parts of a tensor along a dimension; [] if it does not divide evenly."""
+    """Split a tensor evenly along a dimension; return [] if that is impossible."""
     dim %= len(whole.shape)
     size = whole.shape[dim] // count
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
@@ -139,7 +133,6 @@ def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
 
 
 def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
-    """Stack tensors along a new dimension."""
     dim %= len(wholes[0].shape) + 1
     shape = (*wholes[0].shape[:dim], len(wholes), *wholes[0].shape[dim:])
     return Whole(
@@ -153,7 +146,6 @@ def _stacked(wholes: Sequence[Whole], dim: int) -> Whole:
 
 
 def _concatenated(wholes: Sequence[Whole], dim: int) -> Whole:
-    """Concatenate tensors along an existing dimension."""
     first = wholes[0]
     start = 0
     pieces = list[StoredPiece]()
