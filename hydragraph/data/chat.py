@@ -25,7 +25,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# The same for tokenizers without these tokens. The last turn ends the document, with the token END.
+# For tokenizers without these tokens. The last turn ends the document, with the token END.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -37,7 +37,7 @@ _BASE_CHATML = (
 def chatml(special: Collection[str], end: str) -> str:
     """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token.
 
-    Otherwise a base model would never learn the token that ends what it generates.
+    Otherwise a base model would never learn to end its answers.
     """
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
@@ -48,8 +48,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: without truncation and padding.
-        end: the id that ends a text, and an answer whose template does not end it with a special token.
-        template: for conversations; None: there is none.
+        end: id that ends texts, and answers without a special token at their end.
     """
 
     tokenizer: Tokenizer
@@ -63,14 +62,14 @@ class DocumentEncoder:
 
     @cached_property
     def _exact(self) -> Tokenizer:
-        """The tokenizer without its post-processor, which may trim blanks from the offsets of tokens."""
+        """The tokenizer without its post-processor, which may trim blanks from offsets."""
         exact = Tokenizer.from_str(self.tokenizer.to_str())
         exact.post_processor = None
         return exact
 
     @cached_property
     def begin(self) -> list[int]:
-        """The tokens that the tokenizer adds before a text."""
+        """Tokens that the tokenizer adds before a text."""
         around: list[int] = self.tokenizer.encode("").ids
         return around[:1] if around and around[0] != self.end else []
 
@@ -78,7 +77,7 @@ class DocumentEncoder:
         """Return a document as tokens; a text is ended by `end`.
 
         Raises:
-            ValueError: it contains no target, or its template rejects it; the error names the place.
+            ValueError: it contains no target, or its template rejects it.
         """
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
@@ -95,7 +94,6 @@ class DocumentEncoder:
         return ids
 
     def _begun(self, text: str) -> list[int]:
-        """Return the tokens of a text at the beginning of a document."""
         ids = self._ids(text)
         return ids if ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
 
@@ -109,7 +107,7 @@ class DocumentEncoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode prompt and completion separately, as in generation the model gets the prompt alone."""
+        """Encode prompt and completion separately: in generation the model gets the prompt alone."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:
@@ -123,20 +121,19 @@ class DocumentEncoder:
                 "or to the file of a template"
             )
         text, spans = self.template.spans(conversation, place, self._special.values())
-        # The template writes the begin and end tokens, so the tokenizer adds none.
+        # The template writes the begin and end tokens.
         encoding = self._exact.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
             raise ValueError(f"{place}: what the assistant says has no token: leave it out")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # The end directly follows the model's output, without blanks added by the template.
+            # The end directly follows the model's output, without blanks of the template.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)
 
     def _ends(self, ids: Sequence[int]) -> bool:
-        """Return whether a conversation ends with a special token, ignoring white space after it."""
         for token in reversed(ids):
             if token in self._special or token == self.end:
                 return True
@@ -146,13 +143,13 @@ class DocumentEncoder:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it contains a character of a span; spans are in order and disjoint.
+    """Return for each token whether it contains a character of the spans, which are in order and disjoint.
 
     A token without characters, which a normalizer may have added, belongs to the following character.
     """
     starts = [start for start, _ in spans]
     within = []
     for begin, end in offsets:
-        i = bisect_right(starts, max(end - 1, begin)) - 1  # the last span that begins before the token ends
+        i = bisect_right(starts, max(end - 1, begin)) - 1
         within.append(i >= 0 and begin < spans[i][1])
     return within

@@ -1,4 +1,4 @@
-"""Files that are read compressed: gzip by the standard library, Zstandard by pyarrow."""
+"""Readers of compressed files: gzip by the standard library, Zstandard by pyarrow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _KINDS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the name of a file says that it is compressed in a way that can be read."""
     return path.suffix.lower() in _KINDS
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of what a file contains, in lower case: ".jsonl" for "a.jsonl" and for "a.jsonl.gz"."""
+    """Return the lower-case suffix of a file's contents: ".jsonl" for "a.jsonl" and for "a.jsonl.gz"."""
     return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading its bytes, decompressed.
+    """Open a file for reading decompressed bytes.
 
     Raises:
         ValueError: the file is compressed and damaged.
@@ -41,7 +40,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the file cannot be opened or read at all
+            raise
         raise ValueError(f"{path}: not a readable {kind} file ({error}): compress or download it again") from error
 
 
@@ -52,4 +51,4 @@ def _unpacking(path: Path, kind: str) -> Any:
         import pyarrow
     except ImportError as error:
         raise ImportError(f"{path}: reading .zst needs pyarrow: pip install 'hydragraph[train]'") from error
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # which has lines
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # for reading lines

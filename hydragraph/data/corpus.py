@@ -1,4 +1,4 @@
-"""Documents from files and directories of text, .jsonl, CSV, Parquet and Arrow, always in the same order."""
+"""Documents from files and directories of text, .jsonl, CSV, Parquet and Arrow, in a fixed order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hydragraph.data.documents import PLAIN, Document, Fields, Format, Preferenc
 
 @dataclass
 class CorpusReport:
-    """Report on a reading; `documents` fills it in while it is consumed.
+    """Report that `documents` fills in while it is consumed.
 
     Attributes:
-        empty: number of documents without text (an empty file or string, or a null), which are left out.
-        undecodable: the files, lines and rows that were left out because they are not valid UTF-8 text.
-        unread: non-empty fields of records that are not read, in the order of their first occurrence.
-        read: number of these bytes that were read; a table counts when all of it was read.
+        empty: number of documents without text, which are left out.
+        undecodable: files, lines and rows that are not UTF-8 text, and left out.
+        unread: non-empty fields that are not read, by first occurrence.
+        read: number of these bytes that were read; a table counts at its end.
     """
 
     documents: int = 0
@@ -39,11 +39,10 @@ class CorpusReport:
 
     @property
     def part(self) -> float:
-        """The fraction of the corpus that was read."""
         return min(self.read / self.bytes, 1.0) if self.bytes else 0.0
 
     def sentence(self) -> str:
-        """Return one sentence for people, naming at most three of the undecodable places."""
+        """Return a summary that names at most three undecodable places."""
         text = f"read {self.documents} documents; left out {self.empty} empty"
         if self.unread:
             text = f"{text}; did not read the fields {', '.join(self.unread)}"
@@ -56,13 +55,13 @@ class CorpusReport:
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """List a corpus's files: the paths in the order given, each directory walked in sorted order.
+    """List a corpus's files: paths in the order given, directories in sorted order.
 
     Args:
-        paths: files, whatever their suffix, and directories. Hidden entries, `__pycache__` and links to directories in
-            these are skipped; of a directory that `datasets` saved, its Arrow files are taken.
-        suffixes: suffixes of the files to take from a directory, such as `(".py", ".md")`; None: its files of records
-            (.jsonl, .parquet, ...) if it has any, and else all files that would be read as text if named.
+        paths: files and directories. Hidden entries, `__pycache__`, links to directories, and other files than Arrow in
+            directories saved by `datasets` are skipped.
+        suffixes: of the files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
+            .parquet, ...) if there are any, else all that can be read as text.
 
     Raises:
         ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.
@@ -75,7 +74,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         for path in _walk(root, suffixes):
             absolute = os.path.abspath(path)
             if absolute in reached:
-                # Its text would count twice, and one copy could be trained on while the other is held out.
+                # Its text would count twice, perhaps once as held-out text.
                 first = reached[absolute]
                 raise ValueError(f"corpus file {path} is reached twice, from {first} and from {root}: list it once")
             reached[absolute] = root
@@ -87,16 +86,13 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class Placed:
-    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7".
-
-    A pair of answers is two documents, the preferred one first.
-    """
+    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7"."""
 
     place: str
     document: Document | None
 
 
-_Found = tuple[str, Document | Preference | None]  # a place, and what was read there
+_Found = tuple[str, Document | Preference | None]  # a place and its contents
 
 
 def documents(
@@ -108,16 +104,16 @@ def documents(
 ) -> Iterator[Document]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
-    Texts keep their line ends; a leading byte-order mark is dropped. Documents without text and undecodable ones are
-    left out, counted in `report`, and logged in one sentence at the end (as a warning if any was undecodable).
+    A pair of answers is two documents, the preferred one first. Texts keep their line ends, but not a byte-order mark.
+    Documents without text and undecodable ones are left out, counted in `report` and logged.
 
     Args:
-        fields: names of the fields of a .jsonl object, or columns of a table, by content.
-        report: filled in while documents are drawn; None: only logged.
-        limit: yield the first so many documents; None: all.
+        fields: names of fields or columns.
+        report: filled in while documents are drawn.
+        limit: yield at most this many records; None: all.
 
     Raises:
-        ValueError: as for `files`, at once; while drawing: a line or table without a field, or a broken file.
+        ValueError: as for `files`, at once; while drawing: a missing field, or a broken file.
         ImportError: a table, and pyarrow is not installed.
     """
     return (placed.document for placed in placed_documents(paths, suffixes, fields, report, limit) if placed.document)
@@ -130,7 +126,7 @@ def texts(
     report: CorpusReport | None = None,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """Yield what is written in the documents, such as a tokenizer is trained on; as for `documents`."""
+    """Yield the texts of the documents, for training a tokenizer; arguments as for `documents`."""
     return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report, limit)))
 
 
@@ -141,15 +137,15 @@ def placed_documents(
     report: CorpusReport | None = None,
     limit: int | None = None,
 ) -> Iterator[Placed]:
-    """Yield what `documents` does, each with its place."""
+    """Yield documents with their places; arguments as for `documents`."""
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return the formats of a corpus's files, from the first record of each; empty if no file has text.
+    """Return the formats of a corpus's files, from the first record of each.
 
     Raises:
-        ValueError: a first record cannot be used; it names the file and the line.
+        ValueError: a first record cannot be used.
         OSError: a file cannot be read.
     """
     seen_formats: set[Format] = set()
@@ -167,27 +163,27 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
     return seen_formats
 
 
-_LOOKED_AT_RECORDS = 100  # of a file, to find its fields
-_LINES = (".jsonl", ".ndjson")  # files with a JSON object in each line
-_LOOKED_AT = 4096  # bytes of a file, to see whether it is text
+_LOOKED_AT_RECORDS = 100
+_LINES = (".jsonl", ".ndjson")  # a JSON object in each line
+_LOOKED_AT = 4096
 
 
 _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do not have
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether the first bytes of a file may begin a UTF-8 text; the last character may be cut."""
+    """Return whether the first bytes of a file may begin a UTF-8 text; the last character may be cut off."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
         return False
     if _BINARY.search(text):
         return False
-    return bool(text.strip()) or len(start) == _LOOKED_AT  # text may follow that many blanks
+    return bool(text.strip()) or len(start) == _LOOKED_AT
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
-    """Hash a corpus's files by absolute path, size and modification time (ns), for caching: 64 hexadecimal digits."""
+    """Hash the absolute paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
@@ -196,7 +192,6 @@ def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, 
 
 
 def _found_otherwise(path: str) -> str:
-    """Return advice for a path that does not exist, which may be a name of remote data."""
     if re.match(r"\w+:/", path):
         return "fetch it, and name the file"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not Path(path).suffix:
@@ -207,7 +202,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Formats that users name for their contents; inside a directory, for example of code, they are read as text.
+# Refused if named; inside a directory, for example of code, they are read as text.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
     ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
@@ -217,7 +212,7 @@ _NO_TEXTS: dict[str, str] = {
 
 
 def _check_named(path: Path) -> None:
-    """Refuse a file that somebody names for what it holds, where its bytes would be trained on."""
+    """Refuse a named file whose format would be trained on as plain bytes."""
     way = _NO_TEXTS.get(suffix_of(path))
     if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
         raise ValueError(f"corpus file {path}: tables are not read compressed as a whole: unpack it")
@@ -226,7 +221,6 @@ def _check_named(path: Path) -> None:
 
 
 def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
-    """Yield one file, or the files of one directory in sorted order."""
     if root.is_file():
         _check_named(root)
         yield root
@@ -242,7 +236,7 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files of the directories among `paths` that are not read because of their type."""
+    """Return the files in directories among `paths` whose type is not read."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
@@ -271,26 +265,25 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
-            # is_file: opening a pipe would block forever, and a dangling link cannot be read.
+            # Opening a pipe would block forever, and a dangling link cannot be read.
             matches = suffixes is None or _ends_in(path, suffixes)
             if matches and not name.startswith(".") and path.is_file():
                 yield path
 
 
 def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a file has one of the suffixes, itself or what it contains compressed."""
     asked = {suffix.lower() for suffix in suffixes}
     outer = path.suffix.lower()
     return bool(asked & {outer, suffix_of(path), suffix_of(path) + outer})
 
 
 def _raise(error: OSError) -> None:
-    """Make os.walk report a directory that it cannot list, instead of skipping it."""
+    """Report a directory that os.walk cannot list, instead of skipping it."""
     raise error
 
 
 def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int | None) -> Iterator[Placed]:
-    """Yield the first `limit` documents of the files, pairs of answers as two, and log what was left out."""
+    """Yield the first `limit` records, and log what was left out."""
     for place, document in islice(_draw(paths, fields, report), limit):
         if isinstance(document, Preference):
             yield Placed(f"{place}, {fields.chosen}", document.chosen)
@@ -327,7 +320,7 @@ def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
 
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     try:
-        # From bytes: reading in text mode would rewrite line ends.
+        # Reading in text mode would rewrite line ends.
         with opened(path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -342,7 +335,7 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
 def _read_jsonl(
     path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
 ) -> Iterator[_Found]:
-    """Yield one document per non-blank line; their formats are added to `formats`."""
+    """Yield one document per non-blank line, and add its format to `formats`."""
     format: Format | None = None
     with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -367,9 +360,8 @@ def _read_jsonl(
 
 
 def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
-    """Return the format of a file's records, from the first one."""
     if fields.format == "text":
-        return "text"  # a missing field is reported when it is read
+        return "text"
     return fields.format_of(record, place)
 
 
@@ -394,7 +386,6 @@ def _table_format(path: Path, fields: Fields) -> Format:
 
 
 def _read_table(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
-    """Yield one document per row, a few thousand rows in memory at a time."""
     format = _table_format(path, fields)
     read = fields.read(format)
     report.unread |= dict.fromkeys(name for name in tables.columns(path) if name not in read)

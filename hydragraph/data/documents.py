@@ -1,4 +1,4 @@
-"""Documents of a corpus (texts, conversations, pairs of answers, token ids, ...) and how records become them."""
+"""Documents of a corpus (texts, conversations, pairs of answers, token ids), and their construction from records."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 FORMATS = ("auto", "text", "chat", "completion", "alpaca", "tokens", "preference")
-TRAIN_ON = ("assistant", "last", "all")  # the trained tokens of a conversation
-OVERLONG = ("cut", "drop", "refuse")  # handling of documents longer than the context
+TRAIN_ON = ("assistant", "last", "all")
+OVERLONG = ("cut", "drop", "refuse")
 
 Messages = tuple[Mapping[str, Any], ...]
 Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 
-# Names of the speakers in ShareGPT's and LLaMA-Factory's conversations. A function call is spoken by the assistant, and
-# its text is kept unchanged.
+# Speakers in ShareGPT's and LLaMA-Factory's conversations.
 _SPEAKERS = {
     "human": "user",
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-# Fields of Alpaca's records, and of Dolly's, which differ in two names.
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
@@ -30,13 +28,13 @@ _OUTPUTS = ("output", "response")
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-_CONVERSATIONS = "conversations"  # what precedes the answers of a pair in LLaMA-Factory's files
+_CONVERSATIONS = "conversations"  # messages before a pair of answers in LLaMA-Factory's files
 _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
-_NO_LABEL = -100  # a label that PyTorch's cross entropy ignores
-_UNTRAINED = ("weight", "train", "training")  # fields of messages that can exclude them from training
+_NO_LABEL = -100  # ignored by PyTorch's cross entropy
+_UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
 
-# The prompt of Stanford's Alpaca, for models without a chat template.
+# Stanford's Alpaca prompt, for models without a chat template.
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{}\n\n{}### Response:\n"
@@ -45,7 +43,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt, whose tokens are not targets, and its completion, whose tokens are."""
+    """A prompt and its completion, whose tokens alone are targets."""
 
     prompt: str
     completion: str
@@ -53,10 +51,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form of chat templates: mappings with a role and, usually, a content.
+    """Messages for a chat template: mappings with a role and, usually, a content.
 
     Attributes:
-        messages: a message with `weight` 0 is not trained, even if it is the assistant's.
+        messages: those with `weight` 0 are not trained.
         arguments: of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -66,13 +64,12 @@ class Conversation:
 
     @property
     def texts(self) -> list[str]:
-        """The text of its messages, for training a tokenizer."""
         return [text for message in self.messages if isinstance(text := message.get("content"), str)]
 
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """A record of Alpaca's kind: a conversation if there is a chat template, else a completion.
+    """Alpaca record: a conversation if there is a chat template, else a completion.
 
     Attributes:
         completion: the last turn, with Alpaca's own prompt.
@@ -83,7 +80,7 @@ class AlpacaRecord(Conversation):
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids made by another program, and whether each is a target (None: all are)."""
+    """Token ids from another program, and whether each is a target (None: all are)."""
 
     ids: tuple[int, ...]
     targets: tuple[bool, ...] | None = None
@@ -102,14 +99,14 @@ Document = str | Completion | Conversation | TokenIds
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the fields of a record (a .jsonl object, a row of a table), by content.
+    """Names of the fields of a .jsonl object or a table's row.
 
     Attributes:
-        format: one of `Format`; "auto": derived from the fields of a file's first record.
-        messages: of a conversation: a list of {role, content}, or of ShareGPT's {from, value}.
-        tools: of the tools available in it; optional in a record.
+        format: one of `Format`, or "auto": derived from a file's first record.
+        messages: a list of {role, content}, or of ShareGPT's {from, value}.
+        tools: JSON schemas of tools; optional.
         prompt, completion: both texts or both lists of messages.
-        chosen, rejected: of the two answers to a prompt: texts, messages, or conversations that begin alike.
+        chosen, rejected: two answers to a prompt: texts, messages, or conversations that begin alike.
     """
 
     format: str = "auto"
@@ -123,11 +120,9 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every field that may be read."""
         return tuple(dict.fromkeys(name for format in get_args(Format) for name in self.read(format)))
 
     def read(self, format: Format) -> tuple[str, ...]:
-        """Return the fields that are read from a record of this format."""
         fields: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages, self.tools, _SYSTEM, _TEMPLATE_ARGUMENTS),
@@ -142,16 +137,15 @@ class Fields:
         return fields[format]
 
     def unread(self, record: Mapping[str, Any], format: Format) -> list[str]:
-        """Return the non-empty fields of a record that are not read."""
         read = self.read(format)
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with fields of these names.
+        """Return the format of records with these fields.
 
         Args:
-            place: of the first of them, for errors.
-            kind: the term for the names: "field" or "column".
+            place: of the first record, for errors.
+            kind: "field" or "column", for errors.
 
         Raises:
             ValueError: a field is missing, or "auto" could mean several things.
@@ -178,7 +172,7 @@ class Fields:
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
-        # A pair whose fields were named by the user takes precedence.
+        # A pair of fields that the user named takes precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
@@ -188,10 +182,10 @@ class Fields:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Return a record's document, or its pair of answers; None if its text is null.
+        """Return a record's document or pair of answers; None if its text is null.
 
         Raises:
-            ValueError: a field is missing, or of another kind; the error names the place.
+            ValueError: a field is missing or of another kind.
         """
         if format == "text":
             if self.text not in record:
@@ -223,11 +217,9 @@ class Fields:
         )
 
     def _conversation(self, record: Mapping[str, Any], messages: Messages, place: str) -> Conversation:
-        """Return messages as a conversation, with the tools and arguments of their record."""
         return Conversation(messages, _tools(record.get(self.tools), self.tools, place), _arguments(record, place))
 
     def _preference(self, record: Mapping[str, Any], place: str) -> Preference:
-        """Return the two answers in a record. Messages that both answers start with are not trained."""
         chosen, rejected = (self._answer(record, name, place) for name in (self.chosen, self.rejected))
         if isinstance(chosen, str) and isinstance(rejected, str):
             return self._texts(record, chosen, rejected, place)
@@ -239,7 +231,7 @@ class Fields:
         return self._compared(record, chosen, rejected, place)
 
     def _compared(self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str) -> Preference:
-        """Return a pair of conversations, in which the messages that both begin with are not trained."""
+        """Return a pair of conversations in which their common first messages are not trained."""
         before = self._before(record, place)
         system = self._system(record)
         if not before and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
@@ -288,7 +280,7 @@ class Fields:
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
-        # Words are not cut, and tokenizers join a blank with the next word.
+        # Words are not cut: tokenizers join a blank with the next word.
         at = blanks[-1]
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
@@ -298,7 +290,6 @@ class Fields:
         return f"{place}: the pair has no prompt: give it as {self.prompt!r}, {remedy}"
 
     def _before(self, record: Mapping[str, Any], place: str) -> Messages:
-        """Return the messages that precede both answers; none if the record has them in the answers."""
         prompt = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
         if prompt is None:
             return ()
@@ -307,7 +298,6 @@ class Fields:
         )
 
     def _system(self, record: Mapping[str, Any]) -> Messages:
-        """Return the message of a record's own field for it; none without one."""
         system = record.get(_SYSTEM)
         return ({"role": _SYSTEM, "content": system},) if isinstance(system, str) and system else ()
 
@@ -322,7 +312,7 @@ class Fields:
         if texts:
             return f"{lacks}: set text_field to one of {texts}"
         for name in record:
-            _text(record[name], name, place)  # raises an error that names its type
+            _text(record[name], name, place)
         write = " or ".join(f"{{{json.dumps(name)}: ...}}" for name in (self.text, self.messages))
         return f"{lacks}, nor any other: write {write}"
 
@@ -331,7 +321,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield two conversations in which the messages that both begin with, except the last, are not trained."""
+    """Yield two conversations whose common first messages, except the last of either, are not trained."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -339,14 +329,12 @@ def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Message
 
 
 def _of_instructions(records: Sequence[Mapping[str, Any]], place: str) -> Preference:
-    """Return a pair of answers from records of Alpaca's kind with the same instruction."""
     instructions = [instruction for record in records if (instruction := _instruction(record, place)) is not None]
     untrained = _prompts_untrained(*(instruction.messages for instruction in instructions))
     return Preference(*(replace(i, messages=messages) for i, messages in zip(instructions, untrained, strict=True)))
 
 
 def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
-    """Return a record of Alpaca's kind; its input, system and history are optional."""
     instruction = _text(_field(record, _INSTRUCTION, place), _INSTRUCTION, place) or ""
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)
@@ -371,7 +359,6 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
 
 
 def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
-    """Return the token ids of a record, without those excluded by its attention mask."""
     ids = _field(record, _IDS, place)
     columns = {_IDS: ids, **{name: record[name] for name in (_LABELS, _MASK) if record.get(name) is not None}}
     for name, values in columns.items():
@@ -415,7 +402,6 @@ def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
 
 
 def _text(value: object, name: str, place: str) -> str | None:
-    """Check that a record's field is text or null."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and any(isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in value):
@@ -436,7 +422,7 @@ def _messages(value: object, name: str, place: str) -> tuple[Mapping[str, Any], 
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
-    # Tables fill absent fields of messages with null, which templates would write out.
+    # Tables fill absent fields with null, which templates would write out.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         speaker = converted.pop("from")
@@ -478,7 +464,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
-    """Return tool calls with their arguments as in the file: a mapping, or text in JSON."""
+    """Check tool calls; their arguments stay as in the file: a mapping, or text in JSON."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
     checked: list[Mapping[str, Any]] = []
@@ -508,7 +494,6 @@ def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...
 
 
 def _json(text: str, name: str, place: str) -> object:
-    """Parse a list stored as text in a table."""
     try:
         parsed: object = json.loads(text)
     except json.JSONDecodeError as error:
@@ -523,7 +508,7 @@ def shared_length(first: str, second: str) -> int:
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the text of a document, for training a tokenizer."""
+    """Return the texts of a document, for training a tokenizer."""
     if isinstance(document, str):
         return [document]
     if isinstance(document, Completion):

@@ -1,4 +1,4 @@
-"""An endless stream of mini-batches by a token budget, a pure function of (file, settings, epoch, position)."""
+"""Endless mini-batches by a token budget, a pure function of file, settings, epoch and position."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hydragraph.data.token_file import TokenFile
 
 Split = Literal["train", "heldout"]
 _Indices = npt.NDArray[np.int64]
-IGNORED = -100  # PyTorch's ignore_index: a token with this label is not a target
+IGNORED = -100  # ignore_index of PyTorch
 _SPLIT_STREAM = 0
 _EPOCH_STREAM = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Pieces of documents that are short enough to train on, in file order; three int64 arrays of one length.
+    """Pieces of documents, in file order; three int64 arrays of one length.
 
     Attributes:
-        starts: its first token in the document.
-        lengths: its tokens, from 2 to the maximum.
+        starts: first token in the document.
+        lengths: number of tokens, at least 2.
     """
 
     documents: _Indices
@@ -35,12 +35,11 @@ class Chunks:
     lengths: _Indices
 
     def __len__(self) -> int:
-        """Return the number of chunks."""
         return len(self.lengths)
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Cut documents into consecutive chunks of `max_length` tokens and a shorter tail.
+    """Cut documents into chunks of `max_length` tokens and a shorter tail.
 
     A tail of one token is dropped: it has no target.
 
@@ -56,10 +55,10 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return the pieces of one split of a single-document corpus, in file order: the last ones are held out.
+    """Return one split of the pieces of a single document; the last ones are held out.
 
     Args:
-        split, heldout: as for `split_documents`, of pieces.
+        split, heldout: as for `split_documents`.
 
     Raises:
         ValueError: the document is a single piece.
@@ -73,11 +72,10 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
-    """Return the documents of one split, in file order: the last ones of a seeded shuffle are held out.
+    """Return the documents of one split, in file order; the last ones of a seeded shuffle are held out.
 
     Args:
-        heldout: fraction of documents held out, rounded, but at least one on each side; 0: none, all are for training.
-        split_seed: another seed holds out other documents.
+        heldout: fraction of documents, rounded, but at least one on each side; 0: none.
 
     Raises:
         ValueError: the fraction is not in [0, 1), or a split would be empty.
@@ -93,40 +91,38 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
-# One sequence: its token ids, or those with labels, -100 for tokens that are not targets.
+# A sequence: token ids, or those with labels.
 Drawn = Tensor | dict[str, Tensor]
 
 
 def length_of(drawn: Drawn) -> int:
-    """Return the tokens of a sequence."""
     return len(drawn["input_ids"] if isinstance(drawn, dict) else drawn)
 
 
 class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches: every chunk exactly once per epoch, in an order drawn from (seed, epoch).
+    """Endless mini-batches of every chunk once per epoch, in an order drawn from (seed, epoch).
 
-    A mini-batch takes chunks in that order until the next one would exceed the budget, across the end of an epoch if
-    necessary. The stream depends on nothing else, so every process with the same file and settings sees the same one.
+    A mini-batch takes chunks, also across epochs, until the next one would exceed the budget. The stream depends only
+    on the file and the settings.
 
     Args:
-        tokens: the budget of one mini-batch, never exceeded.
-        max_length: longer documents are cut into chunks of this many tokens (see `cut`).
-        seed: of the order; not below 0.
-        split: which documents to draw: "train" or "heldout".
-        heldout: fraction of documents held out of "train"; of a corpus of one document, of its pieces.
-        split_seed: which documents those are; apart from `seed`, so that a rerun with another order never trains on
-            what an earlier run validated on.
-        overlong: "cut" documents of more than `max_length` tokens, or "drop" them.
-        pairs: whether every two documents are the answers of a pair, which stays together; "cut" then
-            keeps the first `max_length` tokens of an answer, and "drop" leaves out pairs with longer ones.
+        tokens: budget of one mini-batch, never exceeded.
+        max_length: longest chunk, in tokens (`cut`).
+        seed: of the order.
+        split: documents to draw: "train" or "heldout".
+        heldout: fraction of documents held out; for a single document, of its pieces.
+        split_seed: of the held-out documents; keep it when `seed` changes, or training would see them.
+        overlong: "cut" or "drop" documents longer than `max_length`.
+        pairs: whether every two documents are a pair of answers, which stay together; "cut" keeps only the first
+            `max_length` tokens of an answer, and "drop" leaves out the pair.
 
     Attributes:
-        chunks: what one epoch draws; of pairs, the two answers are neighbours.
-        lengths: of the sequences in the last mini-batch; empty before the first.
-        scores: a number for each chunk, which mini-batches then hold as "reference"; None: there are none.
+        chunks: chunks of one epoch; answers of a pair are neighbours.
+        lengths: of the sequences in the last mini-batch.
+        scores: a number for each chunk, which its sequence then holds as "reference".
 
     Raises:
-        ValueError: a setting is out of range, or the split holds no document of two tokens.
+        ValueError: a setting is out of range, or the split has no document of two tokens.
     """
 
     def __init__(
@@ -182,23 +178,19 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: int64 [length] per sequence, with labels if not every token is a target."""
+        """Return the next mini-batch: int64 [length] per sequence, with labels if some tokens are not targets."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch without reading it, and return the lengths of its sequences."""
+        """Skip the next mini-batch without reading it; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk once, in file order, with the same budget; the endless stream does not advance.
-
-        For validation: each call yields the same mini-batches; the last one may be small.
-        """
+        """Yield every chunk once, in file order, with the same budget; the endless stream does not advance."""
         return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
 
     def single_pass_chunks(self) -> Iterator[list[int]]:
-        """Yield the chunks of each mini-batch of `single_pass`."""
         chosen: list[int] = []
         room = self._budget
         units = self.chunks.lengths.reshape(-1, self._together)
@@ -213,16 +205,16 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one epoch."""
+        """Number of tokens of one epoch."""
         return int(self.chunks.lengths.sum())
 
     @property
     def next_lengths(self) -> list[int]:
-        """Numbers of tokens of the chunks that `take` returns next."""
+        """Lengths of the chunks that `take` returns next."""
         return [int(self.chunks.lengths[chunk]) for chunk in self._unit(int(self._order[self._position]))]
 
     def take(self) -> list[int]:
-        """Advance past the next chunk or pair, into the next epoch after the last one; return its chunks for `read`."""
+        """Advance past the next chunk or pair, across epochs; return its chunks for `read`."""
         unit = int(self._order[self._position])
         self._position += 1
         if self._position == len(self._order):
@@ -232,11 +224,10 @@ class MiniBatches(Iterator[list[Drawn]]):
         return self._unit(unit)
 
     def _unit(self, unit: int) -> list[int]:
-        """Return the chunks that stay together as one unit of the order: one, or the two of a pair."""
         return list(range(unit * self._together, (unit + 1) * self._together))
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
-        """Copy a chunk out of the file, with its score if it has one, unless that is not wanted."""
+        """Read a chunk, with its score if there is one and `with_score`."""
         document = int(self.chunks.documents[chunk])
         start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
@@ -250,21 +241,21 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def identity(self) -> str:
-        """The settings that determine the chunks, as text."""
+        """Settings that determine the chunks, as text."""
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return the start of the next mini-batch, with the settings that this position depends on."""
+        """Return the position of the next mini-batch, and the settings that it depends on."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, without replaying what came before.
+        """Continue where `state` was taken.
 
         Raises:
-            ValueError: the state is incomplete, or of another file or other settings; the error names both.
+            ValueError: the state is incomplete, or of another file or other settings.
         """
         for name, mine in self._settings.items():
-            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # the behaviour of earlier versions
+            theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # default of earlier versions
             if theirs != mine:
                 raise ValueError(
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
@@ -300,16 +291,14 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _with_targets(file: TokenFile, chunks: Chunks) -> Chunks:
-    """Leave out pieces without a target, such as those of a long prompt."""
     kept = file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0
     return Chunks(chunks.documents[kept], chunks.starts[kept], chunks.lengths[kept])
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return the answers of pairs, without pairs in which an answer keeps no target.
+    """Return the answers of pairs in which both keep a target.
 
-    Args:
-        pairs: those to take; the answers of pair i are documents 2i and 2i + 1.
+    The answers of pair i are documents 2i and 2i + 1.
     """
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
@@ -339,9 +328,9 @@ def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_s
 
 
 def _shuffle(count: int, *key: int) -> _Indices:
-    """Return a permutation of range(count) determined by the key alone, in every process and NumPy version.
+    """Return a permutation of range(count) that depends only on the key.
 
-    It sorts raw random bits: NumPy guarantees a bit generator's stream (NEP 19), but not its `permutation`.
+    NumPy guarantees a bit generator's stream (NEP 19), but not its `permutation`.
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")

@@ -1,4 +1,4 @@
-"""Mini-batches from several corpora by weight, a pure function of the corpora and of the number of drawn tokens."""
+"""Mini-batches from several corpora by weight, a pure function of the corpora and the number of drawn tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each corpus has its share of the tokens; used like `MiniBatches`.
+    """Endless mini-batches in which each corpus has its share of the tokens.
 
-    The next sequence comes from the corpus that lags furthest behind its share of all tokens drawn so far, so every
-    share is exact to within a sequence at any time. Each corpus has its own epochs.
+    The next sequence comes from the corpus that is furthest below its share, so every share is exact to within a
+    sequence.
 
     Args:
-        members: streams of the corpora; their budgets are ignored.
-        weights: of their tokens, above 0, in any unit.
+        members: streams of the corpora; their own budgets are ignored.
+        weights: shares of the tokens, above 0, in any unit.
 
     Attributes:
-        lengths: of the sequences in the last mini-batch; empty before the first.
-        drawn: pairs of a corpus and one of its chunks, of the last mini-batch.
+        lengths: of the sequences in the last mini-batch.
+        drawn: (corpus, chunk) of each sequence in the last mini-batch.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -34,26 +34,25 @@ class Mixture(Iterator[list[Drawn]]):
         self._budget = tokens
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch, with sequences like those of `MiniBatches`."""
         return [self.members[i].read(chunk) for i, chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch without reading it, and return the lengths of its sequences."""
+        """Skip the next mini-batch without reading it; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass over all corpora."""
+        """Number of tokens of one pass over all corpora."""
         return sum(member.tokens for member in self.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the start of the next mini-batch, with the settings that this position depends on."""
+        """Return the position of the next mini-batch, and the settings that it depends on."""
         states = [member.state_dict() for member in self.members]
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, without replaying what came before.
+        """Continue where `state` was taken.
 
         Raises:
             ValueError: the state is for other corpora, weights or settings.

@@ -1,4 +1,4 @@
-"""Encoded documents on disk, part by part, so that a long preparation continues after an interruption."""
+"""Encoded documents on disk in parts, so that an interrupted preparation can continue."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import Document, characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # of work at most lost by an interruption
+_EVERY_S = 20.0  # most work that an interruption loses
 
 
 class EncodedParts:
-    """The already encoded documents of one corpus.
+    """Encoded documents of one corpus.
 
     Args:
-        directory: created if missing; each file in it is complete.
+        directory: created if missing.
+        every_s: seconds of work per part.
     """
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
@@ -39,8 +40,8 @@ class EncodedParts:
         """Encode the missing documents; yield the number of finished ones after each part.
 
         Args:
-            documents: of the whole corpus, always the same ones in the same order.
-            progress: called from time to time with the number of finished documents.
+            documents: of the whole corpus, always in the same order.
+            progress: called with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)
         since = time.monotonic()
@@ -71,7 +72,6 @@ class EncodedParts:
 
     @property
     def targeted(self) -> bool:
-        """Whether some token of some document is not a target."""
         for path in self._files:
             with np.load(path) as part:
                 if len(part["targets"]) and not part["targets"].all():
@@ -79,7 +79,6 @@ class EncodedParts:
         return False
 
     def remove(self) -> None:
-        """Remove all parts."""
         shutil.rmtree(self._directory)
 
     @property
@@ -107,7 +106,6 @@ class EncodedParts:
 
 
 def _batches(documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[list[Encoded]]:
-    """Yield documents as tokens; texts are encoded a batch at a time in parallel."""
     for batch in batched(documents, lambda placed: characters_of(_present(placed))):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):

@@ -1,4 +1,4 @@
-"""Rows of Parquet, Arrow and CSV files, which need pyarrow, and the files of a directory that `datasets` saved."""
+"""Rows of Parquet, Arrow and CSV files, read with pyarrow, and of directories that `datasets` saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.data.json_object import read_object
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
 _ROWS = 4096  # in memory at a time
-_CSV_BYTES = 1 << 24  # in memory at a time, and the most that a row can have
+_CSV_BYTES = 1 << 24  # in memory at a time, and the longest row
 _REMEDY = "save the dataset again"
 
 Row = Mapping[str, Any]
@@ -31,7 +31,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield a table's rows, wanted columns only, None for a row that is not UTF-8; errors as for `columns`."""
+    """Yield the wanted columns of each row, None for a row that is not UTF-8; errors as for `columns`."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -68,7 +68,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a table: its columns' names, and a function from some of them to batches of rows."""
+    """Open a table: its column names, and a function from chosen columns to batches of rows."""
     kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow
@@ -98,13 +98,12 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
 
 
 def _csv(csv: Any, path: Path, delimiter: str) -> Any:
-    """Open a CSV file, compressed or not, whose values are all read as texts."""
+    """Open a CSV file, compressed or not, with all values as texts."""
     how = {
         "read_options": csv.ReadOptions(block_size=_CSV_BYTES),
         "parse_options": csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
     }
     with csv.open_csv(path, **how) as reader:
         names = reader.schema.names
-    # Values that are not UTF-8 are left out row by row, as in other tables.
     texts = csv.ConvertOptions(column_types=dict.fromkeys(names, "string"), check_utf8=False)
     return csv.open_csv(path, convert_options=texts, **how)

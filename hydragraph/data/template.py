@@ -1,4 +1,4 @@
-"""Chat templates: the text of a conversation, and the positions of its trained messages."""
+"""Chat templates: the text of a conversation, and the spans of its trained messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Special tokens, if the tokenizer's are not known.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Replaces the content of a message, to find where the template writes it.
+# Replaces a message's content, to find its position in the text.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 
@@ -24,13 +24,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template of Hugging Face, in Jinja.
+    """A Jinja chat template of Hugging Face.
 
     Attributes:
-        text: its `{% generation %}` blocks, if any, are trained. Otherwise a turn begins after the prompt to generate,
-            and ends where the text of the conversation up to it would end.
-        special: tokens that it may use, such as {"bos_token": "<s>"}.
-        train_on: "assistant": the assistant's messages; "last": only the last of them; "all": every token.
+        text: its `{% generation %}` blocks, if any, are trained; else whole turns, without the generation prompt.
+        special: tokens by name, such as {"bos_token": "<s>"}.
+        train_on: "assistant": its messages; "last": only the last of them; "all": every token.
         arguments: further arguments, such as {"enable_thinking": False}.
     """
 
@@ -40,10 +39,10 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def spans(self, conversation: Conversation, place: str, marks: Collection[str] = ()) -> tuple[str, list[Span]]:
-        """Return a conversation's text, and the disjoint spans of trained characters, in order.
+        """Return a conversation's text, and the disjoint, ordered spans of trained characters.
 
         Args:
-            marks: the texts of the tokenizer's special tokens, which no span may cut.
+            marks: the tokenizer's special tokens, which no span may cut.
 
         Raises:
             ValueError: the template rejects the conversation or leaves a message out, or no message is trained.
@@ -71,9 +70,9 @@ class ChatTemplate:
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
-        """Render a conversation in the first form in which every message appears in its text.
+        """Render a conversation in the first form in which every message appears in the text.
 
-        Some templates take contents as lists of parts, and some take the arguments of tool calls as text.
+        Some templates take contents as lists of parts, and some the arguments of tool calls as text.
         """
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
@@ -96,9 +95,10 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the template's output for messages, and the spans that it marks as generated.
+        """Return the template's text for messages, and the spans that it marks as generated.
 
         Args:
+            prompt: add the generation prompt.
             mask: return the marks; the template must have some.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -113,7 +113,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **{**self.special, **self.arguments, **conversation.arguments},
             )
-        except Exception as error:  # templates may raise anything, and Jinja its own errors
+        except Exception as error:
             sentence = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
@@ -124,13 +124,12 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Way:
-    """A form of messages for a template: contents as lists of parts, arguments of tool calls as text."""
+    """A form of messages: contents as lists of parts, arguments of tool calls as text."""
 
     parts: bool = False
     texts: bool = False
 
     def message(self, message: Message) -> Message:
-        """Return a message in the form of the template."""
         converted = {name: value for name, value in message.items() if name != "weight"}
         if self.parts and converted["content"]:
             converted["content"] = [{"type": "text", "text": converted["content"]}]
@@ -173,11 +172,6 @@ class _Written:
         self.text, self._marked = template.render(self._messages, conversation, place, mask=self._masks)
 
     def check(self) -> None:
-        """Check that every message appears in the text.
-
-        Raises:
-            ValueError: naming the first that does not; or no text is marked.
-        """
         if self._masks and not any(start < end for start, end in self._marked):
             raise ValueError(f"{self._place}: the chat template marks no text as generated: correct the template")
         at = 0
@@ -215,7 +209,7 @@ class _Written:
         """Return the spans that the template marks in these messages.
 
         Raises:
-            ValueError: the content of one of the messages is not marked.
+            ValueError: a message's content is not marked.
         """
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
@@ -239,14 +233,13 @@ class _Written:
         return spans
 
     def _window(self, i: int) -> Span:
-        """Return the part of the text that contains message `i`, between the contents of its neighbours."""
         before = (self._region(self._messages, j) for j in reversed(range(i)))
         after = (self._region(self._messages, j) for j in range(i + 1, len(self._messages)))
         begin = next((region[1] for region in before if region), 0)
         return begin, next((region[0] for region in after if region), len(self.text))
 
     def turn(self, i: int) -> Span:
-        """Return the generated span of message `i`: its content and the token that ends it.
+        """Return the generated span of message `i`: its content and end token.
 
         Raises:
             ValueError: it cannot be separated from the rest.
@@ -265,14 +258,12 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Find a turn that is rendered differently at the end of a conversation than before other turns.
+        """Find a turn that is rendered differently when it ends the conversation.
 
-        Templates write thoughts, default system messages and end tokens depending on the position of a message. The
-        turn is therefore its content in the final text, extended to the left by the header of the prompt to generate,
-        and to the right by its ending.
+        The turn is its content in the final text, extended by the generation prompt's header and by its ending.
 
         Args:
-            before, after: the text of the messages before it, with the prompt to generate; the text up to it.
+            before, after: text of the messages before it, with the generation prompt; text up to and including it.
         """
         messages = self._messages
         content = self._region(messages, i)
@@ -307,9 +298,9 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the position of a message's content in the text of `messages`; None: it is not written.
+        """Return the position of a message's content in the text of `messages`, or None if it is not written.
 
-        The content is replaced by another, and the texts are compared.
+        It is where the text changes when the content does.
         """
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
@@ -341,12 +332,12 @@ def _with(messages: Sequence[Message], i: int, message: Message) -> list[Message
 
 
 def _said(message: Message) -> str:
-    """Return the required text of a message: its content without the thoughts that templates remove."""
+    """Return a message's content without the thoughts that templates remove."""
     return str(message["content"]).rpartition(_AFTER_THOUGHTS)[2].strip()
 
 
 def _probed(message: Message) -> Message:
-    """Return a message with another content, or with another first tool call if it has no content."""
+    """Replace a message's content, or its first tool call if it has no content."""
     if message["content"] or not message.get("tool_calls"):
         content = message["content"]
         return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}
@@ -358,7 +349,6 @@ def _probed(message: Message) -> Message:
 
 
 def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
-    """Return spans in order, with overlapping ones joined."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start < joined[-1][1]:
@@ -369,6 +359,5 @@ def _joined(spans: Iterator[Span] | Sequence[Span]) -> list[Span]:
 
 
 def _without(excluded: Sequence[Span], size: int) -> list[Span]:
-    """Return the rest of [0, size) without some spans."""
     edges = [0, *(edge for span in _joined(excluded) for edge in span), size]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

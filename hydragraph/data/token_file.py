@@ -8,7 +8,7 @@ Little-endian, in this order:
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
-The tokens come first because they are written before the number of documents is known.
+Tokens come first because they are written before the number of documents is known.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Documents are encoded in parallel, so a batch needs many; both bounds keep its memory small.
+# Documents are encoded in parallel, so a batch needs many; both bounds limit memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
 
 
 class NoText(ValueError):  # noqa: N818
-    """A corpus without any text."""
+    """Corpus without any text."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Header:
 
     Attributes:
         item_bytes: of one token: 2 or 4.
-        documents, tokens: counts; the end-of-text tokens are included.
+        documents, tokens: counts, with end-of-text tokens.
         targeted: 1 if tokens store whether they are targets, else 0.
     """
 
@@ -66,16 +66,13 @@ class _Header:
 
     @property
     def offsets_at(self) -> int:
-        """Offset of the document offsets, in bytes."""
         return _HEADER_BYTES + -(-self.tokens * self.item_bytes // 8) * 8
 
     @property
     def file_bytes(self) -> int:
-        """The size of the whole file."""
         return self.offsets_at + 8 * (self.documents + 1)
 
     def pack(self) -> bytes:
-        """Return the header's bytes."""
         fields = _FIELDS.pack(_MAGIC, _VERSION, *astuple(self))
         return (fields + hashlib.sha256(fields).digest()).ljust(_HEADER_BYTES, b"\0")
 
@@ -85,10 +82,10 @@ class TokenFile:
     """Documents of token ids, memory-mapped and read-only; open it with `TokenFile.open`.
 
     Attributes:
-        lengths: tokens of each document, int64 [documents], the end-of-text token included.
-        vocabulary: exclusive upper bound of all tokens: the minimum vocabulary of a model for this file.
+        lengths: tokens of each document, int64 [documents], with the end-of-text token.
+        vocabulary: exclusive upper bound of all tokens.
         end_of_text: the id that ends every text.
-        targeted: whether only some tokens are targets (see `targets`); if not, all are.
+        targeted: whether only some tokens are targets (see `targets`).
         fingerprint: a hash of the content, 64 hexadecimal digits.
     """
 
@@ -103,13 +100,13 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file written by `write_encoded`, checking everything except the tokens themselves (see `verify`).
+        """Map a file, checking everything except the tokens (see `verify`).
 
         Raises:
-            ValueError: the file is missing, not a token file, of another version, truncated, or corrupt.
+            ValueError: the file is missing, not a token file, or of another version, truncated or corrupt.
         """
         header = _read_header(path)
-        # asarray: a plain view, because results computed from a memmap would have its type.
+        # asarray: results computed from a memmap would have its type.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -120,10 +117,10 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read the whole file, a part at a time, and compare its checksum.
+        """Read the whole file, and compare its checksum.
 
         Args:
-            progress: called from time to time, and at the end, with the number of documents read.
+            progress: called with the number of documents read.
 
         Raises:
             ValueError: a byte differs from what was written.
@@ -142,7 +139,6 @@ class TokenFile:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all documents."""
         return len(self._tokens)
 
     def __len__(self) -> int:
@@ -150,7 +146,7 @@ class TokenFile:
         return len(self.lengths)
 
     def __getitem__(self, document: int) -> Tensor:
-        """Return a copy of one document's tokens: int64 [length]; negative indices count from the end."""
+        """Read a document's tokens: int64 [length]; negative indices count from the end."""
         index = document + len(self) if document < 0 else document
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: document {document} of {len(self)}")
@@ -161,22 +157,22 @@ class TokenFile:
         return (self[document] for document in range(len(self)))
 
     def slice(self, document: int, start: int, stop: int) -> Tensor:
-        """Return a copy of tokens [start, stop) of one document, reading no others: int64 [stop - start]."""
+        """Read tokens [start, stop) of a document: int64 [stop - start]."""
         return torch.from_numpy((self._part(document, start, stop) & self._ids).astype(np.int64))
 
     def targets(self, document: int, start: int, stop: int) -> Tensor:
-        """Return which tokens [start, stop) of one document are targets: bool [stop - start]."""
+        """Return which tokens [start, stop) of a document are targets: bool [stop - start]."""
         return torch.from_numpy(self._part(document, start, stop) <= self._ids)
 
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the number of targets in each of some pieces of documents, without the first token."""
+        """Return the number of targets in each piece, without its first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
         before = np.zeros((2, len(first)), np.int64)
-        for at in range(0, len(self._tokens), _READ_BYTES):  # a part at a time: the file may exceed memory
+        for at in range(0, len(self._tokens), _READ_BYTES):  # the file may exceed memory
             target_positions = np.flatnonzero(self._tokens[at : at + _READ_BYTES] <= self._ids) + at
             before[0] += np.searchsorted(target_positions, first + 1)
             before[1] += np.searchsorted(target_positions, first + lengths)
@@ -185,7 +181,6 @@ class TokenFile:
 
     @property
     def _ids(self) -> int:
-        """The bits of a token that are its id."""
         bits = 8 * self._tokens.itemsize - self.targeted
         return (1 << bits) - 1
 
@@ -197,12 +192,11 @@ class TokenFile:
         return self._tokens[first + start : first + stop]
 
     def _documents_in(self, read: int) -> int:
-        """Return how many documents end within the first bytes after the header."""
         tokens = min(read // self._tokens.itemsize, len(self._tokens))
         return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
-        """Pickle as the path: pickling a memory map would copy all its tokens."""
+        """Pickle as the path: pickling a memory map would copy its tokens."""
         return TokenFile.open, (self.path,)
 
 
@@ -211,7 +205,7 @@ class Encoded:
     """A document as tokens.
 
     Attributes:
-        targets: whether each of them is a target, of the same length; None: all are.
+        targets: whether each is a target; None: all are.
     """
 
     ids: Sequence[int]
@@ -219,25 +213,25 @@ class Encoded:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return the minimum vocabulary for all of a tokenizer's ids, which have gaps in published tokenizers."""
+    """Return the minimum vocabulary for a tokenizer's ids, which may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def write_encoded(
     path: Path, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> TokenFile:
-    """Write batches of documents; the file appears under its name only when it is complete.
+    """Write batches of documents; the file appears only when it is complete.
 
     Args:
         vocabulary: exclusive upper bound of all tokens.
-        end: the id that ends texts.
-        targeted: whether any document may have tokens that are not targets.
+        end: the end-of-text id.
+        targeted: whether some tokens may not be targets.
 
     Raises:
         NoText: the corpus is empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, so that the rename is atomic; unique, so that two writers never share it.
+    # In the same directory for an atomic rename; unique for concurrent writers.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
@@ -258,13 +252,13 @@ def write_encoded(
 def encode_texts(
     documents: Iterable[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
 ) -> Iterator[list[Encoded]]:
-    """Yield batches of texts as tokens, each starting with `begin` (unless it already does) and ending with `end`."""
+    """Yield batches of texts as tokens that start with `begin` and end with `end`."""
     begins = list(begin)
     done = 0
     for batch in batched(documents, len):
         try:
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except TypeError as error:  # the bindings name neither the document nor the cause
+        except TypeError as error:
             raise ValueError(
                 f"one of the documents {done} to {done + len(batch) - 1} is not Unicode text (a lone surrogate, or no "
                 "str): read them with corpus.documents, which leaves such documents out"
@@ -275,7 +269,7 @@ def encode_texts(
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group documents up to a count or a number of characters, whichever comes first."""
+    """Group documents up to a count or a number of characters."""
     batch: list[T] = []
     characters = 0
     for document in documents:
@@ -292,7 +286,7 @@ def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterat
 def _write_payload(
     file: BinaryIO, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> _Header:
-    """Write tokens, padding and offsets at the file's position, and return the header that describes them."""
+    """Write tokens, padding and offsets; return the header that describes them."""
     item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
     no_target = 1 << (8 * item_bytes - 1)
     digest = hashlib.sha256()
@@ -314,7 +308,6 @@ def _write_payload(
 
 
 def _read_header(path: Path) -> _Header:
-    """Read and check a file's header, and the file's size against it."""
     if not path.is_file():
         raise ValueError(f"token file {path} does not exist: write it first")
     size = path.stat().st_size

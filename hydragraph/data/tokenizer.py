@@ -14,25 +14,22 @@ from hydragraph.data.json_object import read_object
 
 END_OF_TEXT = "<|endoftext|>"
 
-# The files of a Hugging Face tokenizer; the first is enough.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# The end-of-text tokens of published tokenizers: GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes
-# late, because a vocabulary may also contain it as the HTML tag.
+# End-of-text tokens of GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes late: it can also be the HTML
+# tag.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Train a byte-level BPE: it encodes any text without loss, and equal texts in any order give an equal tokenizer.
+    """Train a byte-level BPE; the result does not depend on the order of the texts.
 
     Args:
-        texts: documents, drawn once.
-        vocab_size: tokens in all, special ones and the 256 bytes included; fewer if the texts run out of pairs to
-            merge.
-        special_tokens: they get the first ids, in order.
+        vocab_size: number of tokens, with special ones and the 256 bytes; fewer if no pairs are left to merge.
+        special_tokens: tokens with the first ids, in order.
 
     Raises:
         ValueError: the vocabulary cannot hold the bytes and the special tokens.
@@ -65,7 +62,7 @@ def load(path: Path) -> Tokenizer:
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the bindings raise bare Exceptions
+    except Exception as error:
         raise ValueError(f"tokenizer {file} cannot be read ({error}): give one saved by Hugging Face") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -73,15 +70,15 @@ def load(path: Path) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write tokenizer.json, and the configuration for `transformers.AutoTokenizer` to load the directory."""
+    """Write a directory that `transformers.AutoTokenizer` can load."""
     end = end_of_text_token(tokenizer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # The name known to both transformers 4 and 5.
+        # Known to transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
-        # Decoding must reproduce the text exactly, including spaces before punctuation.
+        # Decoding must reproduce the text exactly.
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(configuration, indent=2, ensure_ascii=False)
@@ -89,19 +86,18 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy a tokenizer.json and its accompanying Hugging Face files from one directory to another."""
+    """Copy a tokenizer's files from one directory to another."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in files(source):
         shutil.copyfile(path, directory / path.name)
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the files of a tokenizer in a directory."""
     return [path for name in FILES if (path := directory / name).is_file()]
 
 
 def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
-    """Return the token that ends a document: the one declared in its configuration, or else the first well-known one.
+    """Return the token that ends a document: the declared one, or else the first well-known one.
 
     Raises:
         ValueError: the tokenizer has neither.
@@ -120,14 +116,13 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of an existing token."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, f"{token} was found in the vocabulary"
     return int(token_id)
 
 
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
-    """Return the id that ends a text, of a tokenizer from a directory; errors as for `end_of_text_token`."""
+    """Return the id that ends a text for a tokenizer from `directory`; errors as for `end_of_text_token`."""
     declared = special_tokens(directory).get("eos_token")
     return id_of(tokenizer, end_of_text_token(tokenizer, declared=declared))
 
@@ -144,7 +139,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory; of several, the one named "default"; None: it has none."""
+    """Return the chat template in a tokenizer's directory, of several the one named "default", or None."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -155,5 +150,4 @@ def chat_template(directory: Path) -> str | None:
 
 
 def _configuration(path: Path) -> dict[str, Any]:
-    """Read a JSON file that accompanies a tokenizer.json; {} if it is missing."""
     return read_object(path, "give one saved by Hugging Face") if path.is_file() else {}
