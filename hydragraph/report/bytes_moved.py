@@ -1,4 +1,4 @@
-"""Bytes between ranks and between nodes in an iteration, from the transfers of the simulation."""
+"""Bytes between ranks and between nodes in a simulated iteration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rows and columns of a matrix: with more, neighbours are merged.
+# Maximum number of rows and columns; with more, neighbours are merged.
 MOST = 32
 
 Floats = NDArray[np.float64]
@@ -35,7 +35,7 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
-    """Return the bytes of each kind (`MOVED`) [kinds, sending ranks, receiving ranks]."""
+    """Return bytes by kind (`MOVED`) [kinds, sending ranks, receiving ranks]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
     exchanged: set[tuple[Op, str]] = set()
@@ -59,7 +59,7 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
 
 
 def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
-    """Return sums over groups of ranks, with neighbouring groups merged if there are too many.
+    """Return sums over groups of ranks; neighbouring groups are merged if there are too many.
 
     Args:
         title, word: plural and singular.
@@ -68,7 +68,7 @@ def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: 
         nodes: node of each group.
     """
     count = max(group) + 1
-    per_row = -(-count // MOST)  # groups merged into a row
+    per_row = -(-count // MOST)  # groups in a row
     rows = -(-count // per_row)
     row_of = np.array(group) // per_row
     sums = np.zeros((len(moved), rows, rows))

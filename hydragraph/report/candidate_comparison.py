@@ -1,6 +1,6 @@
-"""Explanation of a plan: the candidates, their expected seconds, and where the losers lose them.
+"""Comparison of a plan's candidates: their expected seconds, and where they lose them.
 
-A pipeline's time is split into parts that add up to it, so that two strategies can be compared part by part:
+A pipeline's time is the sum of these parts:
 
     work     device time of the sequences over all devices, as if it could be divided at will
     waiting  the slowest pipeline's excess over that
@@ -32,12 +32,12 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Candidates that are assigned on every mini-batch, in addition to winners and those that still may win.
+# Candidates that are always assigned.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches for improving candidates; others than the planned ones, so that candidates are judged on other data.
+# Mini-batches for improving candidates, which are judged on others.
 TUNING = 8
-# Candidates of a search whose pull and push are simulated, in addition to homogeneous ones.
+# Candidates of a search whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -60,19 +60,18 @@ class TimeParts:
 
     @property
     def seconds(self) -> float:
-        """Sum of all parts."""
         return float(sum(astuple(self)))
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory at MaxLen of a device of a scheme's first stage, the fullest one.
+    """Memory at MaxLen of a device of a scheme's first stage, which is the fullest.
 
     Attributes:
-        devices: of the strategy, which share the optimizer state.
+        devices: devices of the strategy, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
-        states, per_token, reserved, device: bytes of the state, per token in flight, kept free, and in total; None:
-            the limit was measured.
+        states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None: measured
+            limit.
     """
 
     scheme: Scheme
@@ -91,15 +90,14 @@ class ComparedCandidate:
 
     Attributes:
         strategy: one scheme per pipeline.
-        memory: of a device of each of its different schemes.
-        seconds: mean over the mini-batches, infinite if it does not take them all.
-        bound: lower bound of its mean seconds.
-        alone: mean time of the longest sequence alone on the best pipeline for it; another lower bound.
-        assigned: whether `seconds` were found by assigning; otherwise they are its bound, which already lost.
-        fits: number of mini-batches that it takes.
-        wins: number of mini-batches on which it finishes first.
-        parts: of its seconds, if it was assigned.
-        why: why it is not the best static strategy; "" for that one.
+        memory: by distinct scheme.
+        seconds: mean over the mini-batches; infinite if it cannot take them all.
+        bound: lower bound of `seconds`.
+        alone: mean seconds of the longest sequence alone on its best pipeline; another lower bound.
+        assigned: whether `seconds` were found by assigning; otherwise they are the bound.
+        fits: number of mini-batches that fit.
+        wins: number of mini-batches on which it is the fastest.
+        why: why it is not the best; "" for the best.
     """
 
     strategy: Strategy
@@ -115,17 +113,17 @@ class ComparedCandidate:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all its pipelines are alike."""
+        """Whether all pipelines are alike."""
         return len(set(self.strategy)) == 1
 
     @property
     def devices(self) -> int:
-        """Number of devices that it uses."""
+        """Number of devices in use."""
         return sum(tp * pp for tp, pp in self.strategy)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence that it takes."""
+        """Tokens of the longest sequence that fits."""
         return max(use.max_len for use in self.memory)
 
 
@@ -141,14 +139,13 @@ class Example:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The plan of a model, its data and its devices.
+    """Candidates for a model, its data and its devices.
 
     Attributes:
-        profile: its name.
-        candidates: the best static one first; those that do not take the context length last.
-        dynamic: mean seconds if the best candidate is chosen for every mini-batch.
-        sync: most seconds that a candidate pays besides computing.
-        cut: sequences longer than `context`, which count as cut there.
+        candidates: the best static one first; those that cannot take the context length last.
+        dynamic: mean seconds with the best candidate for every mini-batch.
+        sync: most seconds that a candidate takes besides computing.
+        cut: number of sequences longer than `context`, which count as cut.
         left_out: schemes that were not considered, and why.
     """
 
@@ -166,12 +163,12 @@ class PlanReport:
 
     @property
     def best(self) -> ComparedCandidate:
-        """The best static candidate."""
+        """Best static candidate."""
         return self.candidates[0]
 
     @property
     def homogeneous(self) -> ComparedCandidate | None:
-        """The best static candidate whose pipelines are all alike."""
+        """Best static candidate whose pipelines are all alike."""
         return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
 
 
@@ -186,16 +183,14 @@ def explain(
     iterations: int = 4,
     seed: int = 0,
 ) -> PlanReport:
-    """Plan mini-batches drawn from the data with every candidate, and report.
+    """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        measured: a profile.
-        lengths: tokens of the data's sequences, or of a sample of them; longer ones count as cut at `context`.
+        lengths: tokens of the sequences or of a sample; longer ones count as cut at `context`.
         context: the longest sequence, in tokens.
         tokens: minimum tokens per mini-batch.
-        strategies: the candidates; default: those proposed for the data, all homogeneous ones, and their improvements
-            on separate mini-batches.
-        iterations: number of mini-batches to draw.
+        strategies: the candidates; default: proposals for the data, all homogeneous ones, and improvements of them.
+        iterations: number of mini-batches.
         seed: of the draw and the search.
 
     Raises:
@@ -235,9 +230,9 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw `count` mini-batches of at least `tokens` tokens, in shuffled rounds through the data, as a loader does."""
+    """Draw `count` mini-batches of at least `tokens` tokens, in shuffled rounds through the data."""
     random = np.random.default_rng(seed)
-    order: list[int] = []  # rest of this round
+    order: list[int] = []
     batches: list[list[int]] = []
     for _ in range(count):
         batch: list[int] = []
@@ -252,7 +247,7 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
 
 
 def scheme_counts(strategy: Sequence[Scheme]) -> str:
-    """Return a strategy's text: 2*<tp4,pp1> + <tp2,pp2>."""
+    """Return a strategy as text: 2*<tp4,pp1> + <tp2,pp2>."""
     counts = Counter(strategy).items()
     return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
 
@@ -282,7 +277,7 @@ def _compared(
     context: int,
     seed: int,
 ) -> list[ComparedCandidate]:
-    """Return all candidates; only the first few, winners and those that may still win are assigned, which is slow."""
+    """Return all candidates; those that cannot win are not assigned, which is slow."""
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
@@ -326,7 +321,6 @@ def _candidate(
 
 
 def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return the seconds of the longest sequence alone on the best pipeline; infinite if it fits none."""
     longest = max(lengths)
     return min((p.seconds([[longest]]) for p in dict.fromkeys(pipelines) if p.max_len >= longest), default=math.inf)
 
@@ -334,20 +328,13 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's seconds into their parts.
-
-    Args:
-        pipelines: their costs.
-        lengths: tokens per sequence.
-        assignment: of these sequences to these pipelines.
-        sync: seconds besides computing.
-    """
+    """Split an assignment's seconds into parts; `sync`: seconds besides computing."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # Work weighs by devices: a second on a pipeline of eight is eight seconds of device time.
+    # A second on a pipeline of eight devices is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
@@ -375,7 +362,7 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
         return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
         return f"cannot take less than {candidate.bound:.3f} s"
-    # At most two parts, each at least a fifth of the loss: smaller differences are noise to a reader.
+    # At most two parts, each at least a fifth of the loss.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]

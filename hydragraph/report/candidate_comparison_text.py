@@ -1,4 +1,4 @@
-"""A plan's report as text for a terminal, and as plain data for JSON."""
+"""A comparison of candidates as text, and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MEANING = {
 
 
 def to_text(report: PlanReport, explain: bool = False) -> str:
-    """Return the report as lines of text.
+    """Return the report as text.
 
     Args:
-        explain: include all candidates, the parts of their seconds, the memory of each scheme, and what was left out.
+        explain: include all candidates, their parts, and what was left out.
     """
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
@@ -100,7 +100,6 @@ def _verdict(report: PlanReport) -> list[str]:
 
 
 def _table(report: PlanReport, explain: bool) -> list[str]:
-    # The best homogeneous strategy is the choice without a planner.
     alike = report.homogeneous
     shown = list(report.candidates) if explain else _few(report)
     width = max(len(scheme_counts(c.strategy)) for c in shown)
@@ -121,13 +120,10 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
 
 
 def _few(report: PlanReport) -> list[ComparedCandidate]:
-    """Return the first candidates, every winner, and the best homogeneous one."""
     return [c for i, c in enumerate(report.candidates) if i < ROWS or c.wins or c is report.homogeneous]
 
 
 def _memory(report: PlanReport) -> list[str]:
-    """Return a line for each scheme of a shown candidate, with the memory of its fullest device."""
-    # The first strategy shown represents each scheme.
     by_scheme: dict[tuple[int, int], MemoryUse] = {}
     for candidate in _few(report):
         for use in candidate.memory:

@@ -1,7 +1,4 @@
-"""Self-contained SVG charts: axes with round numbers, and a title on every mark.
-
-A script may show titles in a panel at the pointer; without it browsers show them as usual.
-"""
+"""SVG charts with round numbers on the axes and a title on every mark."""
 
 from __future__ import annotations
 
@@ -16,19 +13,16 @@ Show = Callable[[float], str]
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 24
-# Maximum number of points of a series that get a mark with their numbers.
 MOST_MARKS = 400
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a chart.
+    """Curve of a chart.
 
     Attributes:
-        name: in the legend, and in the title of its marks.
         points: (x, y), in order of x.
-        style: the class of its colour, "s-0", "s-1", ...
-        marks, line, dashed: whether it has a mark for every point, a line, and a dashed one.
+        style: class of its colour, "s-0", "s-1", ...
     """
 
     name: str
@@ -41,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line through a chart: position, title, and the class of its colour."""
+    """Vertical line through a chart; `style`: class of its colour."""
 
     x: float
     title: str
@@ -49,10 +43,7 @@ class Mark:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten.
-
-    Example: 0 to 8.7 -> 0, 2, 4, 6, 8.
-    """
+    """Return round numbers from low to high: steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     raw = (high - low) / about
@@ -77,10 +68,9 @@ def line_chart(
     Args:
         label: description for screen readers.
         series: at least one point in total.
-        x_name, y_name: names of the axes.
         show: formats a y value.
         zero: whether the y axis begins at 0.
-        marks: lines below the series; those outside the x axis are omitted.
+        marks: those outside the x axis are omitted.
     """
     points = [point for curve in series for point in curve.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
@@ -121,7 +111,6 @@ def line_chart(
 
 
 def legend(series: Sequence[Series]) -> Markup:
-    """Return the legend of the series."""
     items = [
         tag("span", tag("i", class_=f"key {s.style} {'dot' if not s.line else 'dash' if s.dashed else 'line'}"), s.name)
         for s in series
@@ -164,7 +153,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # A peak within an instruction exceeds the memory before and after it.
+    # A peak within an instruction exceeds the memory before and after.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

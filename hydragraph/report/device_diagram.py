@@ -1,4 +1,4 @@
-"""The diagram of a strategy: devices x layers, with equal neighbours merged into one row."""
+"""Diagram of a strategy: devices x layers, with equal neighbours merged into one row."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of ranks with a row each; with more ranks, the ranks of a stage are one row.
+# Maximum number of ranks with a row each; with more, equal neighbours are one row.
 EVERY = 64
 MOST_ROWS = 160
 
 
 def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
-    """Return the diagram of devices and their layers."""
     return diagram_of(
         strategy,
         [device.node for device in cluster.devices],
@@ -26,7 +25,7 @@ def diagram(strategy: Strategy, cluster: Cluster, health: Health) -> Diagram:
 
 
 def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], rates: Sequence[float]) -> Diagram:
-    """Return the diagram for each rank's node, type and rate (slowdown; infinite if it is lost)."""
+    """Return the diagram; `rates` are slowdowns, infinite for lost ranks."""
     parts = [_parts(strategy, rank) for rank in range(len(nodes))]
     joined: Callable[[int], object] = lambda rank: (nodes[rank], types[rank], rates[rank], parts[rank])  # noqa: E731
     key = joined if len(nodes) > EVERY else lambda rank: rank
@@ -41,7 +40,6 @@ def diagram_of(strategy: Strategy, nodes: Sequence[int], types: Sequence[str], r
 
 
 def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
-    """Omit pipelines that have the same stages as an earlier one on equal devices."""
     shape: dict[int, list[object]] = {i: [] for i in range(len(strategy.pipelines))}
     for row in rows:
         for part in row.parts:
@@ -60,7 +58,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # a stage shared by several pipelines
+        if (place.first_layer, place.last_layer) in seen:  # shared by several pipelines
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

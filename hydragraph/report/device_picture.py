@@ -1,4 +1,4 @@
-"""A plan for heterogeneous devices as a picture: nodes and their devices, with the layers and memory of each."""
+"""A plan for heterogeneous devices as a picture of their layers and memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.strategy import Stage
 
-TALLEST = 72  # maximum number of rows at full height
+TALLEST = 72  # rows at full height
 ROW = 0.27  # inches
-NAMED = 10  # pipelines in the legend; beyond that, colours repeat
-# Light enough for dark text.
+NAMED = 10  # pipelines in the legend; colours repeat after that
+# Light, for dark text.
 COLOURS = (
     "#9ec5e8",
     "#f5bf85",
@@ -30,13 +30,13 @@ COLOURS = (
 )
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
-_WIDTH = 6.4  # width of the layers in inches
-_LETTER = 0.062  # width of a letter in a bar, in inches
+_WIDTH = 6.4  # inches of the layers
+_LETTER = 0.062  # inches of a letter in a bar
 
 
 @dataclass(frozen=True)
 class _StageBar:
-    """Adjacent rows with the same stage: from the layer `first` to `last`, in the colour of its pipeline."""
+    """Adjacent rows with the same stage, layers [first, last)."""
 
     top: int
     bottom: int
@@ -57,8 +57,7 @@ def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
 def device_figure(plan: Plan, costs: Costs) -> Any:
     """Return the figure of devices x layers, and their memory.
 
-    A device's bar covers the layers of its stage, in the colour of its pipeline; idle devices are hatched grey, lost
-    ones red. The second panel shows the peak memory, and the limit as a black line.
+    Idle devices are hatched grey, lost ones red. A black line is the memory limit.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -78,7 +77,7 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
 
 def _rows(costs: Costs) -> list[int | None]:
-    """Return the rank of every row, and None for the row with a node's name above its ranks."""
+    """Return the rank of every row, and None for a node's name."""
     rows: list[int | None] = []
     for _, ranks in groupby(range(costs.ranks), costs.cluster.node_of):
         rows += [None, *ranks]
@@ -132,7 +131,6 @@ def _stage_text(pipeline: int, number: int, stage: Stage) -> str:
 
 
 def _write(axes: Any, bar: _StageBar, layers: int) -> None:
-    """Write a bar's text in it or, if it is too narrow, next to it, where its rows are empty."""
     middle = (bar.top + bar.bottom) / 2
     needed = (len(bar.text) + 2) * _LETTER / _WIDTH * layers
     if needed <= bar.last - bar.first:

@@ -1,4 +1,4 @@
-"""Contents of a report as frozen data: numbers in seconds and bytes, text without escapes."""
+"""Contents of a report as frozen data, with times in seconds and text without escapes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hydragraph.report.measured_beside_predicted import RunComparison
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
-# Kinds of bars, in the order of the legend; each has a colour in report.css. Waits occur only in traced runs.
+# Kinds of bars, in the order of the legend, with colours in report.css. Waits occur only in traced runs.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
 STREAMS = ("compute", "pull", "push", "p2p")
-# Kinds of traffic that a run waits for, and all kinds between ranks, including sums within tensor-parallel stages.
+# Traffic that a run waits for, and all traffic, with sums within tensor-parallel stages.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
 
 class TimeBar(NamedTuple):
-    """An interval of activity: times in seconds from the start, and the micro-batch or -1."""
+    """Interval of activity, in seconds from the start; `micro_batch` is -1 for none."""
 
     begin: float
     end: float
@@ -33,7 +33,7 @@ class Lane:
     """Ranks that do the same at the same times.
 
     Attributes:
-        what: their role, such as "pipeline 0, stage 1".
+        what: role, such as "pipeline 0, stage 1".
         bars: by stream (`STREAMS`), in order of time.
     """
 
@@ -49,8 +49,7 @@ class IterationView:
     Attributes:
         title: "simulated", "measured, step 7".
         seconds: end of its last instruction.
-        lanes: in the order of their first ranks.
-        critical: critical path in order of time; empty for measured iterations.
+        critical: critical path; empty for measured iterations.
         note: what was merged or left out.
     """
 
@@ -63,12 +62,11 @@ class IterationView:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of ranks over an iteration, in bytes.
+    """Memory of ranks with equal memory over an iteration, in bytes.
 
     Attributes:
-        ranks: with the same memory.
-        peak, limit: of each of them.
-        parts: of the peak: (name, bytes).
+        peak, limit: of each rank.
+        parts: (name, bytes) of the peak.
         points: (seconds, bytes): bytes from that time on; empty if only the peak is known.
     """
 
@@ -86,7 +84,7 @@ class Matrix:
     Attributes:
         title: "ranks", "nodes".
         names: of rows and columns.
-        groups: number of each name's node; names of one node are adjacent.
+        groups: node of each name; names of one node are adjacent.
         cells: by kind (`MOVED`), rows of columns.
     """
 
@@ -97,13 +95,12 @@ class Matrix:
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """Total bytes of each kind."""
         return tuple(sum(map(sum, rows)) for rows in self.cells)
 
 
 @dataclass(frozen=True)
 class DiagramStage:
-    """A stage in the diagram of devices and layers: layers [first, last) on one device."""
+    """Stage in the diagram: layers [first, last) on one device."""
 
     pipeline: int
     stage: int
@@ -114,12 +111,11 @@ class DiagramStage:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Equal neighbouring devices as a row of the diagram.
+    """Row of the diagram: equal neighbouring devices.
 
     Attributes:
         what: type and current speed: "h100", "l4, 2.57 × as slow", "lost".
-        ok: whether it has its normal speed.
-        parts: stages that it computes.
+        ok: whether the speed is normal.
     """
 
     ranks: tuple[int, ...]
@@ -131,7 +127,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices x layers of one strategy; `note` says what was left out."""
+    """Devices x layers of a strategy; `note` says what was left out."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -143,13 +139,12 @@ class Contender:
     """A strategy in the comparison.
 
     Attributes:
-        name: its text.
         seconds: of an iteration; None if it does not fit.
         tokens_per_s: None: unknown.
-        micro_batches: of each pipeline; empty: unknown.
-        shares: (name, fraction of the iteration, 0 to 1), such as the mean computing time of ranks.
+        micro_batches: by pipeline; empty: unknown.
+        shares: (name, fraction of the iteration), such as computing.
         why: why it lost; "" for the winner.
-        origin: the search that it came from.
+        origin: search that found it.
     """
 
     name: str
@@ -166,7 +161,6 @@ class Panel:
     """Details of one strategy.
 
     Attributes:
-        courses: its iterations, simulated or measured.
         held_seconds, held_note: what `held` covers, and what it leaves out.
     """
 
@@ -184,10 +178,10 @@ class Happened:
     """Events of a run's ranks, and their costs.
 
     Attributes:
-        begin_s: time of the first step with a timestamp, in seconds since 1970.
+        begin_s: time of the first step, in seconds since 1970.
         events: in order of time, except checkpoints.
         counts: (step, number of ranks from then on).
-        parts: (name, seconds): composition of the wall time; empty if unknown.
+        parts: (name, seconds): wall time; empty if unknown.
     """
 
     begin_s: float
@@ -198,8 +192,6 @@ class Happened:
 
 @dataclass(frozen=True)
 class Fact:
-    """A key number for the top of the page."""
-
     label: str
     value: str
     note: str = ""
@@ -212,9 +204,8 @@ class ReportContents:
     Attributes:
         kind: "simulation", "plan" or "run".
         source: sentences on the source of the numbers.
-        contenders: strategies, the best first.
-        panels: those with details.
-        words: the plan in words, line by line.
+        contenders: the best first.
+        words: lines of the plan in words.
     """
 
     kind: str

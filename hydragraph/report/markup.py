@@ -1,4 +1,4 @@
-"""HTML from nested calls: all content except markup is escaped, so that no name can become part of the page.
+"""HTML from nested calls, which escape all content except markup.
 
 tag("p", "a < b", tag("b", "!"), class_="note")  ->  <p class="note">a &lt; b<b>!</b></p>
 """
@@ -14,7 +14,7 @@ VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
 
 
 class Markup(str):
-    """A text that is already markup; any other text is escaped on insertion."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -26,8 +26,9 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
     """Return an element.
 
     Args:
-        content: texts, which are escaped, and markup, which is not; lists are joined; None is skipped.
-        attributes: underscores become hyphens, except a trailing one (`class_`); None and False omit the attribute.
+        content: lists are joined, and None omitted.
+        attributes: underscores become hyphens, except a trailing one (`class_`), which is removed; None and False omit
+            the attribute.
     """
     attribute_text = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
@@ -36,12 +37,12 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
 
 def join(*content: Content) -> Markup:
-    """Return the concatenated contents, escaped unless they are markup."""
+    """Concatenate contents, escaped unless they are markup."""
     return Markup("".join(map(_text, content)))
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a section of a page: its heading, a sentence, and its contents."""
+    """Return a section of a page: heading, sentence and contents."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 
@@ -49,10 +50,9 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
     """Return a table that scrolls if it is too wide.
 
     Args:
-        heads: names of the columns.
         rows: <tr> elements.
         left: columns whose heads are aligned left.
-        style: class of a table that is always visible; without one it is inside another element.
+        style: class of a table that is not inside another element.
     """
     head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])
     element = tag("table", tag("thead", head), tag("tbody", rows), class_=style)
@@ -60,7 +60,7 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
 
 
 def script_data(record: Any) -> Markup:
-    """Return JSON that is safe in a <script> element: it cannot end the element or begin a comment."""
+    """Return JSON that cannot end a <script> element or begin a comment."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

@@ -1,10 +1,6 @@
-"""Comparison of the seconds of real iterations with the cost model's predictions.
+"""Comparison of real iterations with the cost model's predictions, by kind of instruction and rank.
 
-    for every step and rank     measured account (its trace), predicted account (its simulation)   `cost.accounts`
-    for every kind and rank     their sums over steps, and the ratio
-    one sentence                the kind and rank with most of the difference
-
-The sentence does not consider waiting for other ranks, which follows from the times of those ranks.
+`RunComparison.sentence` does not consider waits for other ranks, which follow from the times of those ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ class ComparedStep:
     """One iteration.
 
     Attributes:
-        seconds: of the whole step, including work around its instructions.
-        measured, predicted: account of every rank's time.
+        seconds: of the whole step, with work around its instructions.
+        measured, predicted: accounts by rank.
     """
 
     step: int
@@ -54,7 +50,7 @@ class ComparedStep:
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
         """Return measured / predicted by kind and rank, if both are positive.
 
-        Transfers count by their own duration, if observed: waits for them depend on the overlap.
+        Transfers count by their observed duration, not by waits, which depend on the overlap.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -71,7 +67,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class ComparedSeconds:
-    """Seconds of one kind of instruction on one rank, or on all of them, summed over all steps."""
+    """Seconds of one kind of instruction, summed over all steps, on one rank; None: on all."""
 
     kind: TimeKind
     rank: int | None
@@ -85,7 +81,7 @@ class ComparedSeconds:
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted."""
+        """Measured minus predicted, in seconds."""
         return self.measured - self.predicted
 
 
@@ -94,11 +90,10 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        source: source of the model's computation times, in a sentence.
-        types: the type of each rank's device.
-        steps: the compared steps.
-        before: the corrections that the model already includes.
-        warming: the excluded steps: the first under each strategy, which also compiles and connects.
+        source: source of the computation times.
+        types: device type of each rank.
+        before: corrections that the model already includes.
+        warming: excluded steps: the first under each strategy.
     """
 
     source: str
@@ -113,7 +108,7 @@ class RunComparison:
         corrections = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:
-            # Predictions already include corrections, so the error relative to the model is the product.
+            # Predictions include earlier corrections, so the error of the model is the product.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
@@ -123,12 +118,10 @@ class RunComparison:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.types)
 
     @cached_property
     def rows(self) -> tuple[ComparedSeconds, ...]:
-        """Every kind on every rank."""
         return tuple(self._row(kind, rank) for kind in TimeKind for rank in range(self.ranks))
 
     def _row(self, kind: TimeKind, rank: int) -> ComparedSeconds:
@@ -142,7 +135,7 @@ class RunComparison:
 
     @cached_property
     def strategies(self) -> tuple[tuple[str, int, float, float], ...]:
-        """For every strategy: text, number of steps, and the median seconds of a step, measured and predicted."""
+        """(text, steps, median measured seconds, median predicted seconds) of every strategy."""
         summaries = []
         for strategy in dict.fromkeys(step.strategy for step in self.steps):
             of_it = [step for step in self.steps if step.strategy == strategy]
@@ -168,7 +161,7 @@ class RunComparison:
         return f"{kind.value}{where}: {_times(row)}, {share:.0%} of the whole difference"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-compatible record of all seconds, by strategy, by kind and rank, and by step."""
+        """Return a JSON-compatible record."""
         return {
             "source": self.source,
             "sentence": self.sentence,
@@ -202,7 +195,7 @@ class RunComparison:
 
 
 def _of(kind: TimeKind, type_: str) -> str | None:
-    """Return the device type for a kind's correction; None for transfers, whose corrections are common to all."""
+    """Return the device type for a kind's correction; None for transfers, which share one."""
     return None if kind in TRANSFERS else type_
 
 
@@ -218,11 +211,11 @@ def _times(row: ComparedSeconds) -> str:
 
 
 def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
-    """Compare the trace of a real run with the simulation of the same iterations.
+    """Compare the trace of a run with the simulation of the same iterations.
 
     Args:
-        costs: of the model on the cluster that it ran on.
-        trace: the trace or its file, trace.json in the folder of a run that was trained with --trace.
+        costs: costs of the model on the cluster that it ran on.
+        trace: a trace or its file, trace.json in the folder of a run with --trace.
 
     Raises:
         ValueError: the trace has another model or number of ranks than the costs.
@@ -238,14 +231,16 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
 
 
 def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[TraceEvent]]) -> ComparedStep:
-    """Compare one iteration, given its events by rank."""
+    """Compare one iteration; `ranks`: its events by rank."""
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     predicted = predicted_accounts(costs.simulate(strategy, step.assignment))
     return ComparedStep(step.step, step.strategy, step.seconds, measured_accounts(ranks), predicted)
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Return the steps without the first under each strategy, and the numbers of those; a single step is kept."""
+    """Split off the first step under each strategy, unless it is the only one; return the rest, and the numbers of
+    those.
+    """
     kept = []
     warming = []
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Memory check of a strategy: peak memory of ranks, its composition, and what to change first if it does not fit."""
+"""Memory check of a strategy, and advice if it does not fit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WORDS = {
     "working": "what a block makes and drops again",
     "messages": "messages under way",
 }
-SHORTER = 0.8  # factor between successive lengths in the search for shorter micro-batches
+SHORTER = 0.8  # factor between successive lengths of the search
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of one strategy: peaks of ranks, the bytes that they may use, and the seconds of the iteration."""
+    """Memory of a strategy: peaks and limits of ranks in bytes, and seconds of the iteration."""
 
     strategy: Strategy
     memory: tuple[Memory, ...]
@@ -39,7 +39,7 @@ class MemoryFit:
 
     @property
     def tightest(self) -> int:
-        """The rank with the least room left, relative to its memory."""
+        """Rank with the least room left, relative to its memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total / self.limits[rank])
 
     @property
@@ -68,7 +68,7 @@ class MemoryFit:
 
 
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
-    """Simulate an iteration and walk every rank's program, which gives the lifetime of messages."""
+    """Simulate an iteration, and return its memory."""
     timeline = costs.simulate(strategy, assignment)
     memory = tuple(timeline.memory[rank].peak for rank in range(costs.ranks))
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
@@ -76,10 +76,10 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
-    """Return advice on what to change first; "" if it fits.
+    """Return advice on the smallest change that makes a strategy fit; "" if it fits.
 
-    The smallest change comes first: recomputation, streaming, shorter micro-batches, shorter sequences, and higher
-    tensor-parallel degrees. Each was walked, so the advised change fits.
+    The order is recomputation, streaming, shorter micro-batches, shorter sequences, higher tensor-parallel degrees.
+    Each is simulated, so the advised change fits.
     """
     if found.fits:
         return ""
@@ -94,7 +94,7 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
         tried = fit(costs, strategy, assignment)
         if tried.fits:
             return _streamed(tried, found)
-    streamed = strategy  # everything is streamed and recomputed
+    streamed = strategy  # all streamed and recomputed
     choices = (
         (found.strategy, ""),
         (again, f" and recomputation, {again.name}"),
@@ -135,7 +135,6 @@ def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _more(found: MemoryFit) -> str:
-    """Return advice if even a short sequence does not fit: more ranks, which share the state, or smaller stages."""
     memory = found.memory[found.tightest]
     home = memory.state + memory.shard
     room = found.limits[found.tightest] - memory.weights - memory.gradients
@@ -146,7 +145,7 @@ def _more(found: MemoryFit) -> str:
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the maximum tokens of micro-batches; None if the longest sequence alone is too much."""
+    """Return the maximum tokens of micro-batches; None if none fits."""
     longest = max((n for n in assignment.lengths if n), default=0)
     now = max((sum(m) for p in assignment.tokens for m in p), default=0)
     for tokens in _shorter(now):
@@ -159,7 +158,7 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
 
 
 def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the maximum length of sequences, each a micro-batch of its own; None if no length fits."""
+    """Return the maximum length of sequences, each in its own micro-batch; None if none fits."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
         if fit_only(costs, strategy, packed_in(cut, length)):
@@ -168,7 +167,6 @@ def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | 
 
 
 def _shorter(tokens: int) -> Iterator[int]:
-    """Yield decreasing numbers of tokens, in steps of 64, or down to 1 below that."""
     while tokens > 1:
         tokens = int(tokens * SHORTER)
         tokens = tokens // 64 * 64 if tokens >= 64 else tokens
@@ -177,7 +175,7 @@ def _shorter(tokens: int) -> Iterator[int]:
 
 
 def packed_in(assignment: Assignment, tokens: int) -> Assignment:
-    """Return each pipeline's sequences in micro-batches of at most `tokens` tokens."""
+    """Pack each pipeline's sequences, in order, into micro-batches of at most `tokens` tokens."""
     pipelines = []
     for pipeline in assignment.micro_batches:
         batches: list[list[int]] = []
@@ -193,7 +191,7 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return a strategy whose stages all recompute, or that recompute within a memory budget if they did not."""
+    """Return a strategy whose stages recompute in full if they did, else as `how` says."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
@@ -203,9 +201,9 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield a strategy with more and more streaming: of gradients, then of weights as well, with recomputation last.
+    """Yield a strategy with more and more streaming: of gradients, then also of weights, then both with recomputation.
 
-    Stages that stream already stay as they are.
+    Stages that already stream stay as they are.
     """
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
@@ -220,7 +218,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 def wider(
     costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
 ) -> Iterator[tuple[Strategy, Assignment]]:
-    """Yield strategies whose tensor-parallel degrees are doubled again and again, with their assignments.
+    """Yield strategies with repeatedly doubled tensor-parallel degrees, and their assignments.
 
     Neighbouring pipelines of equal layers become one. A stage stays within its node.
     """
@@ -249,6 +247,5 @@ def wider(
 
 
 def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:
-    """Return whether every rank's memory suffices."""
     memory = costs.simulate(strategy, assignment).memory
     return all(memory[rank].peak.total <= device.memory_bytes for rank, device in enumerate(costs.cluster.devices))

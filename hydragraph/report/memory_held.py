@@ -1,4 +1,4 @@
-"""Memory of ranks over a simulated iteration, with their limits."""
+"""Memory of ranks over a simulated iteration."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# Maximum number of curves: each requires a walk through its rank's program.
+# Each curve requires a walk through its rank's program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
-    """Return the memory of all ranks, grouped by equal memory, and a note on omitted ranks.
-
-    With many ranks, only one of each stage is included, and with many stages an even selection.
-    """
+    """Return the memory of ranks, grouped by equal memory, and a note on omitted ranks."""
     ranks = list(range(costs.ranks))
     note = ""
     if len(ranks) > MOST_CURVES:
@@ -46,7 +43,7 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most `most` of a curve's points: the highest of each stretch."""
+    """Return at most `most` points of a curve: the highest of each stretch."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]

@@ -1,4 +1,4 @@
-"""Number formats of reports: three digits and a suitable unit."""
+"""Number formats with three digits and a suitable unit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _COUNTS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k"))
 
 
 def seconds(value: float | None) -> str:
-    """Return a time, such as "12.3 ms"; "–" if it is unknown or infinite."""
+    """Format a time, such as "12.3 ms"; "–" if it is unknown or infinite."""
     if value is None or not math.isfinite(value):
         return "–"
     return _scaled(value, _SECONDS, "s")
 
 
 def size(value: float) -> str:
-    """Return a number of bytes, such as "1.35 GB"."""
+    """Format bytes, such as "1.35 GB"."""
     return _scaled(value, _BYTES, "B")
 
 
 def rate(value: float | None) -> str:
-    """Return a count, such as "3.46 M" or "8,210"."""
+    """Format a count, such as "3.46 M" or "8,210"."""
     if value is None or not math.isfinite(value):
         return "–"
     for unit, name in _COUNTS:
@@ -34,19 +34,19 @@ def rate(value: float | None) -> str:
 
 
 def share(part: float) -> str:
-    """Return a fraction, such as "12%", "0.4%" or, if it is tiny, "<0.1%"."""
+    """Format a fraction, such as "12%", "0.4%" or "<0.1%"."""
     if 0 < part < 0.001:
         return "<0.1%"
     return f"{part:.1%}" if 0 < part < 0.0995 else f"{part:.0%}"
 
 
 def times(one: float, other: float) -> str:
-    """Return the ratio of two numbers: "1.27 ×"."""
+    """Format a ratio, such as "1.27 ×"."""
     return f"{_digits(one / other)} ×" if other else "–"
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
-    """Return ranks, with ranges of neighbours: "0–3, 8, 12–15 and 20 more"."""
+    """Format ranks: "0–3, 8, 12–15 and 20 more"."""
     runs = []
     for _, group in groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
         run = [rank for _, rank in group]
@@ -59,7 +59,7 @@ def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return micro-batches of pipelines, with equal neighbours grouped: "4, 2", "8 × 16"."""
+    """Format micro-batches by pipeline: "4, 2", "8 × 16"."""
     groups = ((count, len(list(group))) for count, group in groupby(counts))
     parts = (f"{times} × {count}" if times > 2 else ", ".join([str(count)] * times) for count, times in groups)
     return ", ".join(parts)

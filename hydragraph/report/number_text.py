@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140  # for output to a file or a pipe
+_WIDTH = 140  # of output to a file or a pipe
 
 
 def console() -> Console:
-    """Return the console for tables: as wide as the terminal, if there is one."""
+    """Return a console as wide as the terminal, if there is one."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return micro-batches of pipelines, with equal neighbours grouped: "4,2", "8*16"."""
+    """Format micro-batches by pipeline: "4,2", "8*16"."""
     groups = ((count, len(list(group))) for count, group in groupby(counts))
     return ",".join(f"{times}*{count}" if times > 2 else ",".join([str(count)] * times) for count, times in groups)
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time in a suitable unit."""
+    """Format a time in a suitable unit."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -35,7 +35,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes in a suitable unit, such as 1.35 GB."""
+    """Format bytes in a suitable unit, such as 1.35 GB."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.3g} {name}B"

@@ -1,7 +1,6 @@
-"""One HTML file from a report: the template, its style and its script are files in this folder.
+"""One HTML file from a report.
 
-The page loads no resource; a content security policy, by the hash of its own script, makes browsers reject everything
-else.
+The page loads no resource, and its content security policy allows only its own script.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def write_report(report: ReportContents, path: Path) -> None:
 
 
 def html(report: ReportContents) -> str:
-    """Return the page as HTML."""
     script = _file("report.js")
     shown = list(sections(report))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

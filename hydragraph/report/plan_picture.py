@@ -1,4 +1,4 @@
-"""One planned iteration as a picture: a row of micro-batches for each pipeline, followed by its waits."""
+"""A planned iteration as a picture of the micro-batches and waits of each pipeline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import numpy as np
 
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
-TALLEST = 40  # maximum number of rows at full height
-# From short sequences to long ones: light at one end, and never black, so that shades remain distinct.
+TALLEST = 40  # rows at full height
+# From short to long sequences.
 _COLOURS = ("#cfe6c5", "#7cc6b0", "#3f9bb5", "#3b6ea5", "#4c3f86")
-_DARK = 0.45  # scale position above which white text is more readable
+_DARK = 0.45  # scale position above which text is white
 
 
 def write_plan_picture(example: Example, path: Path) -> None:
     """Draw pipelines x micro-batches to a PNG file, replacing it only when the new one is complete.
 
-    A micro-batch is as wide as its time on one stage, and coloured by its longest sequence; hatched is the pipeline's
-    bubble under its schedule, white its wait for the slowest.
+    A micro-batch is coloured by its longest sequence. The bubble is hatched, the wait for the slowest pipeline white.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
@@ -56,7 +55,6 @@ def write_plan_picture(example: Example, path: Path) -> None:
 
 
 def _ticks(least: int, most: int, rows: int) -> list[float]:
-    """Return lengths from `least` to `most`, evenly spaced on a logarithmic scale, as many as fit next to the rows."""
     count = min(2 + rows // 2, 7)
     if most == least:
         return [least]

@@ -1,4 +1,4 @@
-"""A report of a plan for heterogeneous devices, from the output of `hydragraph plan --cluster --json`."""
+"""Report of a plan for heterogeneous devices, from the output of `hydragraph plan --cluster --json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rivals whose devices and layers are drawn.
+# Maximum number of rivals that are drawn.
 MOST_RIVALS = 5
 
 
@@ -20,11 +20,11 @@ def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None =
     """Return the report of a plan.
 
     Args:
-        record: contents of the plan's JSON file.
-        simulated: details of the plan's strategy if its costs are available; otherwise the report has no timeline.
+        record: contents of the JSON file.
+        simulated: details of the plan's strategy; None: the report has no timeline.
 
     Raises:
-        ValueError: the record is not a plan; the message names what is missing.
+        ValueError: the record is not a plan.
     """
     try:
         return _report(title, record, simulated)

@@ -1,4 +1,4 @@
-"""Events of a run's ranks: for the table, the marks in charts, and their costs in time."""
+"""Events of a run's ranks, and their costs in time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
     """Return the events and their costs; None if checkpoints are the only events.
 
     Args:
-        metrics: metrics of all steps that count, at least one.
-        events: events of the run, in order of time.
+        metrics: of all steps that count, at least one.
+        events: in order of time.
     """
     if all(event.event == "saved" for event in events):
         return None
@@ -31,7 +31,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
-    """Return the numbers for the top of the page: goodput, and the costs of changes of ranks."""
+    """Return key numbers: goodput, and the costs of changes of ranks."""
     wall_time = account(metrics, events)
     if wall_time is None:
         return ()
@@ -59,7 +59,7 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     """Return (step, number of ranks from then on); empty if the number never changed."""
     counts: list[tuple[int, int]] = []
-    change = 0  # net change by the events since the last "resumed"
+    change = 0  # net change since the last "resumed"
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

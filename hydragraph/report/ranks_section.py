@@ -1,4 +1,4 @@
-"""The section on lost, slow and joining ranks, and their marks in the charts of a run."""
+"""The section on lost, slow and joining ranks, and their marks in charts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hydragraph.report.facts import Happened
 from hydragraph.report.markup import Markup, section, table, tag
 from hydragraph.train.stragglers.run_events import RunEvent
 
-# Colour classes by the subject of an event: ranks that are lost, back or slow, and decisions.
 _STYLES = {
     "fault": "m-lost",
     "leave": "m-lost",
@@ -31,11 +30,11 @@ _KEYS = {
 }
 _IN_CHARTS = ("fault", "leave", "join", "straggler", "recovered", "switch", "migrate")
 _PART_STYLES = ("full", "paused", "lost", "slower")
-MOST_ROWS = 40  # visible without opening the details
+MOST_ROWS = 40  # others are in the details
 
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
-    """Return marks for charts over steps: one for all events after a step, in the colour of the first of them."""
+    """Return a mark for all events after a step, in the colour of the first of them."""
     by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:
@@ -47,14 +46,12 @@ def marks_of(happened: Happened) -> tuple[Mark, ...]:
 
 
 def mark_keys(marks: Sequence[Mark]) -> Markup | None:
-    """Return a legend of the colours of marks."""
     used = {mark.style for mark in marks}
     keys = [tag("span", tag("i", class_=f"key head {style}"), name) for style, name in _KEYS.items() if style in used]
     return tag("div", keys, class_="legend keys") if keys else None
 
 
 def ranks_section(happened: Happened) -> Markup:
-    """Return the events of ranks, in order, and their costs."""
     chart = None
     if happened.counts:
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]

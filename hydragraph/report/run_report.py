@@ -1,4 +1,4 @@
-"""A report of a run: its steps and, if it was traced, its iterations and their simulation."""
+"""Report of a run: its steps and, if it was traced, its iterations and their simulation."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_report(
     """Return the report of a run.
 
     Args:
-        metrics: metrics of all its steps, at least one.
-        traced: costs of its model on its ranks, and its trace; None without a trace.
+        metrics: of all steps, at least one.
+        traced: costs of its model on its ranks, and its trace.
     """
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
@@ -65,7 +65,6 @@ def run_report(
 
 
 def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
-    """Return the explanation of each plan that `strategies: auto` made, and how its seconds compare with the run's."""
     lines: list[str] = []
     for m in metrics:
         if m.plan:
@@ -76,7 +75,7 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return the name of each strategy: its text without the fingerprint if that is unique."""
+    """Return the name of each strategy: its text, without the fingerprint if that is unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
@@ -105,7 +104,7 @@ def _strategies(metrics: Sequence[Metrics]) -> str:
 
 
 def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
-    """Return the strategies of the steps by their median tokens per second, excluding the first step of each."""
+    """Return strategies by their median tokens per second, without the first step of each."""
     contenders = []
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
@@ -122,7 +121,6 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
 
 
 def _slower(row: Contender, best: Contender) -> str:
-    """Return how much longer a strategy took per token, and the fraction from waits."""
     longer = (best.tokens_per_s or 0.0) / (row.tokens_per_s or 1.0)
     waited = sum(part for _, part in row.shares) * longer - sum(part for _, part in best.shares)
     text = f"{longer - 1:.1%} longer per token" if longer < 2 else f"{longer:.2g} × as long per token"

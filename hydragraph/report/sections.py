@@ -1,4 +1,4 @@
-"""The sections of the page, as markup, each from its facts; sections without facts are omitted."""
+"""The sections of the page as markup; sections without facts are omitted."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ _KIND_NAMES = {
     "tp": "sums within stages",
     "wait": "waiting",
 }
-# Maximum number of visible rows in the table of strategies, and of steps of the critical path.
+# Visible rows of strategies, and of the critical path.
 MOST_ROWS = 30
 MOST_STEPS = 14
-MOST_RANKS = 16  # with their own rows in the table of measured and predicted seconds
+MOST_RANKS = 16  # with own rows of measured and predicted seconds
 COLOURS = 8
 
 
 def header(report: ReportContents) -> Markup:
-    """Return the title and key numbers."""
     tiles = [
         tag("div", tag("dt", fact.label), tag("dd", tag("b", fact.value), tag("small", fact.note)))
         for fact in report.facts
@@ -64,7 +63,7 @@ def header(report: ReportContents) -> Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: its anchor, its name in the list of contents, and its markup."""
+    """Section of the page, its anchor, and its name in the list of contents."""
 
     anchor: str
     name: str
@@ -72,13 +71,11 @@ class Section:
 
 
 def contents(shown: Sequence[Section]) -> Markup:
-    """Return links to the sections."""
     links = [tag("a", shown_section.name, href=f"#{shown_section.anchor}") for shown_section in shown]
     return tag("span", links, class_="links")
 
 
 def sections(report: ReportContents) -> Iterator[Section]:
-    """Yield the sections that have contents."""
     if report.steps:
         yield Section("training", "Training", _training(report))
     if report.happened is not None:
@@ -125,9 +122,6 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
         tag("td", why, class_="left why"),
     ]
     return tag("tr", [cells[k] for k in kept], class_="best" if not row.why else None)
-
-
-# Details of one strategy.
 
 
 def _panels(report: ReportContents) -> Markup:
@@ -220,7 +214,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
 
 
 def _course(panel: int, number: int, course: IterationView, titled: bool) -> Markup:
-    """Return a timeline: a static picture, which the script replaces with a zoomable one."""
+    """Return a timeline, which the script replaces with a zoomable one."""
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
     if course.critical:
@@ -389,7 +383,6 @@ def _training(report: ReportContents) -> Markup:
     steps = report.steps
 
     def points(value: Callable[[Metrics], float | None], strategy: str | None = None) -> tuple[Point, ...]:
-        """Return a value over the steps, of one strategy or of all, without steps that have none."""
         rows = ((s.step, value(s)) for s in steps if strategy in (None, s.strategy))
         return tuple((step, number) for step, number in rows if number is not None)
 
@@ -407,7 +400,7 @@ def _training(report: ReportContents) -> Markup:
         losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
     loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
 
-    alone = len(names) == 1  # otherwise lines would cross between a strategy's end and its return
+    alone = len(names) == 1  # lines would cross between a strategy's end and its return
     rates = [
         Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)
@@ -453,7 +446,7 @@ def _against(found: RunComparison) -> Markup:
 
 
 def _against_row(row: ComparedSeconds, most: float) -> Markup:
-    """Return the seconds of a kind; those of all ranks together have bars, `most` seconds wide."""
+    """Return a row; those of all ranks together have bars, relative to `most` seconds."""
     whole = row.rank is None
     sides = (("measured", row.measured), ("predicted", row.predicted))
     bars = [tag("i", class_=side, style=f"width:{100 * seconds / most:.1f}%") for side, seconds in sides]
@@ -469,7 +462,6 @@ def _against_row(row: ComparedSeconds, most: float) -> Markup:
 
 
 def _compared(found: RunComparison) -> Iterator[ComparedSeconds]:
-    """Yield the seconds of every kind on all ranks and, if these are few, on each of them."""
     for together in found.kinds:
         yield together
         if 1 < found.ranks <= MOST_RANKS:

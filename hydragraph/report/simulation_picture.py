@@ -1,4 +1,4 @@
-"""Simulated iterations as a picture: for every strategy a row of computation for each rank, and its traffic below."""
+"""Simulated iterations as a picture of the computation and traffic of each rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import merged_blocks, simulated_bars
 
-MOST = 6  # maximum number of strategies, the best ones
-TALLEST = 16  # maximum number of ranks of one strategy at full height
+MOST = 6  # strategies, the best ones
+TALLEST = 16  # ranks of one strategy at full height
 
-# Forwards and backwards in the usual colours of papers on pipelines, and traffic in thin lines.
+# The usual colours of papers on pipelines.
 _COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
 _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d"}
 
@@ -22,7 +22,7 @@ _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d"}
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     """Draw ranks x time to a PNG file, replacing it only when the new one is complete.
 
-    All strategies share the time axis, so that a shorter row of bars is a faster iteration. Numbers are micro-batches.
+    All strategies share the time axis. Numbers are micro-batches.
 
     Args:
         priced: the best first; at least one.

@@ -1,4 +1,4 @@
-"""Expected performance of strategies on a cluster, from the event simulation of their ranks' programs."""
+"""Expected performance of strategies, from the simulation of their ranks' programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PricedStrategy:
-    """One strategy's iteration: its assignment, and when every rank runs each instruction."""
+    """Simulated iteration of a strategy."""
 
     strategy: Strategy
     assignment: Assignment
@@ -24,26 +24,22 @@ class PricedStrategy:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of each pipeline."""
         return self.assignment.counts
 
     @property
     def tokens(self) -> int:
-        """Tokens of all micro-batches."""
         return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the iteration."""
         return self.timeline.seconds
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the iteration per second."""
         return self.tokens / self.seconds
 
     def busy(self) -> list[float]:
-        """Return the fraction of the iteration, 0 to 1, in which each rank computes."""
+        """Return the fraction of the iteration in which each rank computes."""
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
@@ -64,15 +60,12 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches to the pipelines of a strategy; see `spread`.
+    """Distribute equal micro-batches to the pipelines of a strategy by `spread`.
 
     Args:
         tokens: tokens of one sequence.
         micro_batches: total number.
         sequences: sequences of one micro-batch.
-
-    Returns:
-        The micro-batches of each pipeline; 0 for one that would only delay the others.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]
@@ -86,8 +79,8 @@ def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) 
     goes where it ends first.
 
     Args:
-        depths: the stages of each pipeline.
-        seconds: seconds of its slowest stage for one micro-batch.
+        depths: stages of each pipeline.
+        seconds: seconds of each pipeline's slowest stage per micro-batch.
         micro_batches: total number.
     """
     counts = [0] * len(depths)

@@ -1,4 +1,4 @@
-"""A report of simulated strategies."""
+"""Report of simulated strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.report.memory_held import held
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
-# Maximum number of the best strategies with all details; others are rows of the table.
+# Strategies with all details; others are rows of the table.
 MOST_PANELS = 6
 
 
@@ -22,7 +22,6 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrate
     """Return the report of strategies on a cluster.
 
     Args:
-        costs: the costs that priced them.
         simulated: at least one, in any order.
     """
     ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
@@ -33,7 +32,6 @@ def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrate
 
 
 def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
-    """Return the details of one simulated strategy."""
     strategy, timeline = simulated.strategy, simulated.timeline
     memory, note = held(costs, timeline)
     return Panel(
@@ -69,7 +67,6 @@ def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
 
 
 def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
-    """Return a row of the table of strategies."""
     busy = simulated.busy()
     waits = ((Stream.PULL, "waits: pull"), (Stream.PUSH, "push"), (Stream.P2P, "p2p"))
     shares = [("busy", sum(busy) / len(busy))]
@@ -85,10 +82,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Return the excess of a strategy's critical path over the best one's, per token and kind.
-
-    Example: "takes 12% longer per token: +10 ms computing, +2 ms pulling weights; −1 ms updating".
-    """
+    """Return the excess of a strategy's critical path over the best one's, per token and kind."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

@@ -1,7 +1,6 @@
-"""Courses for the page: as compact data for its script, and as a static picture.
+"""Timelines for the page: data for its script, and a static picture.
 
-Times are whole ticks of 1e-9 of the iteration, so that numbers are short and precise enough: a bar
-is [ticks since the one before it ended, its ticks, its kind, its name, its micro-batch].
+Times are ticks of 1e-9 of the iteration. A bar is [ticks since the previous one ended, ticks, kind, name, micro-batch].
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from hydragraph.report.facts import KINDS, STREAMS, IterationView, Lane, TimeBar
 from hydragraph.report.markup import Content, Markup, tag
 
 TICKS = 1e9
-# Static picture: its size, the narrowest bar, and the maximum number of lanes.
 WIDTH, LABEL, LANE = 1000, 110, 26
 NARROWEST = 0.6
 MOST_LANES = 48
 
 
 def course_data(course: IterationView) -> dict[str, Any]:
-    """Return the data of the script as a JSON-compatible record."""
+    """Return the script's data as a JSON-compatible record."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
     tracks: dict[int, int] = {}  # equal lanes share their data
@@ -65,7 +63,7 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
 
 
 def course_picture(course: IterationView) -> Markup:
-    """Return an iteration as SVG: a row of computation for each lane, with its traffic in thin lines below."""
+    """Return an iteration as SVG: computation of each lane, with its traffic in thin lines below."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
     drawn: list[Content] = []
@@ -108,7 +106,7 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0
     for stream, bars in enumerate(lane.bars):
         y, height = _band(stream, top)
-        # A path per kind rather than an element per bar keeps pages small.
+        # A path per kind, not an element per bar, keeps pages small.
         paths: dict[str, list[str]] = {}
         at: dict[str, float] = {}
         for bar in bars:
@@ -123,5 +121,5 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
 
 
 def label(lane: Lane) -> str:
-    """Return "rank 3", "ranks 0–7"."""
+    """Format a lane's ranks: "rank 3", "ranks 0–7"."""
     return f"rank{'s' * (len(lane.ranks) > 1)} {number_format.ranks_text(lane.ranks, 2)}"

@@ -1,7 +1,7 @@
-"""Iterations as lanes of bars: simulated ones with a lane for each distinct rank, traced ones for every rank.
+"""Iterations as lanes of bars.
 
-Ranks that act at the same times share a lane. If bars still exceed a page's capacity, blocks are merged into
-micro-batches, and then bars into the finest visible intervals; a note says so.
+Simulated ranks that act at the same times share a lane. If there are too many bars, blocks are merged into
+micro-batches, and then bars into visible intervals.
 
     8 ranks, 4 of them alike         -> 5 lanes
     forward 0, 1, 2 of micro-batch 3 -> with few instructions three bars, with many one: "forward of 3 blocks"
@@ -23,13 +23,13 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# Maximum number of bars; each takes some 20 bytes, and a page with six iterations should be below 5 MB.
+# A bar takes some 20 bytes, and a page with six iterations should be below 5 MB.
 MOST_BARS = 24_000
-# Maximum number of ranks that have a lane each even if they are alike.
+# Ranks that have a lane each even if they are alike.
 EVERY = 32
-# Maximum number of lanes: of more, an even selection is drawn.
+# More lanes are sampled evenly.
 MOST_LANES = 256
-# Last resort: bars that begin within this fraction of the iteration of one another are merged.
+# Bars that begin within this fraction of the iteration are merged last.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).
@@ -40,10 +40,9 @@ Merge = Callable[[Sequence[TimeBar]], Iterable[TimeBar]]
 
 
 def simulated_course(timeline: Timeline) -> IterationView:
-    """Return a simulated iteration."""
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
-        # Lanes require equal programs and times; equal pipelines share program objects.
+        # Equal pipelines share program objects.
         same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
         together.setdefault(same, []).append(a)
     groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
@@ -66,8 +65,7 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
     """Return a traced iteration.
 
     Args:
-        title: such as "measured, step 7".
-        ranks: by rank, the events of only that iteration.
+        ranks: events of that iteration, by rank.
     """
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
@@ -86,7 +84,7 @@ def _first(lane: Lane) -> int:
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` of the items, evenly chosen, including the first and the last."""
+    """Return at most `most` items, evenly chosen, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -105,7 +103,7 @@ def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...
 
 
 def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
-    """Yield a rank's bars; a message of a stream lasts from its start to the end of the wait for it."""
+    """Yield (stream, bar); a message lasts from its start to the end of the wait for it."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
@@ -143,7 +141,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # Ranks of a lane have different peers, but all of them in the previous and the next stage.
+        # Ranks of a lane have different peers, but all in the previous or the next stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -161,18 +159,14 @@ def _roles(actors: Sequence[Actor]) -> str:
     return f"{named}, stage {stages[0]}" if len(stages) == 1 else f"{named}, several stages"
 
 
-# Reduction to a page's capacity.
-
-
 def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
-    """Return lanes with few enough bars, and a note on the reduction."""
     if _count(lanes) <= MOST_BARS:
         return list(lanes), ""
     merged = _merged(lanes, merged_blocks)
     if _count(merged) <= MOST_BARS:
         return merged, "Blocks that a rank computes one after another for one micro-batch are one bar."
     tick = seconds * FINEST
-    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # beyond that, each stream is one bar
+    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # then each stream is one bar
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2
     return merged, f"Bars that are nearer than {tick / 2 / seconds:.2%} of the iteration are merged into one."
@@ -187,7 +181,7 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
 
 
 def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
-    """Merge consecutive bars without gaps: blocks of one micro-batch, or buckets pulled in a row."""
+    """Merge consecutive bars of one kind and micro-batch without gaps."""
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
         run: list[TimeBar] = []
         for bar in group:
@@ -199,7 +193,6 @@ def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
 
 
 def _ticks(bars: Sequence[TimeBar], tick: float) -> Iterator[TimeBar]:
-    """Merge bars within a tick of each other, even of several kinds: the longest kind names the bar."""
     run: list[TimeBar] = []
     for bar in bars:
         if run and bar.end - run[0].begin > tick:
