@@ -1,7 +1,4 @@
-"""The evaluation with the lowest loss of a run: which checkpoint to keep in addition, and when to stop early.
-
-Both follow from the metrics of the steps so far, which a resumed run reads from its `metrics.jsonl`.
-"""
+"""The best evaluation of a run."""
 
 from __future__ import annotations
 
@@ -15,17 +12,14 @@ def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> i
     """Return the first step with the lowest evaluation loss; None if no step has one.
 
     Args:
-        among: the only steps that count; None: all of them.
+        among: the only steps that count; None: all.
     """
     losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]
     return min(losses)[1] if losses else None
 
 
 def without_improvement(history: Iterable[Metrics], least: float) -> int:
-    """Return the number of evaluations since the last one whose loss was lower than all before it by `least`.
-
-    With `least` 0, an equal loss is not lower.
-    """
+    """Count the evaluations since the last one whose loss was lower than all before it by more than `least`."""
     best, count = math.inf, 0
     for metrics in history:
         if metrics.eval_loss is None:

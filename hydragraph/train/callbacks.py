@@ -1,4 +1,4 @@
-"""Callbacks of a run on rank 0: a user's own objects, or loggers such as Weights & Biases."""
+"""Callbacks of a run on rank 0: users' objects or loggers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Callbacks:
 
     @staticmethod
     def load(names: Sequence[str]) -> Callbacks:
-        """Return the callbacks named by a config; errors as for `load_callback`."""
+        """Load the callbacks named by a config; errors as for `load_callback`."""
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
         """Call a method of all objects that define it.
 
         Raises:
-            RuntimeError: a callback raised an error; this error names it.
+            RuntimeError: a callback raised an error.
         """
         for callback in self._objects:
             method = getattr(callback, event, None)
@@ -48,10 +48,11 @@ class Callbacks:
 
 
 def load_callback(name: str) -> object:
-    """Return the object named "module:name", or a new instance if it is a class; the working directory is searched too.
+    """Return the object named "module:name", or a new instance if it is a class. The working directory is searched
+    first.
 
     Raises:
-        ValueError: it does not exist, or has none of the callback methods.
+        ValueError: it does not exist, or has no callback method.
     """
     module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
     if not colon or not module or not attribute:
@@ -73,7 +74,7 @@ def load_callback(name: str) -> object:
 
 
 class WeightsAndBiases:
-    """Logs a run's numbers to Weights & Biases; its settings come from the environment (WANDB_PROJECT, ...)."""
+    """Logs a run to Weights & Biases; settings come from the environment (WANDB_PROJECT, ...)."""
 
     def __init__(self, wandb: Any = None) -> None:
         if wandb is None:
@@ -85,15 +86,13 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:
-        """Start a Weights & Biases run named after the run's folder; a resumed run continues it."""
+        """Start a Weights & Biases run, or continue it; its name is that of the run's folder."""
         name = Path(config.output).name
         self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
 
     def on_step(self, metrics: Metrics) -> None:
-        """Log a step."""
         numbers = {name: value for name, value in asdict(metrics).items() if isinstance(value, int | float)}
         self._run.log({**numbers, **metrics.by_set}, step=metrics.step)
 
     def on_end(self) -> None:
-        """Finish the Weights & Biases run."""
         self._run.finish()

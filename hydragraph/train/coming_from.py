@@ -1,4 +1,4 @@
-"""The config fields of other frameworks, and what to write instead, from the tables of `coming_from.md`."""
+"""Config fields of other frameworks and their replacements, from the tables of `coming_from.md`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-TABLES = Path(__file__).with_suffix(".md")  # shipped with the package; docs/coming_from.md ends with it
+TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with it
 
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return a remedy for each field, by name; the first framework that has it decides."""
+    """Return a remedy for each field; the first framework that has the field decides."""
     by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?`) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""

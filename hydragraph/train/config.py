@@ -1,4 +1,4 @@
-"""A training run as nested frozen dataclasses that YAML mirrors field for field (`examples/demo.yaml` is one)."""
+"""A training run as nested frozen dataclasses that YAML mirrors field for field."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "-_")
 
 
 def _strategies(value: object) -> tuple[str, ...]:
-    """Return strategies as texts; one that is written out as YAML becomes that YAML on one line."""
+    """Return strategies as texts; mappings become YAML on one line."""
     several = [value] if isinstance(value, str | Mapping) else value
     if isinstance(several, Sequence):
         several = [flow_yaml(item) if isinstance(item, Mapping) else item for item in several]
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def directory(self) -> str | None:
-        """The local directory that the model starts from."""
+        """Local directory that the model starts from."""
         return self.path or self.weights
 
 
@@ -178,7 +178,7 @@ class SourceConfig:
 
     @property
     def fields(self) -> Fields:
-        """The names of a record's fields."""
+        """Names of a record's fields."""
         names = {field.name: getattr(self, f"{field.name}_field") for field in fields(Fields) if field.name != "format"}
         return Fields(self.format, **names)
 
@@ -255,19 +255,19 @@ class DataConfig(SourceConfig):
 
     @property
     def held_out(self) -> float:
-        """The fraction of the documents kept for evaluation."""
+        """Fraction of the documents kept for evaluation."""
         if self.heldout is None:
             return 0.0 if self.evaluation else 0.01
         return self.heldout
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The corpora to train on."""
+        """Corpora to train on."""
         return self.mixture or (self,)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each corpus."""
+        """Weight of each corpus."""
         return tuple(source.weight for source in self.mixture) or (1.0,)
 
 
@@ -328,11 +328,11 @@ class ScheduleConfig:
             raise ValueError(f"decay_ratio is {self.decay_ratio}, decay is {self.decay!r}: set decay to wsd")
 
     def warmup_of(self, steps: int) -> int:
-        """Return the steps of the warm-up in a run of `steps`."""
+        """Return the number of warm-up steps in a run of `steps`."""
         return self.warmup if self.warmup_ratio is None else math.ceil(self.warmup_ratio * steps)
 
     def stable_until(self, steps: int) -> int:
-        """Return the last step at the peak in a run of `steps`; from there on the rate falls."""
+        """Return the last step at the peak in a run of `steps`."""
         warmed = max(self.warmup_of(steps), 1)
         if self.decay != "wsd":
             return warmed
@@ -534,7 +534,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self._set("strategies", _strategies(self.strategies))
         if isinstance(self.epochs, int | float) and self.epochs == 0 and self.epochs is not False:
-            self._set("epochs", None)  # 0 means, as for steps, that the other one counts
+            self._set("epochs", None)  # 0 means that steps count
         if isinstance(self.check, bool) and not self.check:  # YAML reads `off` as False
             self._set("check", "off")
         check_fields(self)
@@ -543,7 +543,7 @@ class TrainConfig:
         self._check_determinism()
         self._check_data()
         self._check_ranks()
-        callbacks: object = self.callbacks  # also null or a list, from YAML
+        callbacks: object = self.callbacks  # None or a list from YAML
         self._set("callbacks", () if callbacks in (None, (), []) else check_texts("callbacks", callbacks))
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}: give one below 2 to the power of 63")
@@ -566,7 +566,6 @@ class TrainConfig:
             )
 
     def _check_evaluations(self) -> None:
-        """Check when the run evaluates and saves, and what follows from the evaluation loss."""
         for what in ("evaluate", "checkpoint"):
             every = getattr(self, f"{what}_every")
             per_epoch = getattr(self, f"{what}_per_epoch")
@@ -588,7 +587,7 @@ class TrainConfig:
             raise ValueError(f"push_dtype is {self.push_dtype}: it rounds sums, so leave it out with deterministic")
 
     def _check_data(self) -> None:
-        """Check that sequences fit into a mini-batch, and read pairs of answers for an objective."""
+        """Check that sequences fit into a mini-batch; for an objective, set the format of all corpora."""
         data = self.data
         if data.max_length > data.tokens_per_step:
             raise ValueError(
@@ -615,7 +614,7 @@ class TrainConfig:
         self._set("data", replace(data, format="preference", mixture=mixture, evaluation=evaluation))
 
     def _check_ranks(self) -> None:
-        """Check how strategies are chosen, and what happens when ranks are lost or slow."""
+        """Check the choice of strategies, and the reaction to lost or slow ranks."""
         elastic = self.elastic
         if elastic.copies > self.home.copies:
             self._set("home", replace(self.home, copies=elastic.copies))
@@ -645,37 +644,37 @@ class TrainConfig:
 
     @property
     def replans(self) -> bool:
-        """Whether the run plans again when ranks become slow, or when steps take other times than expected."""
+        """Whether the run plans again when ranks become slow or steps take other times than expected."""
         measures = self.automatic and self.plan.profile is None
         return measures if self.elastic.replan is None else self.elastic.replan
 
     @property
     def watches(self) -> bool:
-        """Whether the run measures how fast every rank is."""
+        """Whether the run measures the speed of every rank."""
         return self.elastic.monitor or self.replans
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read a YAML file; each override, such as "optimizer.lr=1e-3", replaces one of its fields.
+        """Read a YAML file, and apply overrides such as "optimizer.lr=1e-3".
 
-        The file is checked as it is, and once more with all overrides.
+        The file is checked without and with the overrides.
 
         Raises:
-            ValueError: naming the field that is unknown, missing or wrong.
+            ValueError: a field is unknown, missing or wrong.
         """
         return overridden(load_record(cls, path, "the config", remedies()), overrides)
 
     @classmethod
     def parse(cls, text: str, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Read YAML text, as `load` does a file.
+        """Read YAML text; otherwise as `load`.
 
         Raises:
-            ValueError: naming the field that is unknown, missing or wrong.
+            ValueError: a field is unknown, missing or wrong.
         """
         return overridden(from_record(cls, parse_yaml(text), name="the config", hints=remedies()), overrides)
 
     def save(self, path: str | Path) -> None:
-        """Write every field, defaults included, as the YAML file that `load` reads back as an equal config."""
+        """Write every field, defaults included, as YAML for `load`."""
         data = plain(asdict(self))
         text = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
         write_whole(Path(path), text)

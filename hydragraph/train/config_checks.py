@@ -1,4 +1,4 @@
-"""Checks of a config that need no data: preparing data may take hours."""
+"""Checks of a config before the data are prepared, which may take hours."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from hydragraph.train.model import adapted, directory_of, dropout_rates, skeleto
 from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
-_BYTES_AND_END = 257  # tokens of the smallest tokenizer trained here: 256 bytes and one that ends a text
-_PASSES = 1000  # over all the data in one step: more is a mistake
+_BYTES_AND_END = 257  # tokens of the smallest new tokenizer: 256 bytes and the end of a text
+_PASSES = 1000  # over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check what needs no data: device, the model's class and sizes, strategies, optimizer, callbacks, named files.
+    """Check what needs no data.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: a setting is wrong.
         OSError: a named file cannot be read.
     """
     _check_device(config.device)
@@ -41,7 +41,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     if config.compiled is not None:
         read_manifest(Path(config.compiled))
     if config.model.directory is not None:
-        directory_of(config.model)  # before its tokenizer is searched for
+        directory_of(config.model)
     if config.trust and config.compiled is None:
         raise ValueError("trust is about the code in a compiled folder: name one with compiled, or leave trust out")
     model = skeleton(config.model, config.data.vocab_size)
@@ -60,7 +60,6 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
 
 
 def _check_model(config: TrainConfig, model: nn.Module) -> None:
-    """Check a model's class and sizes without tracing it: it has output embeddings, and its heads form whole groups."""
     settings = model.config
     head: Any = getattr(model, "get_output_embeddings", None)
     if not callable(head) or head() is None:
@@ -83,22 +82,21 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size of a model's config; None: it has none, or one per layer."""
+    """Return a size in a model's config; None: it has none, or one per layer."""
     try:
         size = getattr(config, name, None)
-    except RuntimeError:  # transformers' configs with differing layers have no single value
+    except RuntimeError:  # configs whose layers differ have no single value
         return None
     return size if isinstance(size, int) else None
 
 
 def _check_device(device: str | None) -> None:
-    """Check the device's name; a config for GPUs may be checked on a machine without one."""
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
         raise ValueError(f"device {device!r}: use cpu, or cuda for each rank's GPU")
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Build the optimizer for one matrix, so that rejected settings and those wrong on flat shards show immediately."""
+    """Build the optimizer for one matrix, to reject wrong settings, and optimizers that are wrong on flat shards."""
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)
@@ -112,10 +110,10 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
-    """Read strategies for a model and check them against it and the number of ranks.
+    """Read strategies, and check them against the model and the number of ranks.
 
     Raises:
-        ValueError: naming the entry.
+        ValueError: a strategy is wrong.
     """
     config: Any = model.config
     layers = config.num_hidden_layers
@@ -134,11 +132,7 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 
 def check_budget(config: TrainConfig, tokens: int) -> None:
-    """Check that a mini-batch is not an absurd multiple of the data, which would fill the memory.
-
-    Raises:
-        ValueError: a step would pass over the data more than a thousand times.
-    """
+    """Reject mini-batches of more than a thousand times the data."""
     if config.data.tokens_per_step > _PASSES * tokens:
         raise ValueError(
             f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: each "
@@ -154,7 +148,7 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield one sentence for each setting that is possible, but perhaps not intended.
+    """Yield a sentence for each setting that is perhaps not intended.
 
     Args:
         steps: number of steps, also for a config with epochs.

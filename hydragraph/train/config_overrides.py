@@ -1,4 +1,4 @@
-"""Overrides of a config's fields, such as "optimizer.lr=1e-3", and the differences of two configs."""
+"""Overrides of a config's fields, such as "optimizer.lr=1e-3", and differences of two configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Config = TypeVar("Config", bound=DataclassInstance)
 
-# Two fields that say the same in other units: an override of one replaces the other.
+# An override of one of two fields replaces the other.
 _PAIRS = (
     ("steps", "epochs"),
     ("schedule.warmup", "schedule.warmup_ratio"),
@@ -48,13 +48,13 @@ def _short(value: object) -> str:
 
 
 def overridden(config: Config, texts: Sequence[str]) -> Config:
-    """Return the config with every "section.field=value" applied, values read as in YAML, and then checked as a whole.
+    """Return the config with every "section.field=value" applied; values are YAML.
 
-    A value for `steps` also removes `epochs`, and the reverse, unless the overrides give both.
+    A value for one of `_PAIRS` removes the other, unless the overrides give both.
     """
     data = to_record(config)
     names = {text.partition("=")[0].strip() for text in texts}
-    failures: list[str] = []  # what stands against the config after each override
+    failures: list[str] = []
     for text in texts:
         path, equals, value = text.partition("=")
         keys = path.strip().split(".")
@@ -64,7 +64,7 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
             _remove(data, other.split("."))
         if _put(data, keys, read):
-            # A field of something that an earlier override wrote short, such as a home: its long form has fields.
+            # An earlier override wrote the section in its short form: convert it.
             with suppress(ValueError):
                 data = to_record(from_record(type(config), data))
             if hurdle := _put(data, keys, read):
@@ -75,13 +75,12 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         except ValueError as error:
             failures.append(str(error))
     if failures and failures[-1]:
-        guilty = texts[failures.index(failures[-1])]  # the first override that fails
+        guilty = texts[failures.index(failures[-1])]
         raise ValueError(f"override {guilty!r}: {failures[-1]}")
     return config
 
 
 def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
-    """Remove the entry data[keys[0]][keys[1]]..., if it exists."""
     at: Any = data
     for key in keys[:-1]:
         at = at.get(key)
@@ -91,7 +90,7 @@ def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
-    """Set data[keys[0]][keys[1]]... to a value; return what is on the way and has no fields, such as "steps is 6"."""
+    """Set data[keys[0]][keys[1]]...; return what is in the way, such as "steps is 6", or ""."""
     at = data
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)
@@ -115,7 +114,7 @@ def _value(text: str, value: str) -> object:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists for tuples, as YAML knows it."""
+    """Return a value with lists instead of tuples."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""The config as a JSON schema for editors, and as a reference page: both from the dataclasses."""
+"""The config as a JSON schema for editors, and as a reference page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.field_checks import check_of
 
-SCHEMA = Path(__file__).with_name("config.schema.json")  # shipped with the package
+SCHEMA = Path(__file__).with_name("config.schema.json")
 
 _SCALARS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _ANY = {"type": ["string", "number", "boolean", "object", "array", "null"]}
@@ -24,7 +24,7 @@ _ENTRY = re.compile(r"^    ([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the description of each field in a dataclass's docstring, as one line."""
+    """Return the description of each field from a dataclass's docstring, as one line."""
     inherited: dict[str, str] = {}
     for base in reversed(cls.__bases__):
         inherited.update(field_docs(base) if is_dataclass(base) else {})
@@ -45,7 +45,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 7, supported by editors) of a run's YAML file."""
+    """Return the JSON schema (draft 7) of a run's YAML file."""
     definitions: dict[str, Any] = {}
     root = _object(TrainConfig, definitions)
     return {
@@ -62,7 +62,7 @@ def schema_text() -> str:
 
 
 def reference() -> str:
-    """Return every field of the config as a page of Markdown."""
+    """Return the config's fields as a page of Markdown."""
     lines = [
         "# The config of a run",
         "",
@@ -79,14 +79,13 @@ def reference() -> str:
         hints = get_type_hints(cls)
         for field in fields(cls):
             kind = _type_text(cls, field.name, hints[field.name])
-            # A strategy's <tp2,pp1> would be read as HTML, and a bar as the end of the cell.
+            # HTML would interpret a strategy's <tp2,pp1>, and a bar ends a cell.
             said = _said(hints[field.name], docs.get(field.name, "")).replace("<", "&lt;").replace("|", "\\|")
             lines.append(f"| `{field.name}` | {kind} | {_default_text(field)} | {said} |")
     return "\n".join(lines) + "\n"
 
 
 def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
-    """Yield the dataclasses of a config with their paths, the whole config first."""
     yield path, cls
     hints = get_type_hints(cls)
     for field in fields(cls):  # type: ignore[arg-type]
@@ -97,7 +96,7 @@ def _sections(path: str, cls: type) -> Iterator[tuple[str, type]]:
 
 
 def _said(hint: Any, doc: str) -> str:
-    """Return the description of a field; for a section that refers to its class, the class's summary."""
+    """Return a field's description; "see their classes" stands for the class's summary."""
     inner = _record_in(hint)
     return _summary(inner) if inner is not None and doc.startswith("see their classes") else doc
 
@@ -107,7 +106,6 @@ def _summary(cls: type) -> str:
 
 
 def _present(hint: Any) -> Any:
-    """Return a type without its None."""
     if get_origin(hint) in (Union, types.UnionType):
         rest = [a for a in get_args(hint) if a is not type(None)]
         return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007 - of a list
@@ -115,7 +113,6 @@ def _present(hint: Any) -> Any:
 
 
 def _record_in(hint: Any) -> type | None:
-    """Return the dataclass that a field is, or contains by index or name."""
     hint = _present(hint)
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
@@ -181,7 +178,6 @@ def _type_text(cls: type, name: str, hint: Any) -> str:
 
 
 def _choices(cls: type, name: str) -> tuple[str, ...]:
-    """Return the values of a field with a fixed set of texts; none for other fields."""
     check = check_of(get_type_hints(cls, include_extras=True)[name])
     return tuple(getattr(check, "keywords", {}).get("choices", ()))
 

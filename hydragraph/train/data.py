@@ -1,4 +1,4 @@
-"""From a run's paths to its mini-batches: the tokenizer and the token files are made once and cached."""
+"""From a run's paths to its mini-batches, with cached tokenizers and token files."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-_ENCODING = 3  # version of the encoding of documents; token files cached by another version are made again
+_ENCODING = 3  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Third-party packages, and the tests, which are as large as everything else and contain deliberately broken files.
+# The tests are as large as everything else, and contain broken files.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
-# Current activity, number of finished documents, and the finished fraction, from 0 (none, or unknown) to 1.
+# Current activity, number of finished documents, and finished fraction (0: none, or unknown).
 Progress = Callable[[str, int, float], None]
 
 
@@ -43,7 +43,7 @@ class Tokens:
     """A prepared corpus.
 
     Attributes:
-        directory: contains the tokenizer's files and the token files.
+        directory: of the tokenizer's files and the token files.
     """
 
     directory: Path
@@ -53,17 +53,17 @@ class Tokens:
 
     @property
     def vocabulary(self) -> int:
-        """The minimum vocabulary of a model."""
+        """Minimum vocabulary of a model."""
         return self.files[0].vocabulary
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends a text."""
+        """Id that ends a text."""
         return self.files[0].end_of_text
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens."""
+        """Hash of all tokens."""
         return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
 
 
@@ -71,7 +71,7 @@ _NO_TEXT = "the corpus holds no text: look into data.paths, data.suffixes and da
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check every file's first record and the tokenizer, which is fast compared to reading everything.
+    """Check every file's first record and the tokenizer.
 
     Raises:
         ValueError: a file, its first record or the tokenizer is unusable, or a chat template is missing.
@@ -108,7 +108,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
-    """Yield sentences on the answers of pairs that are cut or left out because of their length."""
+    """Yield sentences on answers that are cut, and pairs that are left out, because of their length."""
     most = config.data.max_length
     for i, file in enumerate(tokens.files if config.objective is not None else ()):
         where = f" of data.mixture[{i}]" if config.data.mixture else ""
@@ -128,7 +128,7 @@ def _splits(data: DataConfig) -> tuple[Split, ...]:
 
 
 def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
-    """Yield sentences on the files and fields of corpora that are not read, if there are any."""
+    """Yield sentences on the files and fields of corpora that are not read."""
     for source in sources:
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
@@ -141,12 +141,12 @@ def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
 
 
 def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
-    """Make the tokenizer and the token files of a run unless they are cached, and return their directory.
+    """Make the tokenizer and the token files of a run unless they are cached; return their directory.
 
-    An interrupted preparation keeps its results, and the next call continues from there.
+    The next call continues an interrupted preparation.
 
     Args:
-        progress: called with the current activity, the number of finished documents and the finished fraction (or 0).
+        progress: called with the arguments of `Progress`.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.
@@ -160,15 +160,15 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.with_name(f".{directory.name}.partial")
     with _alone(partial):
-        if _is_whole(directory, names):  # another process made it meanwhile
+        if _is_whole(directory, names):  # another process made it
             return directory
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # caused by the data, which change once the error is fixed
+        except ValueError:  # the data will change once the error is fixed
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        shutil.rmtree(directory, ignore_errors=True)  # a user may have deleted a damaged token file
+        shutil.rmtree(directory, ignore_errors=True)  # it may be incomplete
         partial.rename(directory)
     return directory
 
@@ -178,7 +178,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
         directory = partial / "tokenizer"
         shutil.rmtree(directory, ignore_errors=True)
         _make_tokenizer(config, existing, directory, progress)
-        for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer comes last
+        for file in sorted(directory.iterdir(), key=lambda file: file.name == _TOKENIZER):  # the tokenizer last
             file.replace(partial / file.name)
         directory.rmdir()
     encoder = _encoder(config, partial)
@@ -218,7 +218,7 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         encoder = tokenizer.load(existing)
         if (existing.parent / "tokenizer_config.json").is_file():
             tokenizer.copy(existing.parent, directory)
-            encoder.save(str(directory / _TOKENIZER))  # without truncation and padding
+            encoder.save(str(directory / _TOKENIZER))
         else:
             tokenizer.save(encoder, directory)
     else:
@@ -287,7 +287,7 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
     """Return the minimum vocabulary of a run's model and the id that ends a text, without preparing anything.
 
-    Returns None if the tokenizer is not trained yet: from fewer words than `data.vocab_size` it learns fewer tokens.
+    None if the tokenizer is not trained yet: it may learn fewer tokens than `data.vocab_size`.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -301,10 +301,10 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Read all that `prepare` made, once per run and host: a changed token would silently train on other text.
+    """Verify the token files, once per run and host.
 
     Raises:
-        ValueError: a token file differs from what was written; once it is deleted, `prepare` makes it again.
+        ValueError: a token file is damaged; `prepare` replaces it once it is deleted.
     """
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
@@ -328,13 +328,13 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Make the directory, and keep other processes from preparing it, at most for the lifetime of this one."""
+    """Make the directory, and keep other processes from preparing it until the block or this process ends."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another process may have finished while this one waited, and moved the directory.
+            # Another process may have finished and moved the directory.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
                 yield
                 return
@@ -346,10 +346,10 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
     """Return the endless stream of a run's training mini-batches.
 
     Args:
-        scores: of pairs' answers under the model before training, which mini-batches then hold.
+        scores: of answers, to include in mini-batches.
 
     Raises:
-        ValueError: a document is longer than `data.max_length` and must be refused, or the corpus is empty.
+        ValueError: a document is too long, or the corpus is empty.
     """
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
@@ -358,7 +358,7 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
 
 
 def _stream(config: TrainConfig, source: SourceConfig, file: TokenFile, **split: Any) -> MiniBatches:
-    """Return the stream of a corpus; `split` has arguments of `MiniBatches` about its documents and their order."""
+    """Return the stream of a corpus; `split`: arguments of `MiniBatches`."""
     data = config.data
     if data.overlong == "refuse":
         _refuse_overlong(data, source, file)
@@ -385,7 +385,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
 def evaluation_batches(
     config: TrainConfig, tokens: Tokens, scores: Scores | None = None
 ) -> dict[str, list[list[Drawn]]]:
-    """Return the mini-batches of every evaluation set of a run, by its name; arguments as for `mini_batches`."""
+    """Return the mini-batches of every evaluation set by name; arguments as for `mini_batches`."""
     batches_by_set: dict[str, list[list[Drawn]]] = {}
     for name, streams in evaluation_streams(config, tokens).items():
         for i, stream in enumerate(streams):
@@ -396,7 +396,7 @@ def evaluation_batches(
 
 
 def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
-    """Return the streams of every evaluation set of a run, by its name."""
+    """Return the streams of every evaluation set by name."""
     streams: dict[str, list[MiniBatches]] = {}
     if config.data.held_out:
         streams["heldout"] = [_training_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
@@ -406,10 +406,10 @@ def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[Mi
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
-    """Return the number of training mini-batches: `steps`, or as many as `epochs` passes over the data take.
+    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over the data.
 
     Args:
-        batches: of the run, from the start; a separate stream, which is consumed.
+        batches: a separate stream from the start, which is consumed.
     """
     if config.epochs is None:
         return config.steps
@@ -422,11 +422,11 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
 
 
 def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
-    """Return the steps after which 1, 2, 3, ... of `parts` equal parts of a pass over the data are trained.
+    """Return the steps that complete 1, 2, 3, ... of `parts` equal parts of each pass over the data.
 
     Args:
-        batches: of the run, from the start; a separate stream, which is consumed.
-        parts: of each pass; 0: return no step.
+        batches: a separate stream from the start, which is consumed.
+        parts: 0: return no step.
     """
     complete = set[int]()
     drawn = 0
@@ -439,9 +439,8 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """List the source files of this Python's standard library, without tests and installed packages."""
+    """List the source files of Python's standard library, without tests and installed packages."""
     folder = root or Path(sysconfig.get_path("stdlib"))
-    # Entry by entry: installed packages may have many more files than the library itself.
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
     sources = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]
     paths = corpus.files(sources, (".py",))
@@ -449,7 +448,6 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
 
 
 def _paths(source: SourceConfig) -> list[Path]:
-    """Return a corpus's paths, the special name replaced by its files."""
     return [path for name in source.paths for path in (stdlib_files() if name == STDLIB else [Path(name)])]
 
 
@@ -458,7 +456,6 @@ def _read_from(source: SourceConfig) -> tuple[list[Path], tuple[str, ...] | None
 
 
 def _known_tokenizer(config: TrainConfig) -> Path | None:
-    """Return the tokenizer named by the config, or the one of the initial model; None: train one."""
     if config.data.tokenizer is not None:
         path = Path(config.data.tokenizer)
     elif config.model.directory is not None:
@@ -481,7 +478,6 @@ def _cache(config: TrainConfig) -> Path:
 
 
 def _key(config: TrainConfig, existing: Path | None) -> str:
-    """Return 16 hexadecimal digits of a hash over all inputs of the cached files."""
     data = config.data
     how: list[str] = [f"vocab_size {data.vocab_size}"]
     if existing is not None:
@@ -498,7 +494,6 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
 
 
 def _counted(texts: Iterable[str], progress: Progress, part: Callable[[], float]) -> Iterator[str]:
-    """Yield texts for training a tokenizer, reporting every hundredth and the fraction of all texts read."""
     count = 0
     for count, text in enumerate(texts, start=1):
         if count % 100 == 0:

@@ -1,4 +1,4 @@
-"""Checks of a config's fields, one per kind of value; each raises a ValueError that names the field and the remedy."""
+"""Checks of a config's fields, which raise a ValueError with the field and the remedy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_number(name: str, value: object, least: float = 0) -> None:
 
 
 def check_fraction(name: str, value: object, one: bool = False) -> None:
-    """Check that a value is a number of at least 0, and below 1 or, where `one` is allowed, at most 1."""
+    """Check that a value is at least 0, and below 1 or, with `one`, at most 1."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not (0 <= value < 1 or (one and value == 1)):  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}: give a number of at least 0 and {'at most' if one else 'below'} 1")
@@ -64,7 +64,6 @@ def similar(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
-# Types of fields with a check that `check_fields` calls.
 Texts = Annotated[tuple[str, ...], check_texts]
 Count = Annotated[int, partial(check_whole, least=0)]
 Positive = Annotated[int, partial(check_whole, least=1)]
@@ -74,7 +73,7 @@ Part = Annotated[float, partial(check_fraction, one=True)]
 
 
 def check_fields(record: object, *skipped: str) -> None:
-    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, each perhaps with None."""
+    """Check the fields of a frozen dataclass by their types: those above, `bool` and `str`, optionally with None."""
     cls: Any = type(record)
     for name, hint in _hints(cls).items():
         value = getattr(record, name)
@@ -91,7 +90,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_of(hint: Any) -> Any:
-    """Return the check of a type; None: it has none, as those of several kinds of values."""
+    """Return the check of a type; None: it has none."""
     if get_origin(hint) in (Union, UnionType):
         hints = [part for part in get_args(hint) if part is not type(None)]
         return check_of(hints[0]) if len(hints) == 1 else None

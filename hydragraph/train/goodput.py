@@ -1,15 +1,13 @@
-"""Goodput: where the wall time of a run went - training that counts, pauses, lost work and slower steps.
+"""Goodput: a run's wall time as training that counts, pauses, lost work and slower steps.
 
-The time from the end of the first step to the end of the last is cut at the end of every step that counts. With n
-tokens between two ends and an undisturbed rate of r tokens a second:
+With n tokens between the ends of two steps that count, and an undisturbed rate of r tokens per second:
 
     between two ends  =  at full speed (n / r)  +  pauses  +  the rest
 
-Pauses are the seconds of `resumed` events: from a rank's failure until training continued. If there was a pause, the
-rest is lost work (undone steps, the unfinished step, the time until the failure was noticed); otherwise it is the extra
-time of the step because ranks were fewer or slow. Goodput is the part at full speed; the undisturbed rate is that of
-the steps with all ranks present, none known to be slow, and no pause. The time from a `saved` event to the `resumed`
-one that continues from it is left out.
+Pauses are the seconds of `resumed` events. After a pause, the rest is lost work (undone steps, the unfinished step, the
+time until the failure was noticed); otherwise it is the extra time because ranks were fewer or slow. Goodput is the
+part at full speed. The undisturbed rate is that of steps with all ranks, none known to be slow, and no pause. The time
+from a `saved` event to the next `resumed` one is left out.
 """
 
 from __future__ import annotations
@@ -24,15 +22,14 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 @dataclass(frozen=True)
 class WallTime:
-    """Where the wall time of a run went, in seconds that sum up to `seconds`.
+    """Parts of the wall time of a run, whose sum is `seconds`.
 
     Attributes:
-        seconds: from the end of the first step to the end of the last, without the time the run was stopped.
-        tokens: of the steps that count, without the first; each step counts once.
-        rate: tokens per second of undisturbed steps; 0: there was none.
+        seconds: from the end of the first step to the end of the last, without stops.
+        tokens: of the steps that count, without the first.
+        rate: tokens per second of undisturbed steps; 0: unknown.
         full_s: time for the tokens at that rate.
-        paused_s: from failures until training continued.
-        lost_s: repeated work, and the time until failures were noticed.
+        lost_s: repeated work, and time until failures were noticed.
         slower_s: extra time of steps relative to full speed; negative if they were faster.
     """
 
@@ -54,13 +51,13 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Fraction of the undisturbed rate; None if that rate is not known."""
+        """Fraction of the undisturbed rate; None if that rate is unknown."""
         return self.full_s / self.seconds if self.rate else None
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """The time between the ends of two steps that count; the run was stopped for `away_s` of it."""
+    """Time between the ends of two steps that count; the run was stopped for `away_s` of it."""
 
     begin: float
     end: float
@@ -76,10 +73,10 @@ class _Gap:
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: float | None = None) -> WallTime | None:
-    """Return where the time of a run went; None if fewer than two steps have an end time.
+    """Split the wall time of a run; None if fewer than two steps have an end time.
 
     Args:
-        rate: undisturbed tokens per second, for example of another run; None: the run's own.
+        rate: undisturbed tokens per second of another run; None: the run's own.
     """
     gaps = list(_gaps(metrics, events))
     seconds = sum(gap.seconds for gap in gaps)
@@ -111,7 +108,7 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
     stops = list(_stops(events))
     for (begin, _), (end, tokens) in pairwise(ends):
         if not end > begin:
-            continue  # the leader changed, and its machine has another clock
+            continue  # a new leader's clock may differ
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
         yield _Gap(begin, end, tokens, away_s, paused_s, broken, not broken and _undisturbed(events, end))
@@ -122,14 +119,13 @@ def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]])
 
 
 def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:
-    """Yield the intervals in which the run was stopped: it saved, and its next event resumes from that step."""
+    """Yield the intervals between saving and resuming from that step."""
     for last, event in pairwise(events):
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at
 
 
 def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
-    """Return whether all ranks are present and known to be healthy, according to the events so far."""
     missing = 0
     slow: set[int] = set()
     for event in events:
@@ -144,7 +140,7 @@ def _undisturbed(events: Sequence[RunEvent], until: float) -> bool:
         elif event.event == "recovered":
             slow.difference_update(event.ranks)
         elif event.event == "resumed":
-            slow.clear()  # ranks have new numbers, and are measured again
+            slow.clear()  # ranks are numbered and measured again
     return not missing and not slow
 
 

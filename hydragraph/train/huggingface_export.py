@@ -1,4 +1,4 @@
-"""Export of a trained model as a directory for `from_pretrained` of `transformers`: at the end of a run, or later."""
+"""Export of a trained model as a directory for `from_pretrained` of `transformers`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
     """Write config, weights (safetensors) and tokenizer.
 
     Args:
-        model: the Hugging Face model, on the CPU or without weights; it receives the weights of `state`.
+        model: a Hugging Face model, which receives `state`.
         state: every key of its `state_dict`.
-        tokens: a directory with the tokenizer.
+        tokens: directory of the tokenizer.
 
     Raises:
         OSError: writing failed.
     """
-    model.load_state_dict(dict(state), assign=True)  # also allocates a model on the meta device
+    model.load_state_dict(dict(state), assign=True)  # also on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
-    with file_errors(directory, directory):  # safetensors has its own error types
+    with file_errors(directory, directory):
         model.save_pretrained(str(directory))
         tokenizer.copy(tokens, directory)
 
@@ -45,13 +45,13 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
 def export_checkpoint(
     folder: RunFolder, step: int | None, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> Checkpoint:
-    """Write the model of a run's checkpoint, and its tokenizer, using only the run's folder; return the checkpoint.
+    """Write the model and tokenizer of a run's checkpoint; return the checkpoint.
 
     Args:
-        step: the last step before it was taken; None: the latest checkpoint.
+        step: step of the checkpoint; None: the latest.
         directory: new or empty.
-        merged: for a run with adapters, write the whole model with them merged, instead of the adapters.
-        dtype: of the written weights, except those that the model's classes keep in float32.
+        merged: write the model with its adapters merged.
+        dtype: of the weights, except those that the model's classes keep in float32.
 
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.
@@ -70,7 +70,7 @@ def export_checkpoint(
 def write_model(
     folder: RunFolder, checkpoint: Path, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the model of a checkpoint in place of what the directory holds; arguments as for `export_checkpoint`."""
+    """Replace a directory with a checkpoint's model and tokenizer; arguments as for `export_checkpoint`."""
     config = TrainConfig.load(folder.config)
     encoder = tokenizer.load(folder.tokenizer)
     end = tokenizer.end_id(encoder, folder.tokenizer)

@@ -1,4 +1,4 @@
-"""The training loop that every rank runs; only rank 0 writes metrics, pictures and the final model."""
+"""The training loop of every rank; only rank 0 writes metrics, pictures and the final model."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.trainable import StepResult, Watcher
 
-# Value of `Executable.stopping` that requests a move of state, set by the leading rank; larger than any signal number.
+# `Executable.stopping` for a requested move of state; larger than any signal.
 MOVES = 500
-TRACED_STEPS = 12  # enough to see several strategies more than once
+TRACED_STEPS = 12
 
 
 def train(
@@ -84,16 +84,15 @@ def train(
     """Run a whole training on every launched rank, or on this process alone.
 
     Args:
-        begin: a new run, a resumed one, or one that replaces the contents of the folder.
-        watcher: receives the progress on rank 0.
-        trace: record the times of all instructions of the first steps, and write them as a picture for Perfetto.
+        begin: begin a new run, resume one, or replace one.
+        trace: record the first steps for Perfetto.
         step: resume from the checkpoint after this step; None: from the latest complete one.
-        stopping: receives requests to stop this process. A request on any rank makes all ranks save and return.
+        stopping: requests to stop; one on any rank makes all ranks save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
-        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays, and the error names it.
-        FloatingPointError: a loss or gradient is not finite; no update was made, and the last checkpoint stays.
+        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays.
+        FloatingPointError: a loss or gradient is not finite; no update was made.
     """
     world = join(config.device)
     folder = RunFolder(Path(config.output))
@@ -108,7 +107,6 @@ def train(
             owned.enter_context(folder.owned())
             return last
 
-        # Before the slow part.
         last = together(world, "taking the run's folder", world.rank == 0, own)[0]
         _refuse_apart(world, folder)
         start = _Start(begin, step, last)
@@ -117,15 +115,12 @@ def train(
 
 @dataclass(frozen=True)
 class _Start:
-    """Start of a run: its checkpoint, and whether it was requested by its step."""
-
     begin: Begin
     step: int | None
     last: Checkpoint | None
 
 
 def _refuse_apart(world: World, folder: RunFolder) -> None:
-    """Reject hosts whose run folder is not shared: no checkpoint could be complete there."""
     mark = together(world, "marking the run's folder", world.rank == 0, lambda: leave_mark(folder.path))[0]
     assert mark is not None
     try:
@@ -140,8 +135,8 @@ class _RunInputs:
     """Inputs of a run that every rank builds for itself.
 
     Attributes:
-        config: settings of the run, with epochs converted to steps.
-        reference: scores of the model before training, perhaps still unknown; None: the run needs none.
+        config: with epochs converted to steps.
+        reference: scores of the model before training, perhaps incomplete; None: not needed.
         anew: returns the run's mini-batches from the start.
     """
 
@@ -164,12 +159,11 @@ class _RunInputs:
         return _RunInputs(config, tokens, model, strategies, reference, anew)
 
     def evaluation(self) -> dict[str, list[list[Drawn]]]:
-        """Return the mini-batches of every evaluation set."""
         scores = None if self.reference is None else self.reference.of
         return evaluation_batches(self.config, self.tokens, scores) if self.config.evaluates else {}
 
     def run(self, world: World, folder: RunFolder, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
-        """Return the run; `leading` is for the leading rank."""
+        """Return the run; `leading`: fields of the leading rank."""
         config = self.config
         return Run(
             config,
@@ -195,7 +189,6 @@ def _session(
     stopping: Requests,
     owned: ExitStack,
 ) -> RunOutcome:
-    """Run a training in its own folder, which `owned` releases; other arguments as for `train`."""
     leader = watcher if world.rank == 0 else None
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
     together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
@@ -213,7 +206,7 @@ def _session(
         executor.load_pretrained(Path(config.model.weights))
     with stopping.working(), ExitStack() as stack:
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
-        # Only after all checks, because this may remove an earlier run.
+        # after all checks, because it may remove an earlier run
         begin = partial(folder.begin, config, start.begin, start.step)
         last = together(world, "beginning the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
@@ -274,13 +267,13 @@ def _session(
 
 
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
-    """Check the data against the config, which was `given` before its epochs were counted."""
+    """Check the data against the config; `given`: the config with epochs."""
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # raises errors now
+        evaluation_streams(config, prepared.tokens)  # raises its errors early
 
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
@@ -293,7 +286,7 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
 def _score(
     prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
 ) -> int:
-    """Score answers under the model before training, as far as they are not yet; return the stop signal, or 0."""
+    """Score answers that the reference misses; return the stop signal, or 0."""
     reference, weights = prepared.reference, prepared.config.model.weights
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
@@ -314,7 +307,6 @@ def _note_resumed(
 
 
 def _compiled(prepared: _RunInputs, compile: Callable[..., Any], world: World, **joining: bool) -> Any:
-    """Return the compiled model of a run; `joining` is for ranks that join."""
     config = prepared.config
     return compile(
         prepared.model,
@@ -345,7 +337,7 @@ def _join_run(
     folder: RunFolder,
     stopping: Requests,
 ) -> RunOutcome:
-    """Prepare alone while other ranks are already training; then join them between two steps."""
+    """Prepare while other ranks train; then join them between two steps."""
     tokens = open_tokens(config, prepare(config))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
@@ -368,7 +360,7 @@ def _join_run(
 def _follow(
     run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
-    """Train to the end, on these ranks, or on the remaining and joining ones if some are lost."""
+    """Train to the end, on these ranks, or on remaining and joining ones if some are lost."""
     failure: RankFailure | Stopped | None = None
     changed = state.done < 0  # this rank is joining
     while True:
@@ -381,7 +373,7 @@ def _follow(
                 if ending:
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
-                    checkpoint(run, state)  # fallback if state is lost before the first scheduled checkpoint
+                    checkpoint(run, state)  # in case state is lost before the first scheduled checkpoint
                 stopped = _steps(run, state, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -390,7 +382,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # a rank that fails before this meets the others again
+                    run.world.gather(None)  # ranks that fail before this meet the others again
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -406,7 +398,7 @@ def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
     """Train to the end or until a rank is asked to stop; return the stop reason, or 0."""
     config = run.config
     executor = run.executor
-    executor.listens = lambda: stopping.signal  # also sees requests that arrive during a step
+    executor.listens = lambda: stopping.signal  # also called during a step
     first = state.done + 1
     for step in range(first, config.steps + 1):
         if stops_after(run, state.done):
@@ -458,11 +450,11 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Move a part of the state towards its new home during the next step; all ranks call it."""
+    """Move a part of the state to its new home during the next step; all ranks call it."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
-    if home is None:  # the leader requested it a step ago, and has revoked it since
+    if home is None:  # the leader has revoked its request
         return
     run.executor.rehome(home)
     if following is not None:
@@ -483,7 +475,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         report: StepResult = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # all ranks reach this line, and it may be the last checkpoint
+            run.executor.wait_saved()  # all ranks reach this, and it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step
@@ -503,7 +495,7 @@ def _meets_after(run: Run, step: int) -> bool:
 
 
 def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
-    """Save the current state and end: with an error, unless all ranks were asked to leave."""
+    """Save and end: with an error, unless all ranks were asked to leave."""
     if state.saved < state.done:
         checkpoint(run, state)
     if run.config.checkpoint.asynchronous:
@@ -515,7 +507,7 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
 
 
 def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
-    """Return the strategy arguments of `compile`: the first of those that take turns, or all to choose from."""
+    """Return the strategy arguments of `compile`: the first strategy, or all to choose from."""
     config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:
         return {"strategy": strategies[0]}
@@ -529,7 +521,7 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
 
 
 def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
-    """Return the model, on the meta device if each rank reads its own part of the weights."""
+    """Return the model, on the meta device with `model.weights`."""
     sizes = (tokens.vocabulary, tokens.end_of_text)
     if config.model.weights is None:
         return adapted(build_model(config.model, *sizes, config.seed), config.adapter, config.seed)
@@ -539,7 +531,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared and verified by one rank per host, after checking that all hosts have the same one.
+    """Return the corpus, prepared and verified by one rank per host.
 
     Raises:
         ValueError: the corpus is unusable, a host's copy is damaged, or hosts differ.

@@ -1,4 +1,4 @@
-"""The loss curve as a picture: one colour per strategy, a smoothed line, and the held-out loss."""
+"""The loss curve as a picture: a colour per strategy, a smoothed line, and the held-out loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
-# Kinds of events with a row below the losses, and the sign of each; the rows' names are `run_events.TITLES`.
+# Signs of events with a row below the losses.
 _SIGNS: Mapping[Name, str] = {
     "fault": "x",
     "leave": "<",
@@ -24,7 +24,7 @@ _SIGNS: Mapping[Name, str] = {
     "switch": "D",
     "migrate": "s",
 }
-_NAMED = 12  # maximum number of pauses with a label
+_NAMED = 12
 
 
 def matplotlib_installed() -> bool:
@@ -33,13 +33,12 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw the losses over the steps to a PNG file, which is replaced only when the new one is complete.
+    """Draw losses over steps to a PNG file, replacing it only when the new one is complete.
 
     Args:
-        events: marked below the losses, one row per kind: lost, leaving and joining ranks, slow and recovered ones,
-            switched strategies and moved state; with the seconds of pauses, and goodput.
+        events: marked below the losses, a row per kind, with the seconds of pauses, and goodput.
     """
-    # Not pyplot: the object interface needs no display and leaves the user's backend unchanged.
+    # Not pyplot: this needs no display and leaves the user's backend unchanged.
     from matplotlib.figure import Figure
 
     shown = [event for event in events if event.event in _SIGNS and event.done]
@@ -66,10 +65,10 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Return weighted means over neighbours, with weights `weight`^distance, that neither lag nor lead the curve.
+    """Return means over neighbours, with weights `weight`^distance.
 
-    A mean uses as many values after a point as before it, so it follows a steep start of the curve; near the end,
-    earlier values dominate.
+    A mean uses as many values after a point as before it, so it neither lags nor leads; near the end, earlier values
+    dominate.
 
     Args:
         weight: of the next neighbour, in [0, 1).
@@ -83,7 +82,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
         part = weight**distance
         sums[distance:] += part * curve[:-distance]
         weights[distance:] += part
-        inner = slice(distance, len(curve) - distance)  # with the same number of values before them
+        inner = slice(distance, len(curve) - distance)
         sums[inner] += part * curve[2 * distance :]
         weights[inner] += part
     return [float(value) for value in sums / weights]
@@ -95,7 +94,7 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
     for i, strategy in enumerate(strategies):
         chosen = [m for m in metrics if m.strategy == strategy]
         steps, losses = [m.step for m in chosen], [m.loss for m in chosen]
-        # A fingerprint is meaningless to people, unless only it distinguishes two strategies.
+        # Show a fingerprint only if it distinguishes two strategies.
         label = names[i] if names.count(names[i]) == 1 else strategy
         axes.plot(steps, losses, ".", color=f"C{i}", alpha=0.6, markersize=5, label=label)
     smooth = smoothed([m.loss for m in metrics])
@@ -112,7 +111,6 @@ def _draw_evaluations(axes: Any, metrics: Sequence[Metrics]) -> None:
 def _draw_events(
     axes: Any, below: Any, shown: Sequence[RunEvent], kinds: Sequence[Name], pauses: Sequence[RunEvent]
 ) -> None:
-    """Draw a row of signs for each kind and one of pauses `below`, with thin lines up through the losses."""
     names = [TITLES[kind] for kind in kinds]
     for row, kind in enumerate(kinds):
         steps = [event.step for event in shown if event.event == kind]

@@ -1,4 +1,4 @@
-"""Mini-batches read slightly ahead of training, so that they can be announced to the planner."""
+"""Mini-batches read ahead of training, to announce them to the planner."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Source(Protocol):
 
 
 class Ahead:
-    """Reads mini-batches ahead, at least one, which ranks agree on early (`hydragraph.engine.step_agreement`).
+    """Reads at least one mini-batch ahead, for ranks to agree on it early (`hydragraph.engine.step_agreement`).
 
     Attributes:
-        position: of the source after the mini-batch returned last, where a resumed run must continue.
+        position: of the source after the last returned mini-batch, where a resumed run continues.
     """
 
     def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
-        """Start reading at the current position of a source.
+        """Start reading at a source's position.
 
         Args:
-            count: number of mini-batches planned ahead of the one being trained.
+            count: number of mini-batches planned ahead.
             announce: called once with each mini-batch, if `count` is not 0.
         """
         self._source = source
@@ -41,11 +41,11 @@ class Ahead:
 
     @property
     def following(self) -> list[Drawn] | None:
-        """The mini-batch after the one returned last; None: no further ones are needed."""
+        """Mini-batch after the last returned one; None at the end."""
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:
-        """Return the next mini-batch."""
+        """Return the next mini-batch; `left`: number of mini-batches left, with this one."""
         upcoming = min(left, 1 + max(1, self._count))
         while len(self._waiting) < upcoming:
             batch = next(self._source)

@@ -1,4 +1,4 @@
-"""The model of a run, built from its config with a seed or read from a directory, on the CPU or without weights."""
+"""The model of a run, from its config and a seed, or from a directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
-# Settings that are rates of dropout in training; other heads' rates do not count.
+# Rates of dropout in training, without those of other heads.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -35,16 +35,16 @@ def loss_of(config: TrainConfig) -> Loss | None:
 
 
 def captured_loss(config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments `loss` and `example` of `hydragraph.capture` and `hydragraph.compile` for a config."""
+    """Return the arguments `loss` and `example` of `hydragraph.capture` and `hydragraph.compile`."""
     example = None if config.objective is None else {WEIGHTS: torch.ones(1, 8)}
     return {"loss": loss_of(config), "example": example}
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
-    """Return a model with the adapters of a config, the same in every process, or the model itself without any.
+    """Return a model with the adapters of a config, equal in every process.
 
     Raises:
-        ValueError: for example, the model does not have a target.
+        ValueError: a target does not exist, or peft rejects a setting.
         ImportError: peft is not installed.
     """
     if adapter is None:
@@ -79,7 +79,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Reject a target or a layer to save that matches nothing: peft ignores it if others match."""
+    """Reject a target or a layer to save that does not exist; peft ignores it if others do."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -90,15 +90,15 @@ def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    """Return the model with fp32 weights, the same in every process; a new model's are drawn from the seed.
+    """Return the model with fp32 weights, equal in every process.
 
     Args:
         vocabulary: exclusive upper bound of all tokens; a new model's default `vocab_size`.
         end_of_text: a new model's default `eos_token_id`.
-        seed: of a new model's weights; the global generator is left unchanged.
+        seed: of a new model's weights; the global generator stays unchanged.
 
     Raises:
-        ValueError: naming the field, if transformers has no such class or setting, or the vocabulary is too small.
+        ValueError: transformers has no such class or setting, or the vocabulary is too small.
     """
     if config.directory is None:
         model = _build(config, vocabulary, end_of_text, seed)
@@ -109,14 +109,13 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
 
 
 def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
-    """Return a model in training mode if it has dropout, or in evaluation mode if the config leaves that out."""
     if not config.dropout:
         return model.eval()
     return model.train() if dropout_rates(model) else model
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return the positive rates of dropout in a model's config, by setting; of its modules if it has no config."""
+    """Return positive dropout rates by setting of the config, else the largest of modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -124,14 +123,14 @@ def dropout_rates(model: Any) -> dict[str, float]:
 
 
 def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.Module:
-    """Return the model on the meta device: shapes without weights; arguments as for `build_model`."""
+    """Return the model on the meta device; arguments as for `build_model`."""
     with torch.device("meta"):
         if config.architecture is not None:
             settings = model_config(config, vocabulary, end_of_text)
             try:
                 model: nn.Module = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # PyTorch appends the C++ location
+                first = str(error).partition("\n")[0]  # the C++ location follows
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with it and a vocabulary of {vocabulary}: "
                     f"{type(error).__name__}: {first}"
@@ -165,7 +164,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     settings = dict(config.config or {})
     kind = _model_class(str(config.architecture)).config_class
     _check_names(kind, settings)
-    # A new vocabulary has no other special token; the class's own defaults would be ids of ordinary tokens.
+    # A new vocabulary has no other special token; the class's defaults would be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
         "bos_token_id": end_of_text,
@@ -204,7 +203,7 @@ def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:
             output_loading_info=True,
             ignore_mismatched_sizes=bool(config.config),
         )
-    # Transformers would initialise tensors that the directory does not have, and skip those that the model lacks.
+    # transformers would initialise missing tensors, and skip unexpected ones.
     kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
     other = sorted({str(key) for kind in kinds for key in loaded[kind]})
     if config.path is not None and config.config and other:
@@ -237,7 +236,7 @@ def _changed_config(config: ModelConfig) -> Any:
 def _refused_by(kind: type[Any]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # transformers has its own error types
+    except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"model.config: {kind.__name__} refuses it: {type(error).__name__}: {said}") from error
 
@@ -253,11 +252,10 @@ def _check_known(changes: Mapping[str, Any], given: Mapping[str, Any], aliases: 
 
 @contextmanager
 def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
-    """Add the directory and a remedy to the error if transformers cannot read it."""
     directory_of(config)
     try:
         yield
-    except Exception as error:  # transformers, safetensors and torch have their own error types
+    except Exception as error:
         where = f"{_field(config)} {config.directory}"
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -265,7 +263,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
                 "class that transformers has, or read that code and set model.trust_remote_code: true"
             ) from error
         if config.trust_remote_code:
-            raise  # it may come from the directory's own code
+            raise  # the directory's own code may have raised it
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a whole directory that save_pretrained wrote"
@@ -276,7 +274,7 @@ def directory_of(config: ModelConfig) -> str:
     """Return the path of the local directory with the model.
 
     Raises:
-        ValueError: the directory does not exist, or is a name on the Hugging Face hub, which would need the internet.
+        ValueError: the directory does not exist; a name on the Hugging Face hub is not fetched.
     """
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
@@ -313,7 +311,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
-    """Reject settings that the config class does not declare; transformers itself would silently ignore them."""
+    """Reject settings that the config class does not declare: transformers would ignore them."""
     if not is_dataclass(kind):
         return
     names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}

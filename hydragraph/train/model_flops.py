@@ -1,4 +1,4 @@
-"""Operations of a step and peak FLOP/s of GPUs: the inputs of MFU (PaLM, 2022, appendix B)."""
+"""Operations of a step and peak FLOP/s of GPUs, for MFU (PaLM, 2022, appendix B)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydragraph.cost.datasheet import operations
 from hydragraph.cost.reach import Reach
 from hydragraph.ir.program import Program
 
-# NVIDIA's datasheets: dense bf16 FLOP/s of tensor cores. The first entry whose words are all in a GPU's name matches.
+# Dense bf16 FLOP/s from NVIDIA's datasheets. The first entry whose words are all in a GPU's name matches.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("B200",), 2250e12),
     (("H200",), 989e12),
@@ -28,10 +28,10 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s from its datasheet; None if it is not known.
+    """Return a GPU's peak FLOP/s; None if it is not known.
 
     Args:
-        name: from `torch.cuda.get_device_name`, such as "NVIDIA A100-SXM4-80GB".
+        name: from `torch.cuda.get_device_name`.
         dtype: of the computation; peaks are known for bfloat16.
     """
     words = name.replace("-", " ").split()
@@ -41,9 +41,9 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(program: Program, lengths: Sequence[int]) -> float:
-    """Return the operations of one step's forwards and backwards, without recomputation.
+    """Return the operations of a step's forwards and backwards, without recomputation.
 
-    A backward takes twice as many operations as a forward: it computes the gradients of both operands of a product.
+    A backward takes twice as many as a forward: it computes the gradients of both operands of a product.
     """
     blocks = [operations(program, block, 1) for block in program.blocks]
     linear = sum(block.linear for block in blocks)

@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, as a run's config names them; `preference_objective` computes them."""
+"""Losses of pairs of answers in a run's config; `preference_objective` computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hydragraph.train.field_checks import Fraction, Number, check_fields, check_
 
 
 def _check_scale(name: str, value: object) -> None:
-    """Check that the scale of rewards is a number above 0; with 0, no pair has a gradient."""
     check_number(name, value)
     if not value:
         raise ValueError(f"{name} is 0, which makes every gradient zero: give a number above 0")
@@ -95,7 +94,7 @@ class ObjectiveConfig:
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
-        """Return an objective with its defaults, by its name.
+        """Return the objective of a name, with defaults.
 
         Raises:
             ValueError: there is no objective of that name.

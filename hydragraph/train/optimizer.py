@@ -18,12 +18,12 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return the optimizer factory for `hydragraph.compile`, called with (name, flat tensor) pairs without shapes.
+    """Return the optimizer factory for `hydragraph.compile`, which is called with (name, flat tensor) pairs.
 
-    On a GPU AdamW is `hydragraph.AdamW`, one kernel over all shards; every other class is torch.optim's.
+    On a GPU, AdamW is `hydragraph.AdamW`, one kernel over all shards.
 
     Raises:
-        ValueError: torch.optim has no such class, or it does not accept a setting of the config.
+        ValueError: torch.optim has no such class, or the class no such setting.
     """
     optimizer = getattr(torch.optim, config.name, None)
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
@@ -53,10 +53,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes per element at home: its fp32 weight and its optimizer state.
-
-    A tensor of two elements is updated, and the optimizer state of its size is counted.
-    """
+    """Return the bytes per element at home: its fp32 weight and its optimizer state."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     model = nn.Module()
@@ -65,7 +62,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
     optimizer.step()
     kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
     total = sum(tensor.element_size() for tensor in (parameter, *kept))
-    # hydragraph.AdamW also keeps the weights in the dtype in which they are pulled (`runtime.rounded_weights`).
+    # hydragraph.AdamW also keeps weights in the dtype in which they are pulled (`runtime.rounded_weights`).
     fused = config.name == "AdamW" and device is not None and device.type == "cuda"
     return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
 
@@ -73,11 +70,9 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of one step.
 
-    It is a function of the step alone, so a resumed run needs no scheduler state.
-
     Args:
         step: from 1 to `steps`.
-        peak: reached at the end of the warm-up.
+        peak: rate at the end of the warm-up.
     """
     warmup = schedule.warmup_of(steps)
     if step < warmup:

@@ -1,4 +1,4 @@
-"""Steps and evaluations with a loss of pairs of answers: scores first, then the gradient token by token."""
+"""Steps and evaluations with a loss of pairs: scores first, then the gradient token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PairReport(StepReport):
     """Report of a step on pairs of answers.
 
     Attributes:
-        pairs: figures of the pairs, as in `PairResult`, and `scoring_s`, the seconds of scoring them before the step.
+        pairs: figures as in `PairResult`, and `scoring_s`, the seconds of scoring before the step.
     """
 
     pairs: Mapping[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class PairReport(StepReport):
 
 @dataclass(frozen=True, eq=False)
 class PairedSteps:
-    """A compiled model, called with mini-batches of pairs: each preferred answer is followed by the other one.
+    """Steps on mini-batches of pairs, in which each preferred answer is followed by the other one.
 
     The model must be compiled with the loss `weighted_logprobs`.
     """
@@ -40,7 +40,7 @@ class PairedSteps:
     loss: PairLoss
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
-        """Announce the mini-batch of a later step, so that it is planned before, or while answers are scored."""
+        """Announce the mini-batch of a later step, to plan it early."""
         self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
@@ -57,13 +57,13 @@ class PairedSteps:
         return PairReport(**{**step_fields, "loss": pairs.loss}, pairs={**pairs.figures, "scoring_s": scoring_s})
 
     def weighted(self, sequences: Sequence[Drawn]) -> list[dict[str, Any]]:
-        """Return a mini-batch as the first step trains on it, where scores are those of the reference."""
+        """Return a mini-batch as the first step trains on it, where scores equal the reference's."""
         scores = self.executor.score([_plain(answer) for answer in _answers(sequences)])
         scored = [{**answer, "reference": score} for answer, score in zip(_answers(sequences), scores, strict=True)]
         return _weighted(scored, self.evaluate(scored, None).weights)
 
     def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairResult:
-        """Return the losses of a mini-batch without updating anything."""
+        """Return the losses of a mini-batch."""
         answers = _answers(sequences)
         scores = self.executor.score([_plain(answer) for answer in answers], strategy=strategy)
         targets = torch.tensor([int((answer["labels"][1:] != IGNORED).sum()) for answer in answers])

@@ -1,4 +1,4 @@
-"""Nearby places of checkpoints in pieces, as a run's config names them; `run_pieces` opens them."""
+"""Config of checkpoints in pieces near the ranks."""
 
 from __future__ import annotations
 

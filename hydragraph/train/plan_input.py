@@ -1,4 +1,4 @@
-"""Inputs of `hydragraph plan` and of the `plan` section of a config: profiles, costs, lengths and strategies."""
+"""Readers of profiles, costs, lengths and strategies for `hydragraph plan` and the `plan` section of a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile written by `hydragraph profile`, or one entry of a file of published constants.
+    """Read a profile, or one entry of a file of published constants.
 
     Args:
         text: profile.json, or constants.json#name of the entry.
@@ -38,13 +38,10 @@ def read_profile(text: str) -> Profile:
 
 
 def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
-    """Read the costs for a run's choices: a profile for equal devices, or costs of the devices of a cluster.
-
-    Returns:
-        The costs, or None if no profile is named.
+    """Read a profile for equal devices, or costs of a cluster's devices; None if no profile is named.
 
     Raises:
-        ValueError: naming the field: a file is wrong, a device type was not measured, or the number of ranks differs.
+        ValueError: a file is wrong, a device type was not measured, or the number of ranks differs.
     """
     if plan.profile is None:
         return None
@@ -57,7 +54,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
             f"plan.cluster {plan.cluster}: it has {len(cluster.devices)} devices, and the run {ranks} ranks: "
             "give a device per rank, in the order of ranks"
         )
-    from hydragraph.cost.costs import Costs  # needs PyTorch, which reading profiles does not
+    from hydragraph.cost.costs import Costs  # needs PyTorch
 
     try:
         return Costs(profile, cluster, None if plan.health is None else Health.load(plan.health))
@@ -66,7 +63,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
 
 
 def read_corrections(path: Path | None) -> Corrections | None:
-    """Read the output of `hydragraph compare`, if a file was named."""
+    """Read the output of `hydragraph compare`."""
     return None if path is None else Corrections.load(path)
 
 
@@ -79,7 +76,7 @@ def read_lengths(path: Path) -> list[int]:
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
-        from hydragraph.data.token_file import TokenFile  # needs PyTorch
+        from hydragraph.data.token_file import TokenFile
 
         return [int(n) for n in TokenFile.open(path).lengths]
     lines = path.read_text(encoding="utf-8").split()
@@ -95,14 +92,14 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
     """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>".
 
     Raises:
-        ValueError: naming the invalid strategy, or the one with other pipelines.
+        ValueError: a strategy is invalid, or has other pipelines.
     """
     candidates = []
     for i, text in enumerate(texts):
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r}: write pipelines as <tp4,pp2>, which is what a plan compares")
         try:
-            pipelines = parse_strategy(text, layers=1024).pipelines  # the layers do not matter to a scheme
+            pipelines = parse_strategy(text, layers=1024).pipelines  # schemes do not depend on layers
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error
         candidates.append([(len(stages[0].devices), len(stages)) for stages in pipelines])

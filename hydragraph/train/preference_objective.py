@@ -1,8 +1,7 @@
-"""Losses of pairs of answers, of which one is preferred to the other: DPO, SimPO and ORPO.
+"""Losses of pairs of a preferred and a rejected answer: DPO, SimPO and ORPO.
 
-Each loss depends on an answer only through its log-probability s, the sum over the answer's tokens. Its gradient with
-respect to the weights is therefore a sum over tokens, in which every token of an answer has the same factor dL/ds, a
-number. So both answers of a pair may lie in different micro-batches, pipelines and ranks.
+Each loss depends on an answer only through its log-probability s, a sum over tokens. So all tokens of an answer have
+the factor dL/ds in the gradient, and the answers of a pair may lie on different ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from torch import Tensor
 from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
-WEIGHTS = "weights"  # the field of a sequence with the factor of its token losses
-_SURE = -1e-7  # the log-probability per token above which an answer counts as certain, since its odds would be infinite
+WEIGHTS = "weights"  # field with the factor of a sequence's token losses
+_SURE = -1e-7  # log-probability per token above which an answer counts as certain: its odds would be infinite
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sum of the token losses -log p, each times the weight of its sequence."""
+    """Return the sum of the token losses -log p, weighted by sequence."""
     return -(token_logprobs(outputs, batch) * batch[WEIGHTS][0]).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """One answer of each of n pairs.
+    """One answer of each of n pairs; all tensors are fp64 [n].
 
     Attributes:
-        scores: log-probability of each answer under the model, fp64 [n].
-        targets: number of tokens of each answer, fp64 [n].
-        reference: log-probability of each answer under the model before training, fp64 [n]; NaN if it is not known.
+        scores: log-probability of each answer.
+        targets: number of tokens of each answer.
+        reference: log-probability of each answer under the model before training; NaN: unknown.
     """
 
     scores: Tensor
@@ -48,7 +47,7 @@ class Answers:
 
 
 def rewards(loss: PairLoss, answers: Answers) -> Tensor:
-    """Return the reward of each answer that a loss assumes, [n]; of ORPO, the weighted log-probability per token."""
+    """Return the reward of each answer, [n]; for ORPO, the weighted log-probability per token."""
     match loss:
         case DpoConfig():
             return loss.beta * (answers.scores - answers.reference)
@@ -82,13 +81,13 @@ class PairResult:
     """The losses of the pairs of a mini-batch.
 
     Attributes:
-        pairs: their number.
-        loss: mean of their losses.
-        weights: of each sequence's token losses -log p, in the order of the scores; the sum of the weighted token
-            losses has the gradient of the sum of the pairs' losses.
-        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (their difference), `accuracy` (the
-            fraction of pairs whose preferred answer has the higher reward; equal rewards count half) and, with a
-            reference, `log_ratio` (log p - log p_ref of an answer).
+        pairs: number of pairs.
+        loss: mean over the pairs.
+        weights: factors of each answer's token losses -log p; their weighted sum has the gradient of the sum of the
+            pairs' losses.
+        figures: means over the pairs: `chosen_reward`, `rejected_reward`, `margin` (their difference), `accuracy`
+            (fraction of pairs whose preferred answer has the higher reward; ties count half) and, with a reference,
+            `log_ratio` (log p - log p_ref of an answer).
     """
 
     pairs: int
@@ -98,16 +97,16 @@ class PairResult:
 
 
 def mean_over_pairs(results: Sequence[PairResult], values: Sequence[float]) -> float:
-    """Return the mean of a value per result, weighted by the number of its pairs."""
+    """Return the mean of a value per result, weighted by pairs."""
     return sum(r.pairs * value for r, value in zip(results, values, strict=True)) / sum(r.pairs for r in results)
 
 
 def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: Tensor) -> PairResult:
-    """Return the losses of pairs of answers, and the factor of each answer in their gradient.
+    """Return the losses of pairs of answers, and each answer's factor in the gradient.
 
     Args:
         scores: log-probability of each answer, [2n]: the preferred one of each pair and then the other.
-        targets: number of tokens of each answer, [2n].
+        targets: tokens of each answer, [2n].
         reference: scores under the model before training, [2n].
 
     Raises:

@@ -1,4 +1,4 @@
-"""`ranks.json`: the processes of a run, by rank; replaced atomically whenever the ranks change.
+"""`ranks.json`: the processes of a run, by rank; replaced whenever they change.
 
 [{"rank": 0, "pid": 4711, "host": "node-a", "device": "cuda:0"}, ...]
 """
@@ -18,7 +18,7 @@ from hydragraph.train.atomic_write import write_whole
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank: its process, host and device."""
+    """Process, host and device of a rank."""
 
     rank: int
     pid: int
@@ -32,5 +32,5 @@ def ranks_of(world: World) -> list[RankPlace]:
 
 
 def write_ranks(path: Path, ranks: Sequence[RankPlace]) -> None:
-    """Replace the file."""
+    """Replace the file atomically."""
     write_whole(path, json.dumps([asdict(place) for place in ranks]) + "\n")

@@ -1,4 +1,4 @@
-"""Scores of a run's answers under the model before training, which DPO compares with; kept in the run folder."""
+"""Scores of a run's answers under the model before training, for DPO, kept in the run folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from hydragraph.train.config import TrainConfig
 from hydragraph.train.trainable import Trainable, Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
-_EVERY_S = 60.0  # of scoring at most lost by an interruption
+_EVERY_S = 60.0  # most work that an interruption loses
 
 
 class ReferenceScores:
-    """The scores of every answer that a run reads.
+    """Scores of every answer that a run reads.
 
     Args:
-        path: the file in the run folder, which all ranks see.
-        train: the run's mini-batches, from the start.
-        evaluation: of every evaluation set, its streams.
+        path: file in the run folder.
+        train: mini-batches from the start.
+        evaluation: streams by evaluation set.
 
     Attributes:
-        of: for each stream, by name, the score of each chunk: fp32 [chunks], NaN where it is not known. Streams that
-            share these arrays see scores as they become known.
+        of: by stream, the score of each chunk: fp32 [chunks], NaN if unknown. The arrays are updated in place.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ReferenceScores:
         self.of: Scores = {name: np.full(len(s.chunks), np.nan, np.float32) for name, s in self._streams.items()}
 
     def read(self) -> None:
-        """Take over the scores in the file, except those of other data."""
+        """Read the scores in the file, except those of other data."""
         if not self._path.is_file():
             return
         with np.load(self._path) as stored:
@@ -57,10 +56,10 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read the file, and return the answers that a run of `config.steps` needs and the file does not have.
+        """Read the file; return the answers that a run still needs.
 
         Returns:
-            For each mini-batch with such answers, the names of their streams and their chunks.
+            By mini-batch, pairs of a stream's name and a chunk.
         """
         self.read()
         return list(self._without(config))
@@ -85,7 +84,7 @@ class ReferenceScores:
         """Score answers under the model before training, whose weights the executor must hold; all ranks call it.
 
         Returns:
-            0, or the signal that asked a rank to stop before the end; what was scored is in the file.
+            0, or the signal that asked a rank to stop; finished scores are in the file.
         """
         count = sum(map(len, missing))
         done = 0
@@ -104,11 +103,11 @@ class ReferenceScores:
                 self._write(world)
                 written = time.monotonic()
         self._write(world)
-        world.gather(None)  # the file is complete before any rank trains, and others may read it
+        world.gather(None)  # the file must be complete before any rank trains
         return 0
 
     def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:
-        """Yield the answers of each training mini-batch; the stream must be at its start."""
+        """Yield the answers of each training mini-batch."""
         for _ in range(steps):
             self._train.skip()
             drawn = self._train.drawn
@@ -135,12 +134,12 @@ class ReferenceScores:
 
 
 def train_name(member: int) -> str:
-    """Return the name of a training corpus's stream."""
+    """Name a training corpus's stream."""
     return f"train-{member}"
 
 
 def evaluation_name(name: str, member: int) -> str:
-    """Return the name of a stream of an evaluation set."""
+    """Name an evaluation set's stream."""
     return f"{name}-{member}-evaluated"
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: the paths in it, and how a run begins in it."""
+"""A run's folder."""
 
 from __future__ import annotations
 
@@ -26,19 +26,13 @@ Begin = Literal["new", "resume", "overwrite", "auto"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        step: the last step before it was taken.
-    """
+    """Complete checkpoint after a step."""
 
     path: Path
     step: int
 
 
 class _FolderEntry:
-    """The path of an entry of a run folder."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -52,28 +46,28 @@ class RunFolder:
 
     path: Path
 
-    owner = _FolderEntry("owner.json")  # the process that owns the folder, and when its run began
+    owner = _FolderEntry("owner.json")  # process that owns the folder, and start of its run
     config = _FolderEntry("config.yaml")  # resolved
     metrics = _FolderEntry("metrics.jsonl")
     events = _FolderEntry("tensorboard")
     happenings = _FolderEntry("events.jsonl")  # events and decisions about ranks
-    ranks = _FolderEntry("ranks.json")  # the processes of the run
+    ranks = _FolderEntry("ranks.json")  # processes of the run
     slow = _FolderEntry("slow.json")  # slow ranks known to the leading rank
     picture = _FolderEntry("loss.png")
-    trace = _FolderEntry("trace.json")  # times of each rank's instructions, for Perfetto
-    corrections = _FolderEntry("corrections.json")  # measured errors of the cost model, from `hydragraph compare`
-    model = _FolderEntry("model")  # the final model, readable by transformers
-    tokenizer = _FolderEntry("tokenizer")  # readable by transformers
-    reference = _FolderEntry("reference.npz")  # scores of pairs' answers under the model before training
+    trace = _FolderEntry("trace.json")  # for Perfetto
+    corrections = _FolderEntry("corrections.json")  # from `hydragraph compare`
+    model = _FolderEntry("model")  # for transformers
+    tokenizer = _FolderEntry("tokenizer")  # for transformers
+    reference = _FolderEntry("reference.npz")  # scores under the model before training
     checkpoints = _FolderEntry("checkpoints")
 
     def check(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
-        """Return the checkpoint that a run continues from, if any, without changing anything.
+        """Return the checkpoint that a run would continue from, if any.
 
         Args:
-            how: "new" rejects a folder that holds a run, "overwrite" replaces that run, "resume" continues it, and
-                "auto" continues it if it has a checkpoint, and otherwise begins it.
-            step: resume from the checkpoint after this step; None: from the latest.
+            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues it, and "auto"
+                continues it if it has a checkpoint, else replaces it.
+            step: resume after this step; None: from the latest checkpoint.
 
         Raises:
             ValueError: the folder holds a run although it should not, or none to continue.
@@ -92,9 +86,9 @@ class RunFolder:
         return last
 
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
-        """Prepare the folder for a run, write its resolved config, and return the result of `check`.
+        """Prepare the folder, write the resolved config, and return the result of `check`.
 
-        Checkpoints after `step` are set aside: they would count as the latest of this run.
+        Checkpoints after `step` are set aside, so that they do not count as the latest.
         """
         last = self.check(config, how, step)
         if how == "overwrite" or (how == "auto" and last is None):
@@ -106,7 +100,7 @@ class RunFolder:
         config.save(self.config)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # no piece from before may be read later
+            run = ""  # earlier pieces must not be read
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
         write_whole(self.owner, json.dumps(record | names))
@@ -114,23 +108,24 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Names of the folder and of the run in it, unique on all machines; empty if there is none. A run that replaces
-        another, resumes from an earlier step or keeps no pieces gets a new name.
+        """Unique names of the folder and of the run in it; empty if there is none.
+
+        A run that replaces another, resumes from an earlier step or keeps no pieces gets a new name.
         """
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
     @property
     def began(self) -> float:
-        """When the run in the folder began, in seconds since the epoch; 0: there is none."""
+        """Start of the folder's run, in seconds since the epoch; 0: there is none."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Keep other runs out, at most for the lifetime of this process.
+        """Keep other runs out until the block or this process ends.
 
         Raises:
-            ValueError: another run is active in the folder; the error names its host and process.
+            ValueError: another run is active in the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)  # a refused run leaves no file
@@ -147,16 +142,15 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Own a folder that a lost rank of the same run owned, at most for the lifetime of this process.
+        """Own a folder that a lost rank of the same run owned, until the block or this process ends.
 
         Args:
-            patience_s: time for the lost process to release its lock; if its machine has stopped, the run continues
-                without.
-            began: value of `began` that this run read before; None: it read none.
+            patience_s: seconds to wait for the lost process's lock; then continue without it.
+            began: `began` as read by this run; None: not read.
 
         Raises:
-            OSError: the folder or its contents were removed during the run.
-            ValueError: another run has begun in the folder since.
+            OSError: the folder or its contents were removed.
+            ValueError: another run has begun in the folder.
         """
         self._refuse_another(began)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -183,18 +177,17 @@ class RunFolder:
             raise ValueError(f"output {self.path}: another run has begun there: choose another output")
 
     def refuse_shared(self) -> None:
-        """Raise the error of `owned` if another run is active, and leave the folder unchanged."""
+        """Raise the error of `owned` if another run is active."""
         if self.path.is_dir():
             with self.owned():
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return how an interrupted run begins again: from its last checkpoint, or from the start if it has none.
+        """Return how an interrupted run begins again: from its last checkpoint, or from the start.
 
         Args:
-            how, step: how the run was asked to begin; returned if it was rejected or ended before it began.
-            before: value of `began` when the run was first called, which distinguishes another run's folder from its
-                own.
+            how, step: arguments of the run, returned if it had not begun.
+            before: `began` when the run was first called, which shows whether it has begun since.
         """
         if self.began in (0.0, before):
             return how, step
@@ -210,14 +203,14 @@ class RunFolder:
 
     @property
     def how_to_go_on(self) -> str:
-        """A clause that names the last good checkpoint."""
+        """A clause that names the last checkpoint."""
         if not self.path.is_dir():
             return f"{self.path} is gone, and its checkpoints with it"
         last = self.last()
         return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Set a damaged checkpoint aside and return the one before it; without one, leave it and return None."""
+        """Set a damaged checkpoint aside and return the one before it, if there is one."""
         earlier = [place for place in self._all() if place.step < damaged.step]
         if not earlier:
             return None
@@ -225,11 +218,11 @@ class RunFolder:
         return earlier[-1]
 
     def changes(self, config: TrainConfig) -> str:
-        """Return how a config differs from the one that the folder's run began with; "" if it does not."""
+        """Return the differences of a config from that of the folder's run; "" if there are none."""
         try:
             before = TrainConfig.load(self.config)
         except (ValueError, OSError):
-            return ""  # for example, of another version
+            return ""
         return ", ".join(differences(before, config))
 
     def chosen(self, step: int | None) -> Checkpoint:
@@ -254,7 +247,7 @@ class RunFolder:
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
-        """Check before the slow part whether the folder is writable, even for root on a read-only file system."""
+        """Check, also as root on a read-only file system, that the folder is writable."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")
@@ -283,8 +276,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock the folder as soon as its current holder has ended."""
-    with suppress(OSError):  # the descriptor was closed meanwhile
+    with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

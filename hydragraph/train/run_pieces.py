@@ -1,4 +1,4 @@
-"""Checkpoints in pieces during a run: opened in the places of its config, kept every few steps, deleted at its end."""
+"""Checkpoints in pieces during a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_places(config: TrainConfig) -> None:
     """Check that this machine can write to the places of pieces.
 
     Raises:
-        ValueError: naming the field: a variable is not set here, a driver is missing, or a test file cannot be written.
+        ValueError: a variable is not set, a driver is missing, or a test file cannot be written.
     """
     local = _local(config)
     shared = _shared(config)
@@ -41,7 +41,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
         shelf.drop(folder)
     except ImportError as error:
         raise ValueError(f"{what}: {error}") from error
-    except Exception as error:  # drivers of fsspec raise errors of their own
+    except Exception as error:  # fsspec's drivers have their own errors
         raise ValueError(
             f"{what}: a test file could not be written ({type(error).__name__}: {error}): correct it or its credentials"
         ) from error
@@ -50,7 +50,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places of pieces for the run in the folder; None: its config names none. All ranks call it."""
+    """Return this rank's places of pieces, or None if the config names none; all ranks call it."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None
@@ -72,17 +72,12 @@ def keep_pieces(run: Run, state: TrainState) -> None:
     assert run.pieces is not None, "its config names places"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
-    if errors and not state.pieces_fail and run.watcher is not None:  # noted once, until a step is kept again
+    if errors and not state.pieces_fail and run.watcher is not None:  # noted once, until a step is kept
         run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {errors[0]}")
     state.pieces_fail = bool(errors)
 
 
 def _local(config: TrainConfig) -> str | None:
-    """Return this machine's directory, expanded.
-
-    Raises:
-        ValueError: a variable in it is not set.
-    """
     pieces = config.checkpoint.pieces
     if pieces is None or pieces.local is None:
         return None

@@ -1,4 +1,4 @@
-"""Continuing a run after ranks were lost, left or joined: the new leader, its position, and the events it reports."""
+"""Continuing a run after ranks were lost, left or joined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
-TAKEOVER_S = 5.0  # for a lost rank to release the run's folder
+TAKEOVER_S = 5.0  # for a lost rank to release the folder
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -40,14 +40,14 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         last = folder.last()
         return None if last is None else last.path
 
-    compiled: Any = executor  # a Trainable made by `compile`
+    compiled: Any = executor
     rates = _known_rates(run, state)
     survived = meet_again(compiled, failure, newest, _soon(config), rates, run.pieces)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # this rank has just joined, and no earlier rank is left
+    if last < 0 and world.rank == 0:  # this rank has just joined, and no earlier one is left
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
@@ -77,7 +77,6 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
 
 
 def _known_rates(run: Run, state: TrainState) -> dict[int, float]:
-    """Return the rates of slow members: measured by this rank, or recorded by the previous leader."""
     if run.controller is not None:
         health = run.controller.health
         return {run.watched[rank]: health.rate(rank) for rank in health}
@@ -92,7 +91,6 @@ def _known_rates(run: Run, state: TrainState) -> dict[int, float]:
 
 
 def _soon(config: TrainConfig) -> bool:
-    """Return whether ranks continue with a good plan at once, because the best is searched for during training."""
     return config.replans and not config.elastic.dry_run
 
 
@@ -100,7 +98,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     """Become or stay the leading rank, which writes the run's files.
 
     Args:
-        watching: this rank's controller of the previous ranks; its planning process is kept.
+        watching: this rank's controller of the previous ranks.
     """
     log = run.log
     if not state.owns:
@@ -110,9 +108,9 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
         if state.callbacks is None:
             state.callbacks = Callbacks.load(run.config.callbacks)
             owned.callback(state.callbacks.call, "on_end")
-            state.callbacks.call("on_start", run.config)  # they have not started in this process
+            state.callbacks.call("on_start", run.config)  # not called in this process yet
         run = replace(run, callbacks=state.callbacks)
-    # Another rank may be lost after this, and `run` is then the one from before, whose log is closed.
+    # If another rank is lost later, `run` is the one from before, whose log is closed.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -132,10 +130,10 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Return to the position after the last mini-batch that counts, and share it with ranks that joined."""
+    """Return to the position after the last mini-batch that counts; share it with new ranks."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
-    if position is None:  # all ranks that knew it are gone: draw all mini-batches again
+    if position is None:  # no remaining rank knows it
         state.batches = state.anew()
         for _ in range(state.done):
             next(state.batches)
@@ -157,7 +155,7 @@ def _write_down(run: Run, state: TrainState) -> None:
 
 
 def _unsaved(run: Run, state: TrainState) -> bool:
-    """Return whether the checkpoint after the last step is due but missing; the same on all ranks."""
+    """Return whether the checkpoint after the last step is due but missing; equal on all ranks."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     state.saved = max(there, 0)
@@ -167,14 +165,13 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    """Write which processes are the ranks; all ranks call it."""
     ranks = ranks_of(run.world)
     if run.log is not None:
         write_ranks(run.folder.ranks, ranks)
 
 
 def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
-    """Yield events for ranks that were lost, left or joined, in the order of the meetings."""
+    """Yield events for lost, leaving and joining ranks, in the order of the meetings."""
     for survived, before in told:
         step = survived.step
         now = len(survived.peers)
@@ -187,12 +184,12 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
-    """Return the number of ranks before they meet; that of the last meeting if its events are still unreported."""
+    """Return the number of ranks before they meet: after the last unreported meeting, else `ranks`."""
     return len(untold[-1][0].peers) if untold else ranks
 
 
 def paused(told: Sequence[tuple[Survived, int]], rank: int) -> float:
-    """Return how long this rank did not train, in seconds; 0 if it joined and only waited to be needed."""
+    """Return the seconds in which this rank did not train; 0 if it joined."""
     return sum(survived.seconds for survived, _ in told if rank not in survived.joined)
 
 
@@ -214,9 +211,9 @@ def resumed(
     """Return the event for the continued run.
 
     Args:
-        told: how ranks met, the last time successfully.
-        undone: the last step before, if all returned to a checkpoint.
-        read: bytes of checkpoint pieces that all ranks read, by kind of place.
+        told: meetings; the last one succeeded.
+        undone: last step before, if all returned to a checkpoint.
+        read: bytes of checkpoint pieces read by all ranks, by kind of place.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -36,17 +36,17 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or if it is damaged the newest intact one before it; return it with its extra.
+    """Load a checkpoint, or the newest intact one before it if it is damaged; return it with its extra.
 
     Args:
-        leader: receives a note about damage, on rank 0.
-        pieces: loaded instead where they are newer; their extra has the `step`.
+        leader: notes damage, on rank 0.
+        pieces: loaded instead if they are newer; their extra has `step`.
     """
     while True:
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only where the damage was found
+        except ValueError as error:  # raised on all ranks, but as Damaged perhaps only where damage was found
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -61,7 +61,7 @@ def load(
 
 @contextmanager
 def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the hyperparameters of the current config, which a checkpoint would replace by its own."""
+    """Keep the config's hyperparameters, which a checkpoint would replace."""
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -74,14 +74,14 @@ def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, TimeoutError):
-        raise  # OSErrors, but not about files
+        raise
     except OSError as error:
         where = "" if error.errno is None or error.filename is not None else f": '{folder.path}'"
         raise OSError(f"{error}{where}; {folder.how_to_go_on}") from error
 
 
 def checkpoint(run: Run, state: TrainState) -> None:
-    """Save everything that resuming needs, and the current picture."""
+    """Save the state, and draw the current picture."""
     began = time.monotonic()
     step = state.done
     place = run.folder.place(step)
@@ -106,7 +106,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for pending checkpoints, and remove those they make obsolete; never called while one is being saved."""
+    """Wait for pending checkpoints, and remove obsolete ones; never called while one is being saved."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())
@@ -114,7 +114,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Forget checkpoints in progress when a rank was lost, unless they are complete: callbacks would look for them."""
+    """Forget incomplete checkpoints after a rank was lost: callbacks would look for them."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -125,13 +125,12 @@ def _prune(run: Run) -> None:
 
 
 def _best_saved(run: Run) -> int | None:
-    """Return the step with the lowest evaluation loss of those with a checkpoint; called on the leading rank."""
     assert run.log is not None
     return lowest(run.log.history, among=[step for step, _ in complete(run.folder.checkpoints)])
 
 
 def saves_after(run: Run, step: int) -> bool:
-    """Return whether a checkpoint is due after a step, also because its evaluation is the best; all ranks call it."""
+    """Return whether a checkpoint is due after a step, also for the best evaluation; all ranks call it."""
     if run.saves(step):
         return True
     if not (run.config.keep_best and run.evaluates(step)):
@@ -140,7 +139,7 @@ def saves_after(run: Run, step: int) -> bool:
 
 
 def stops_after(run: Run, step: int) -> bool:
-    """Return whether the patience for a lower evaluation loss ends with this step; all ranks call it."""
+    """Return whether `patience` ends the run after a step; all ranks call it."""
     config = run.config
     if config.patience is None or not run.evaluates(step):
         return False
@@ -149,7 +148,7 @@ def stops_after(run: Run, step: int) -> bool:
 
 
 def write_spans(run: Run) -> None:
-    """Gather the ranks' spans, write them, and stop recording."""
+    """Gather and write the ranks' spans, and stop recording."""
     per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:
@@ -161,7 +160,7 @@ def write_spans(run: Run) -> None:
 
 
 def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
-    """Write the final model: that of the best checkpoint if the config says so, or the one after the last step."""
+    """Write the final model: that of the last step, or of the best checkpoint with `keep_best`."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

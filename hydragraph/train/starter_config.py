@@ -1,4 +1,4 @@
-"""A first config, with comments, for given data, a Hugging Face directory, both or neither."""
+"""A first config, with comments, for data, a Hugging Face directory, both or neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
 from hydragraph.data.json_object import read_object
 from hydragraph.train.config_schema import SCHEMA
 
-_BYTES_PER_TOKEN = 4  # approximate, for English text
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,9 @@ class InspectedPaths:
     """Result of inspecting the given paths.
 
     Attributes:
-        model: a Hugging Face directory; None: there is none.
-        data: files and directories to train on.
-        format: format of their records.
-        fields: names of the records' fields, if they differ from the usual ones.
         tokens: approximate number of tokens.
-        positions: of the model; 0: not specified.
-        templated: whether the model's tokenizer has a chat template.
+        positions: of the model; 0: unknown.
+        templated: whether the tokenizer has a chat template.
     """
 
     model: Path | None
@@ -40,12 +36,11 @@ class InspectedPaths:
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """The devices to train on.
+    """Devices to train on.
 
     Attributes:
-        ranks: number of processes, one for each device.
-        cuda: whether they are GPUs.
-        text: in words.
+        ranks: number of processes, one per device.
+        text: the devices in words.
     """
 
     ranks: int
@@ -57,7 +52,7 @@ def look(paths: Sequence[Path]) -> InspectedPaths:
     """Inspect the given paths.
 
     Args:
-        paths: a Hugging Face directory, and files and directories of data, in any order.
+        paths: a Hugging Face directory and data, in any order.
 
     Raises:
         ValueError: one does not exist, two are models, or the data are of several kinds.
@@ -99,7 +94,7 @@ def _remedy(path: Path) -> str:
 
 
 def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> str:
-    """Return a config with comments, for what `look` found; `output` is the run folder."""
+    """Return a config with comments; `output`: the run folder."""
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
@@ -163,7 +158,7 @@ def _model(found: InspectedPaths, longest: int) -> list[str]:
     ]
 
 
-# The fields of a record that a config may have to name, by format; their usual names are those of `Fields`.
+# Fields of a record that a config may have to name.
 _NAMED: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
     "chat": ("messages",),

@@ -1,4 +1,4 @@
-"""Metrics of every step: as JSON lines, and for TensorBoard if it is installed."""
+"""Metrics of every step, as JSON lines, and for TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -32,27 +32,24 @@ class Metrics:
     """Metrics of one training step.
 
     Attributes:
-        loss: token mean over the global mini-batch, before the update.
-        grad_norm: the global norm before clipping.
+        loss: token mean over the mini-batch, before the update.
+        grad_norm: global norm before clipping.
         tokens: targets in the mini-batch.
         tokens_per_s: targets per second.
-        eval_loss: on the held-out documents after the update, or, without any, on the first set of `data.evaluation`;
-            None if this step did not evaluate.
+        eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`; None: not
+            evaluated.
         padding: tokens added to micro-batches.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: average seconds that ranks waited for weights, gradients and
-            activations.
-        planning_s, planning_hidden_s: seconds of planning that the step waited for, and that were hidden.
-        expected_s: seconds of computing that its plan expects; 0 without a profile.
-        peak_memory_bytes: of rank 0's process so far, or of its GPU if it has one.
-        eval_losses: of every set by its name: "heldout", and those of `data.evaluation`.
-        mfu: model FLOPs utilisation: the model's operations on these lengths, without recomputation, over the seconds
-            and the peak of all GPUs; None if that peak is not known.
-        pairs: with an objective, the figures of the mini-batch's pairs before the update (`PairResult`), and the
-            seconds of scoring them, which `seconds` contains.
-        eval_pairs: with an objective, the figures of every evaluation set, by its name.
-        time: when it was logged, in UTC; "" in runs of earlier versions.
-        beside: on one step, the comparison of expected and measured seconds of steps, in words.
-        plan: on the first step after a start with `strategies: auto`, the explanation of the plan, line by line.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds of waits for weights, gradients and activations.
+        planning_s, planning_hidden_s: seconds of planning, waited for and hidden.
+        expected_s: seconds of computing expected by the plan; 0 without a profile.
+        peak_memory_bytes: peak of rank 0's GPU, else of its process, so far.
+        eval_losses: by set: "heldout", and those of `data.evaluation`.
+        mfu: model FLOPs utilisation, without recomputation, of all GPUs; None: unknown.
+        pairs: with an objective, figures before the update (`PairResult`), and seconds of scoring, part of `seconds`.
+        eval_pairs: with an objective, figures by evaluation set.
+        time: when it was logged, in UTC; "" in earlier versions.
+        beside: on one step, a comparison of expected and measured seconds in words.
+        plan: on the first step after a start with `strategies: auto`, lines that explain the plan.
     """
 
     step: int
@@ -84,12 +81,12 @@ class Metrics:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """The perplexity of every evaluation set; none with an objective, whose losses are not those of tokens."""
+        """Perplexity by evaluation set; empty with an objective."""
         return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
 
     @property
     def by_set(self) -> dict[str, float]:
-        """Figures of the evaluation sets and of pairs, by the names that trackers show."""
+        """Figures of evaluation sets and pairs, by the names that trackers show."""
         by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
         by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
         by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
@@ -99,7 +96,7 @@ class Metrics:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the power of a mean loss per token, infinite if that exceeds floating point."""
+    """Return the exponential of a mean loss per token."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -111,8 +108,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 def _await_later_name(events: Path) -> None:
     """Wait until a new event file's name, "events.out.tfevents.<second>.<host>.<pid>.<n>", sorts after existing ones.
 
-    TensorBoard treats a later file as a restart. In one second "10" would sort before "9", and the earlier run would
-    hide the steps of the resumed one.
+    TensorBoard treats a later file as a restart; within one second, "10" would sort before "9".
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
@@ -124,12 +120,12 @@ class MetricsLog:
     """Writes metrics as they come; a context manager.
 
     Args:
-        path: of the JSON lines; those after step `after` are dropped, since a run that resumes there writes them again.
-        events: the directory of TensorBoard's event files; None: write none.
-        after: the step that the run continues from; 0: it is new.
+        path: JSON lines; those after step `after` are dropped.
+        events: directory of TensorBoard's event files; None: write none.
+        after: step that the run continues from; 0: it is new.
 
     Attributes:
-        history: all metrics, including those of earlier sessions.
+        history: all metrics, including earlier sessions.
     """
 
     def __init__(self, path: Path, events: Path | None, after: int) -> None:
@@ -150,7 +146,6 @@ class MetricsLog:
 
     @property
     def closed(self) -> bool:
-        """Whether it can no longer be written."""
         return self._file.closed
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -158,16 +153,16 @@ class MetricsLog:
         if self._events is None:
             return
         try:
-            self._events.close()  # flushes, which fails if the run's folder is gone
+            self._events.close()  # fails if the run's folder is gone
         except OSError:
             if kind is None:
-                raise  # otherwise report the error that ended the run
+                raise  # else report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
-        """Write one step's metrics everywhere.
+        """Write one step's metrics.
 
         Raises:
-            OSError: they cannot be stored: the disk is full, or the file or the run's folder is gone.
+            OSError: the disk is full, or the file or the run's folder is gone.
         """
         self.history.append(metrics)
         self.written = True
@@ -186,7 +181,7 @@ class MetricsLog:
             self._events.add_scalar(name, value, metrics.step)
 
     def mark(self, event: RunEvent) -> None:
-        """Show an event in TensorBoard at its step: as text, and its numbers as scalars as well."""
+        """Show an event in TensorBoard, as text and scalars."""
         if self._events is None:
             return
         self._events.add_text(f"ranks/{event.title}", event.why, event.step)
@@ -201,7 +196,7 @@ class MetricsLog:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process so far, in bytes: on its GPU if it computes there, else resident."""
+    """Return the peak memory of this process so far, in bytes: of its GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -209,7 +204,6 @@ def peak_memory(device: torch.device) -> int:
 
 
 def tensorboard_installed() -> bool:
-    """Return whether TensorBoard's event files can be written."""
     return find_spec("tensorboard") is not None
 
 

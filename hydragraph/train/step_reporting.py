@@ -1,4 +1,4 @@
-"""Reports of steps: evaluation when it is due, the log, the watcher and callbacks."""
+"""Reports of steps, with evaluations when they are due."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the mean loss per token, or per pair, over the mini-batches of every set, and the figures of pairs."""
+    """Return the mean loss per token or pair of every evaluation set, and the figures of pairs."""
     losses: dict[str, float] = {}
     figures: dict[str, dict[str, float]] = {}
     for name, batches in run.evaluation.items():
@@ -103,7 +103,7 @@ def tell(run: Run, event: RunEvent) -> None:
 
 
 def peak_of(config: TrainConfig, world: World) -> float | None:
-    """Return the peak FLOP/s of all ranks' GPUs together; None if one of the datasheets is not known."""
+    """Return the peak FLOP/s of all ranks' GPUs together; None if one is not known."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
     known_peaks = [peak for peak in peaks if peak is not None]
@@ -115,12 +115,12 @@ def _mfu(run: Run, report: StepResult, seconds: float) -> float | None:
         return None
     flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])
     if run.pairs is not None:
-        flops *= 4 / 3  # scoring is one more forward pass, and a backward pass costs two
+        flops *= 4 / 3  # scoring is one more forward
     return flops / seconds / run.peak_flops_per_s
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
-    """Open the log, and note outputs that are left out because a package is missing."""
+    """Open the log, and note outputs that a missing package prevents."""
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")

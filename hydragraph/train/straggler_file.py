@@ -1,6 +1,6 @@
-"""`slow.json`: what the leading rank knows about slow ranks, for its successor if it is lost.
+"""`slow.json`: slow ranks, for the leading rank's successor.
 
-Ranks get other numbers when some are lost or come; a member's number (`cluster.rendezvous`) stays:
+They are stored by member (`cluster.rendezvous`), because ranks' numbers change:
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """
@@ -18,13 +18,13 @@ from hydragraph.train.stragglers.straggler_state import Slow
 
 
 def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
-    """Replace the file."""
+    """Replace the file atomically."""
     members = {str(member): asdict(straggler) for member, straggler in sorted(slow.items())}
     write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return the slow ranks by member; empty if the file is missing, or from a run that began at another time.
+    """Return the slow ranks by member; empty if the file is missing, or of another run.
 
     Args:
         began: value of `RunFolder.began` for this run; None: it was never read.
@@ -35,7 +35,7 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
             return {}
         return {int(member): _read(record) for member, record in written["members"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # slow ranks will be detected again
+        return {}  # they will be detected again
 
 
 def _read(each: Mapping[str, Any]) -> Slow:

@@ -1,4 +1,4 @@
-"""The straggler controller of the leading rank, built from the run's config and executor."""
+"""Setup of the leading rank's straggler controller."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller of the ranks; without measured costs, it assumes the model's operations on equal devices.
+    """Return the controller; without measured costs, it assumes the model's operations on equal devices.
 
     Args:
-        before: controller of the previous ranks: its knowledge of those that stay and its planning process are kept.
+        before: controller of the previous ranks, whose knowledge and planning process are kept.
         numbers: new rank numbers by old ones, for the ranks that stay.
-        hurried: whether the running plan was found in a hurry, so that the best one should be searched for.
-        slow: slow ranks known to a lost controller; used if `before` is None.
+        hurried: whether to search for a better plan than the current one.
+        slow: slow ranks known to a lost controller, if `before` is None.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # of the current ranks
@@ -99,5 +99,5 @@ def controller_of(
 
 def policy_of(config: TrainConfig) -> Policy:
     plan = config.plan
-    # `Ahead` announces this many mini-batches beyond the one being trained, and the planner counts that one as well.
+    # The planner also counts the mini-batch being trained.
     return Policy(plan.gain, plan.sample, plan.workers, plan.ahead + 1, plan.patience_s, config.seed)

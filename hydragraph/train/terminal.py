@@ -37,9 +37,9 @@ class Screen:
         self._what = ""
         self._steps = 0
         self._began = clock()
-        self._printed = clock()  # time of the last line, without a terminal
-        self._first: tuple[int, float] | None = None  # the first step of this session, and when it was done
-        self._part = (0.0, clock())  # the finished fraction of a preparation when this session began with it
+        self._printed = clock()
+        self._first: tuple[int, float] | None = None  # first step of this session, and its time
+        self._part = (0.0, clock())  # fraction finished by earlier sessions, and the start
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -52,17 +52,17 @@ class Screen:
         self._hearing.close()
 
     def doing(self, what: str, done: int = 0, of: int = 0) -> None:
-        """Show what the run does before it trains, and next to the bar what delays a step."""
+        """Show the activity before training, or what delays a step."""
         if self._steps:
             self._describe(what)
         else:
             self._show(what, done, of or None, "")
 
     def preparing(self, what: str, documents: int, part: float = 0.0) -> None:
-        """Show the number of finished documents, and the remaining time if their fraction is known."""
+        """Show the number of finished documents, and the remaining time if `part` is known."""
         now = self._clock()
         if what != self._what:
-            self._part = (part, now)  # work of an earlier session took this one no time
+            self._part = (part, now)  # earlier sessions did this part
         began, since = self._part
         left = ""
         if began < part < 1 and now - since >= _TELLING_S:
@@ -70,16 +70,14 @@ class Screen:
         self._show(what, documents, None, f"documents{left}")
 
     def started(self, done: int, steps: int) -> None:
-        """Show that training begins."""
         self._steps = steps
         self._begin("training", steps)
         self._update(done, "")
 
     def stepped(self, metrics: Metrics) -> None:
-        """Show a step's numbers."""
         now = self._clock()
         self._first = self._first or (metrics.step, now)
-        strategy = metrics.strategy.partition("@")[0]  # its fingerprint is meaningless to people
+        strategy = metrics.strategy.partition("@")[0]  # people do not need its fingerprint
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)
@@ -93,11 +91,10 @@ class Screen:
             self._print(f"step {metrics.step}: {evaluated}")
 
     def note(self, sentence: str) -> None:
-        """Show a sentence."""
         self._print(sentence)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
-        """Show a part of the preparations: continuously on a terminal, else at its beginning and from time to time."""
+        """Show an activity: continuously on a terminal, else at its beginning and from time to time."""
         now = self._clock()
         new = what != self._what
         if new:
@@ -112,7 +109,7 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Return the remaining time as text, from the steps of this session except the first, which waits."""
+        """Return the remaining time, estimated without this session's first step, which waits."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         seconds_per_step = (now - self._first[1]) / (step - self._first[0])
@@ -134,12 +131,12 @@ class Screen:
             self._progress.update(self._task, completed=done, numbers=numbers)
 
     def _print(self, text: str) -> None:
-        # Strategies contain square brackets, which rich would interpret as markup.
+        # rich would interpret the brackets of strategies
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluation_text(metrics: Metrics) -> str:
-    """Return the losses of a step's evaluation, set by set, such as "held out 2.1034 (perplexity 8.194)"; "": none."""
+    """Return the losses of a step's evaluation, such as "held out 2.1034 (perplexity 8.194)"; "" for none."""
     losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
     return ", ".join(
         f"{'held out' if name == 'heldout' else name} {loss:.4f} ({_beside(metrics, name, loss)})"
@@ -148,13 +145,12 @@ def evaluation_text(metrics: Metrics) -> str:
 
 
 def _beside(metrics: Metrics, name: str, loss: float) -> str:
-    """Return the figure to show after the loss of an evaluation set."""
     figures = metrics.eval_pairs.get(name)
     return f"perplexity {perplexity(loss):.4g}" if figures is None else f"accuracy {figures['accuracy']:.0%}"
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration for people: "40 s", "12 min", "3 h 20 min", "2 d 4 h"."""
+    """Format a duration: "40 s", "12 min", "3 h 20 min", "2 d 4 h"."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""State of a run: its constants (`Run`), its progress (`TrainState`) and its end (`RunOutcome`)."""
+"""State of a run: its constants, progress and outcome."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        history: the metrics of all its steps, earlier sessions included; on rank 0 only.
-        stopped: the signal that ended it early, after saving; 0 if it completed.
+        history: metrics of all steps, including earlier sessions; on rank 0 only.
+        stopped: signal that ended it early; 0 if it completed.
     """
 
     folder: RunFolder
@@ -41,30 +41,30 @@ class RunOutcome:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The constants of a run."""
+    """Constants of a run."""
 
     config: TrainConfig
     world: World
     folder: RunFolder
     executor: Trainable
-    strategies: tuple[Strategy, ...]  # that steps take in turn; empty if the executor chooses
-    evaluation: Mapping[str, list[list[Drawn]]]  # the mini-batches of every set, by its name
-    watcher: Watcher | None = None  # on rank 0 only, as is the log
+    strategies: tuple[Strategy, ...]  # taken in turn; empty if the executor chooses
+    evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by set
+    watcher: Watcher | None = None  # on rank 0 only, like the log
     log: MetricsLog | None = None
-    controller: Controller | None = None  # on rank 0, if ranks are watched
-    peak_flops_per_s: float | None = None  # of all ranks together, if each one's is known
+    controller: Controller | None = None
+    peak_flops_per_s: float | None = None  # of all ranks together; None: unknown
     callbacks: Callbacks = field(default_factory=Callbacks)  # empty except on rank 0
-    saving: list[tuple[int, Path]] = field(default_factory=list)  # asynchronous checkpoints in progress
+    saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
-    expectation: Expectation = field(default_factory=Expectation)  # of the steps of this session, on rank 0
-    watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by their ranks then
-    evaluate_at: frozenset[int] = frozenset()  # steps, in addition to `config.evaluate_every`
-    checkpoint_at: frozenset[int] = frozenset()  # steps, in addition to `config.checkpoint_every`
-    pieces: Pieces | None = None  # this rank's places of checkpoints in pieces
+    expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
+    watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by rank
+    evaluate_at: frozenset[int] = frozenset()  # in addition to `config.evaluate_every`
+    checkpoint_at: frozenset[int] = frozenset()  # in addition to `config.checkpoint_every`
+    pieces: Pieces | None = None
 
     @property
     def pairs(self) -> PairedSteps | None:
-        """The executor for mini-batches of pairs, if the run has an objective."""
+        """Executor for mini-batches of pairs, if the run has an objective."""
         objective = self.config.objective
         return None if objective is None else PairedSteps(self.executor, objective.loss)
 
@@ -78,7 +78,7 @@ class Run:
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
     def saves(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step, whatever an evaluation says."""
+        """Return whether a checkpoint is due after a step, apart from evaluations."""
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
@@ -91,18 +91,17 @@ class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:
-        watcher: receives the progress, on whichever rank leads.
-        batches, anew: source of mini-batches, and a function that returns it from the start again.
+        watcher: receives the progress if this rank leads.
+        batches, anew: source of mini-batches; returns it from the start.
         done: number of steps applied to the state.
-        saved: the step of the last checkpoint.
-        kept: whether there is a checkpoint; one from before the first step counts.
-        positions: position of `batches` after a step, for steps since the checkpoint before the last.
-        last: the last step finished by this rank, and its report, which may not be logged yet.
-        owns: whether this process owns the run's folder: a takeover may fail half way, and is then tried again.
-        untold: meetings without reported events, because another rank was lost first, with the number of ranks before
-            each.
-        began: when the run in the folder began; None: this process was none of its ranks yet.
-        callbacks: started ones, of a rank that came to lead; None: it never did.
+        saved: step of the last checkpoint.
+        kept: whether there is a checkpoint, also before the first step.
+        positions: position of `batches` by step, since the checkpoint before the last.
+        last: last finished step, and its report, perhaps not logged yet.
+        owns: whether this process owns the run's folder.
+        untold: meetings whose events are not reported yet, with the number of ranks before each.
+        began: when the folder's run began; None: this process was not yet one of its ranks.
+        callbacks: started callbacks of a rank that became the leader.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 
@@ -123,11 +122,10 @@ class TrainState:
 
 
 def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
-    """Read mini-batches as far ahead as they are planned."""
     plan = run.config.plan
     return Ahead(batches, plan.ahead if plan.choose else 0, (run.pairs or run.executor).announce)
 
 
 def _due(step: int, every: int, steps: int) -> bool:
-    """Return whether an action repeated every `every` steps (0: only at the end) is due."""
+    """Return whether an action due every `every` steps (0: only at the end) is due."""
     return step == steps or (every > 0 and step % every == 0)

@@ -1,4 +1,4 @@
-"""Protocols of the training loop: the compiled model it needs, and the watcher it reports to. Tests implement them."""
+"""Protocols of the training loop: the compiled model and the watcher."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Trainable(Protocol):
         """Announce the mini-batch of a later step."""
 
     def promise(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> None:
-        """Promise that a step with this mini-batch directly follows the next one, without another call in between."""
+        """Promise that a step with this mini-batch follows the next one, without another call in between."""
 
     def step(
         self,
@@ -96,7 +96,7 @@ class Trainable(Protocol):
     def score(
         self, sequences: Sequence[Drawn], entropy: Literal[False] = False, strategy: Strategy | None = None
     ) -> Tensor:
-        """Return the log-probability of each sequence's targets, fp32 [L], without updating anything."""
+        """Return the log-probability of each sequence's targets, fp32 [L]."""
 
     def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None = None) -> Any:
         """Return a `StepResult` without updating anything."""
@@ -105,10 +105,10 @@ class Trainable(Protocol):
         """Return the whole model on rank 0."""
 
     def save(self, path: Path, extra: dict[str, Any] | None = None, asynchronous: bool = False) -> None:
-        """Write weights, optimizer state and `extra` atomically; during training if asynchronous."""
+        """Write weights, optimizer state and `extra` atomically; if asynchronous, during training."""
 
     def wait_saved(self) -> None:
-        """Wait until the pending checkpoint is in its place."""
+        """Wait for the pending checkpoint."""
 
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
         """Keep weights, optimizer state and `extra` in pieces; return errors of writing earlier ones."""
@@ -121,7 +121,7 @@ class Trainable(Protocol):
 
     @property
     def world(self) -> World:
-        """This process's place among the ranks."""
+        """Place of this process among the ranks."""
 
     def close(self) -> None:
         """Close the communication between ranks."""
@@ -131,7 +131,7 @@ class Watcher(Protocol):
     """Receives the progress of a run, on rank 0."""
 
     def preparing(self, what: str, documents: int, part: float) -> None:
-        """Report progress of preparing a corpus: the number of finished documents and their fraction (0: unknown)."""
+        """Report the number of finished documents and their fraction (0: unknown)."""
 
     def started(self, done: int, steps: int) -> None:
         """Report that training starts after `done` of `steps` steps."""

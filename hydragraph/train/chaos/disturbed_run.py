@@ -1,8 +1,7 @@
-"""A training run with injected faults: ranks are killed, slowed and removed at random moments, and the run continues.
+"""A training run with injected faults, compared with an undisturbed run of the same config.
 
-Two runs of one config are made. The faults of the first are a function of the seed, except for the instant within a
-step; their effects are read from the run's own files. It continues until all faults have hit and some quiet steps have
-followed; then it is asked to stop, and the undisturbed run makes the same number of steps.
+The faults are a function of the seed, except for the instant within a step. Some steps after the last one, the run is
+asked to stop, and the undisturbed run makes the same number of steps.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-MACHINES = 2  # of a run whose machines are preempted
+MACHINES = 2  # of a run with preemptions
 STEPS_PER_STRIKE = 5  # on average
-MOST_STEPS_PER_STRIKE = 60  # length of a run, so that all strikes hit: replacements take time on a busy machine
-MOST_STEPS_PER_MACHINE = 1000  # the same for a machine, whose ranks import and capture the model first
-CALM_STEPS = 10  # after the last strike, so that all of them count
-_CENSUS_S = 0.5  # between two scans for processes
-_END_S = 30.0  # limit for the last process to end, after the run
-_START_S = 1800.0  # limit for the first step: imports, capture and data may take minutes on a busy machine
-_QUIET_S = 180.0  # limit for each later step: a longer one means that the run hangs
+MOST_STEPS_PER_STRIKE = 60  # replacements take time on a busy machine
+MOST_STEPS_PER_MACHINE = 1000  # ranks of a machine import and capture the model first
+CALM_STEPS = 10  # after the last strike
+_CENSUS_S = 0.5
+_END_S = 30.0
+_START_S = 1800.0  # imports, capture and data may take minutes
+_QUIET_S = 180.0  # between two steps; a longer time means that the run hangs
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Strike:
     """One injected fault.
 
     Attributes:
-        which: the rank, as a fraction of the number of ranks at that time.
-        delay_s: seconds after that step was written down.
+        which: the rank, as a fraction of the number of ranks.
+        delay_s: seconds after the step was logged.
     """
 
     kind: str
@@ -57,9 +56,9 @@ class Disturbed:
     """Outcome of a run.
 
     Attributes:
-        left: processes of the run that were still alive at the end.
+        left: live processes at the end.
         problems: broken promises that strikes found.
-        hung: how long no step came, in words, if the run was ended for that; "": it ended by itself.
+        hung: why the run was ended; "": it ended by itself.
     """
 
     code: int
@@ -73,7 +72,7 @@ class Disturbed:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words, with the last lines that it printed."""
+        """How it ended, with its last lines of output."""
         how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
         last = f"; its last lines are:\n{self.said}" if self.said else "; its output is empty"
         return (self.hung or how) + last
@@ -91,16 +90,15 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # of a loss: the immediate effect of summing in other groups
-MARGIN = 10.0  # times the effect measured in an undisturbed run
+ROUNDING = 1e-5  # of a loss: immediate effect of another order of sums
+MARGIN = 10.0  # times the effect in an undisturbed run
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:
-    """Return the first step whose loss differs by more than rounding explains; None: there is none.
+    """Return the first step whose loss differs by more than rounding explains, or None.
 
-    Training amplifies rounding: two sums in another order change losses visibly a hundred steps later. An undisturbed
-    run on other ranks, `control`, therefore bounds the effect up to each step; without it losses must be the same bit
-    for bit.
+    Training amplifies rounding, so an undisturbed run on other ranks, `control`, bounds the effect up to each step;
+    without it, losses must be equal bit for bit.
     """
     theirs = {m.step: m.loss for m in undisturbed.metrics}
     others = {} if control is None else {m.step: m.loss for m in control.metrics}
@@ -120,7 +118,7 @@ def alone(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
-    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average, some in the same step."""
+    """Draw strikes, one in `STEPS_PER_STRIKE` steps on average."""
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     chance = random.Random(seed)
     chance.shuffle(kinds)
@@ -132,7 +130,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
     """Parse kinds of strikes, such as "two,again".
 
     Raises:
-        ValueError: a kind is unknown, or its moment never comes in a run of this config.
+        ValueError: a kind is unknown, or impossible with this config.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
@@ -151,7 +149,7 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configs of the undisturbed run and of the disturbed one, long enough for all strikes."""
+    """Return the configs of the undisturbed and the disturbed run, long enough for all strikes."""
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
     steps = max(config.steps, most + CALM_STEPS)
     elastic = config.elastic
@@ -172,13 +170,12 @@ def run(
     until: int | None = None,
     machines: int = 1,
 ) -> Disturbed:
-    """Run a training in its own processes, strike it, and return the outcome.
+    """Run a training in its own processes, and strike it.
 
     Args:
-        config: of the run; its folder is replaced.
-        stepped: called regularly with the last step and the number of strikes so far.
-        until: the last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, or never without
-            strikes.
+        config: of the run, whose folder is replaced.
+        stepped: called with the last step and the number of strikes so far.
+        until: last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, if any.
     """
     folder = RunFolder(Path(config.output))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -208,7 +205,7 @@ class Patience:
     """Distinguishes a run that hangs from one that is slow to start.
 
     Args:
-        moved: when the run was started, in seconds; later, when its last step came.
+        moved: seconds at the run's start; later, at its last step.
     """
 
     moved: float
@@ -218,8 +215,8 @@ class Patience:
         """Return why the run should be ended, or "".
 
         Args:
-            step: the last step that it wrote down; 0: none.
-            now: in seconds, on the clock of `moved`.
+            step: last logged step; 0: none.
+            now: seconds on the clock of `moved`.
         """
         if step != self.step:
             self.step = step
@@ -233,8 +230,6 @@ class Patience:
 
 @dataclass
 class _Striker:
-    """Follows a run through its files, and strikes its ranks."""
-
     victim: Victim
     coming: list[Strike]
     until: int | None
@@ -268,12 +263,12 @@ class _Striker:
         return code
 
     def _strike(self, strike: Strike) -> bool:
-        """Strike a rank; return False if there is none to spare now."""
+        """Strike a rank; return False if there are too few now."""
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
             return False
         time.sleep(strike.delay_s)
-        ranks = self.victim.ranks()  # another rank may have been lost meanwhile
+        ranks = self.victim.ranks()  # another may have been lost
         if len(ranks) < least:
             return False
         chance = random.Random(f"{strike.which} {strike.delay_s}")
@@ -290,7 +285,7 @@ def _still_there(pids: set[int]) -> tuple[int, ...]:
 
 
 def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
-    """Yield names and values that compare a disturbed run with the undisturbed one."""
+    """Yield (name, value) rows that compare a disturbed run with the undisturbed one."""
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
     calm = account(undisturbed.metrics)

@@ -1,7 +1,7 @@
 """Fault injection from outside a run: each kind of strike, and the moment that it waits for.
 
-A victim is known only by its files and processes, so any run can be struck: `ranks.json` lists the ranks,
-`metrics.jsonl` their progress, `events.jsonl` what happened to them, and /proc the processes about to join.
+`ranks.json` lists the ranks of any run, `metrics.jsonl` their progress, `events.jsonl` what happened to them, and /proc
+the processes about to join.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-GIVEN_UP_S = 30.0  # within which the others must have ended a permanently stopped rank
-_MOMENT_S = 60.0  # limit for a moment to come; after it the run is struck anyway
-_JOINED_S = 300.0  # limit for a new machine: it imports, captures and compiles first
+GIVEN_UP_S = 30.0  # within which others must have ended a stopped rank
+_MOMENT_S = 60.0  # limit for a moment to come; then the run is struck anyway
+_JOINED_S = 300.0  # limit for a new machine, which imports, captures and compiles first
 _SLOW_S = 1.0
 _PAUSE_S = 3.0  # less than the patience with a stopped rank
-_PERIOD_S = 0.1  # period of the stops of a slowed rank
+_PERIOD_S = 0.1
 _STOPPED = 0.6  # fraction of the period
-_LEFT_S = 20.0  # for a rank that is asked to leave
+_LEFT_S = 20.0
 _LOOK_S = 0.005
 
 
@@ -37,11 +37,11 @@ class Victim:
 
     Args:
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
-        machines: the machines of the run, of which the launcher is the first's; None: it has only this one.
+        machines: machines of the run, the launcher's first; None: only this one.
 
     Attributes:
-        pids: all processes that were ever its ranks, or about to be.
-        problems: broken promises that a strike found, in words.
+        pids: all processes that were its ranks, or about to be.
+        problems: broken promises that a strike found.
     """
 
     folder: RunFolder
@@ -53,23 +53,23 @@ class Victim:
 
     @property
     def alive(self) -> bool:
-        """Whether the launcher has not ended."""
+        """Whether the launcher runs."""
         return self.launcher.poll() is None
 
     @property
     def supervisor(self) -> int:
-        """The process that starts the ranks: the launcher, or the process that torchrun started."""
+        """Process that starts the ranks: the launcher, or the one that torchrun started."""
         pids = self._below(self.depth - 1)
         return pids[0] if pids else self.launcher.pid
 
     @property
     def server(self) -> int | None:
-        """The process that ranks are forked from, if there is one."""
+        """Process that ranks are forked from, if there is one."""
         children = self.children()
         return parent(children[-1]) if children else None
 
     def ranks(self) -> list[int]:
-        """Return the live processes of the current ranks, by rank."""
+        """Return the live processes of ranks, by rank."""
         with suppress(OSError, ValueError, KeyError):
             pids = [int(place["pid"]) for place in json.loads(self.folder.ranks.read_text())]
             self.pids.update(pids)
@@ -77,7 +77,7 @@ class Victim:
         return []
 
     def children(self) -> list[int]:
-        """Return the processes started for ranks, including those in preparation, the newest last."""
+        """Return the processes started for ranks, the newest last."""
         pids = self._below(self.depth + 1)
         self.pids.update(pids)
         if self.machines is not None:
@@ -85,7 +85,6 @@ class Victim:
         return pids
 
     def _below(self, levels: int) -> list[int]:
-        """Return the live processes `levels` levels below the launcher, the newest last."""
         above, born = {}, {}
         for pid, fields in all_stats():
             above[pid] = int(fields[1])
@@ -116,7 +115,7 @@ class Victim:
         return False
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Wait until a condition holds, the run has ended, or the limit has passed; return whether it holds."""
+        """Wait until a condition holds, the run ends, or the limit passes; return whether the condition holds."""
         end = time.monotonic() + limit_s
         while self.alive and time.monotonic() < end:
             if what():
@@ -125,7 +124,7 @@ class Victim:
         return bool(what())
 
     def at(self, step: int) -> None:
-        """Wait until a step is logged or the run has ended."""
+        """Wait until a step is logged or the run ends."""
         self.until(lambda: self.step() >= step)
 
     def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
@@ -172,7 +171,7 @@ def slow_down(pid: int, seconds: float) -> None:
         time.sleep(_PERIOD_S * (1 - _STOPPED))
 
 
-# The action of each kind. It gets the rank that it strikes, and its own source of random numbers.
+# Action of a kind of strike on a rank, with its own random numbers.
 
 Action = Callable[[Victim, int, random.Random], None]
 
@@ -202,7 +201,7 @@ def _pause(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _stop(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank permanently: the others give it up and end it, so that it cannot come back."""
+    """Stop a rank permanently: the others give it up and end it."""
     send(target, signal.SIGSTOP)
     if not ended(target, GIVEN_UP_S):
         run.problems.append(f"a rank that was stopped was not given up within {GIVEN_UP_S:g} s")
@@ -210,7 +209,7 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _first(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill rank 0, the leader."""
+    """Kill rank 0."""
     for pid in run.ranks()[:1]:
         _end(pid)
 
@@ -222,12 +221,12 @@ def _two(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _all(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill all ranks in the same instant: all go back to the checkpoint."""
+    """Kill all ranks in the same instant: all return to the checkpoint."""
     _end(*run.ranks())
 
 
 def _again(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, and one or two more while the others recover from that."""
+    """Kill a rank, and one or two more during the recovery."""
     _end(target)
     for _ in range(chance.randint(1, 2)):
         time.sleep(chance.uniform(0, 1.0))
@@ -235,7 +234,7 @@ def _again(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, then another one or its replacement, at some moment before the replacement has joined."""
+    """Kill a rank, then another one or its replacement, about when the replacement joins."""
     children_before = set(run.children())
     joined = len(run.happened("join"))
     _end(target)
@@ -260,7 +259,7 @@ def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank right after a step, before the next begins."""
+    """Kill a rank between two steps."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
     _end_one(run, target, chance)
@@ -277,7 +276,7 @@ def _switch(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _preempt(run: Victim, target: int, chance: random.Random) -> None:
-    """Take a machine away, with or without a notice, and its disk; another comes in its place."""
+    """Take a machine and its disk away, with or without a notice; another one replaces it."""
     machines = run.machines
     if machines is None:
         run.problems.append("the run has only one machine: none was preempted")
@@ -290,19 +289,18 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _end_one(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, or any other one if it is gone."""
+    """Kill a rank, or any other if it is gone."""
     _end(target if lives(target) else chance.choice(run.ranks() or [target]))
 
 
 def _another(run: Victim, chance: random.Random) -> None:
-    """Kill any rank, if another one remains."""
     ranks = run.ranks()
     if len(ranks) > 1:
         _end(chance.choice(ranks))
 
 
 def _end(*pids: int) -> None:
-    """Kill processes in the same instant and wait until all have ended: until then they count as ranks."""
+    """Kill processes in the same instant, and wait until they no longer count as ranks."""
     for pid in pids:
         send(pid, signal.SIGKILL)
     for pid in pids:
@@ -328,5 +326,5 @@ ACTIONS: Mapping[str, Action] = {
 
 
 def least_ranks(kind: str) -> int:
-    """Return how many ranks a strike needs so that some remain (except for `all`)."""
+    """Return the number of ranks that a strike needs to leave some (except for `all`)."""
     return 3 if kind == "two" else 2

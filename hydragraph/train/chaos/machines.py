@@ -1,7 +1,6 @@
-"""Several machines on this host: one supervisor of ranks each, in a session of its own, with a disk of its own.
+"""Several machines on this host: a supervisor of ranks each, with its own session and disk.
 
-Each is started as Slurm or torchrun would start it on a machine, and can be preempted: all its processes and its disk
-are lost at once, or it is asked to end first, and another machine comes in its place.
+Each is started as Slurm or torchrun would start it, and can be preempted and replaced.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pathlib import Path
 
 from hydragraph.train.config import TrainConfig
 
-NOTICE_S = 30.0  # between the request to end and the end of a spot instance
-_END_S = 20.0  # for killed processes to be gone
+NOTICE_S = 30.0  # as for spot instances
+_END_S = 20.0
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Machines:
     """The machines of a run.
 
     Args:
-        log: prefix of the files of their output.
+        log: prefix of their log files.
     """
 
     count: int
@@ -41,7 +40,7 @@ class Machines:
     _port: int = field(default_factory=lambda: _free_port())
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start all machines, and return the process of the first."""
+        """Start all machines; return the process of the first."""
         self.supervisors = [self._started(number) for number in range(self.count)]
         return self.supervisors[0]
 
@@ -56,20 +55,18 @@ class Machines:
         shutil.rmtree(self.disks / str(number), ignore_errors=True)
 
     def replace(self, number: int) -> None:
-        """Start another machine in the place of one."""
         self.supervisors[number] = self._started(number)
 
     def processes(self, number: int) -> list[int]:
-        """Return the live processes of a machine."""
         return _in_sessions({self.supervisors[number].pid})
 
     def end(self) -> None:
-        """Kill whatever still runs."""
+        """Kill all processes of the current machines."""
         for supervisor in self.supervisors:
             self._kill(supervisor)
 
     def left(self) -> list[int]:
-        """Return the live processes of all machines, including preempted ones."""
+        """Return the live processes of all machines, also preempted ones."""
         return _in_sessions(self.sessions)
 
     def _started(self, number: int) -> subprocess.Popen[bytes]:
@@ -102,7 +99,7 @@ class Machines:
 
 
 def with_disks(config: TrainConfig, disks: Path) -> TrainConfig:
-    """Return a config whose local pieces lie on the disk of each machine."""
+    """Return a config whose local pieces lie on each machine's disk."""
     pieces = config.checkpoint.pieces
     if pieces is None or pieces.local is None:
         return config
@@ -116,14 +113,14 @@ def _free_port() -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of a process's /proc/PID/stat after its name, the state first; none if it is gone."""
+    """Return the fields of /proc/PID/stat after the name, the state first; [] if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
 def all_stats() -> Iterator[tuple[int, list[str]]]:
-    """Yield each process of this machine with its fields, see `stat_of`."""
+    """Yield each process of this machine with its fields (`stat_of`)."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and (fields := stat_of(int(entry.name))):
             yield int(entry.name), fields

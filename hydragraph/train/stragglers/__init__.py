@@ -1,4 +1,4 @@
-"""Slow and lost devices, and how a run handles them while it continues (Malleus, section 6).
+"""Handling of slow and lost devices during a run (Malleus, section 6).
 
 monitor                  measured seconds of every rank -> what the cost model does not explain -> a rate per rank
 rate_estimator           rates from noisy residuals, calibrated by the run itself

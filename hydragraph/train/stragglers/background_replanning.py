@@ -1,7 +1,7 @@
-"""Replanning for slow ranks in a separate process while training continues.
+"""Replanning for slow ranks in a separate process during training.
 
-`replan` is the pure part: it maps a question, which holds all inputs of a plan, to an answer. `Replanner` sends
-questions to a process that lives as long as the run; a thread waits for the answer, and training polls it.
+`replan` is a pure function from a question to an answer. `Replanner` sends questions to a process that lives as long as
+the run; a thread waits for the answer, and training polls it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # after this, the best plan so far is taken
-ATTEMPTS = 2  # per question: the system may kill a process when others exhaust the memory
-_GONE = (EOFError, OSError, pickle.UnpicklingError)  # errors of a pipe to a terminated process
+DEADLINE_S = 20.0  # then the best plan so far is taken
+ATTEMPTS = 2  # per question: the system may kill the process when memory is exhausted
+_GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the ranks there are"
 
 
@@ -43,13 +43,13 @@ class ReplanQuestion:
     """Inputs of a plan.
 
     Attributes:
-        profile, cluster, home: of the run, on healthy ranks. State stays in place: only strategies change.
+        profile, cluster, home: of the run, on healthy ranks; state stays in place.
         lengths: sequence lengths of the last mini-batches.
-        running: the strategies that the run chooses from now.
-        first: the strategies it chose from initially, which may be the best again once all ranks are healthy.
-        request: how it chooses among `running`, with the rates known at that time.
+        running: current strategies.
+        first: initial strategies, which may be the best again once all ranks are healthy.
+        request: how the run chooses among `running`, with the rates known when they were planned.
         deadline_s: search time limit; None: equal questions have equal answers.
-        at_once: answer soon with a good plan, estimated on one mini-batch; `deadline_s` does not apply then.
+        at_once: answer soon with a good plan, estimated on one mini-batch; without `deadline_s`.
     """
 
     profile: Profile
@@ -71,9 +71,8 @@ class Replanned:
     """An answer.
 
     Attributes:
-        static: the strategy to keep; None: choose for every mini-batch.
-        before_s, after_s: expected average seconds of a step under the health of the question: as planned now, and with
-            the answer.
+        static: strategy to keep; None: choose for every mini-batch.
+        before_s, after_s: expected mean seconds of a step, as planned now and with the answer.
         refused: why the question has no answer; "" if it has one.
     """
 
@@ -87,7 +86,7 @@ class Replanned:
 
     @property
     def chosen(self) -> tuple[Strategy, ...]:
-        """The strategies that will run: all, or the one to keep."""
+        """Strategies that will run: all, or the one to keep."""
         return self.strategies if self.static is None else (self.strategies[self.static],)
 
 
@@ -95,7 +94,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
     """Return the costs for a question.
 
     Args:
-        before: costs of an earlier question: results that depend on neither health nor home are reused.
+        before: costs of an earlier question, to reuse results that depend on neither health nor home.
     """
     inputs = question.profile, question.cluster, question.corrections
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
@@ -107,7 +106,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
     """Find strategies for ranks with these rates, and what they gain over the current ones.
 
-    The running strategies stay among the candidates: often it is enough to give a slow pipeline fewer sequences.
+    The running strategies stay candidates.
     """
     began = time.perf_counter()
     costs = costs or costs_of(question)
@@ -138,11 +137,11 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
 
 
 def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
-    from hydragraph.planner.plan import plan  # needs numba and scipy, which are for planning only
+    from hydragraph.planner.plan import plan  # needs numba and scipy
     from hydragraph.spec.training_workload import Workload
 
     try:
-        # Without slow ranks, the costs themselves have changed, so all methods are tried.
+        # Without slow ranks, the costs themselves have changed: try all methods.
         several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,
@@ -168,7 +167,6 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
 
 
 def _takes(costs: Costs, strategy: Strategy) -> bool:
-    """Return whether a strategy can run: it uses no lost rank, and fits the current home of the state."""
     try:
         return all(cost.max_len > 0 for cost in costs.pipelines(strategy))
     except Unsupported:
@@ -176,7 +174,7 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
 
 
 def _as_now(question: ReplanQuestion, costs: Costs) -> float:
-    """Return the seconds of steps planned as now, at the current rates; infinite if one of the ranks is lost."""
+    """Return the mean seconds of steps planned as now, at the current rates; infinite if a rank is lost."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for mini_batch in lengths:
@@ -189,13 +187,13 @@ def _as_now(question: ReplanQuestion, costs: Costs) -> float:
 
 
 class Replanner:
-    """A planning process that answers one question at a time; it keeps results that stay valid between questions."""
+    """A planning process that answers one question at a time and keeps reusable results."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._answer: Replanned | None = None
-        self._unwanted = False  # the pending question was dropped
+        self._unwanted = False
         self._closing = False
 
     @property
@@ -207,17 +205,16 @@ class Replanner:
 
     @property
     def process(self) -> int | None:
-        """The id of the planning process; None: there is none."""
+        """Id of the planning process, or None."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process now, so that the first question need not wait for it."""
         self._closing = False
         if self._process is None:
             self._process = _started()
 
     def ask(self, question: ReplanQuestion) -> None:
-        """Start answering a question, with a second attempt if the process ends during the first."""
+        """Start answering a question, again if the process ends meanwhile."""
         assert not self.busy, "one question at a time"
         self._answer = None
         self.start()
@@ -233,11 +230,11 @@ class Replanner:
         return None if unwanted else self._answer
 
     def forget(self) -> None:
-        """Drop the pending question, if any: it is about other ranks. The process stays."""
+        """Drop the pending question, if any, because it is about other ranks."""
         self._unwanted = self._thread is not None
 
     def close(self) -> None:
-        """Stop the process, even while it answers: the thread that waits for it then ends as well."""
+        """Stop the process, even while it answers."""
         self._closing = True
         while (process := self._process) is not None:
             process.kill()
@@ -250,7 +247,7 @@ class Replanner:
         for _ in range(ATTEMPTS):
             process = self._process = self._process or _started()
             if self._closing:
-                return  # `close` may have run before this process started: it joins this thread, then stops the process
+                return  # `close` may not have seen this process: it joins this thread, then stops the process
             try:
                 pickle.dump(question, cast(IO[bytes], process.stdin))
                 cast(IO[bytes], process.stdin).flush()
@@ -267,12 +264,11 @@ class Replanner:
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # buffered data has no reader any more
+            with suppress(OSError):
                 cast(IO[bytes], pipe).close()
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # The process must import this package, installed or not.
     package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     # -P: do not import from the current directory.

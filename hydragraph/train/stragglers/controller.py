@@ -1,4 +1,4 @@
-"""The straggler controller: how a run handles slow ranks. It runs on one rank, between steps.
+"""The straggler controller: how a run handles slow ranks. It runs on one rank.
 
     a rate changes     -> request a good plan at once from another process -> training continues
     steps take other times than expected (`expected_seconds`)
@@ -8,8 +8,8 @@
                        -> request the best plan, which takes longer, and decide again
 
 A switch moves no state: it costs the preparation of its first step. A small gain, or a switch right after another one,
-is declined: rates are noisy. Measured step times correct the seconds of plans: if a plan predicts 3 s instead of 4 s,
-and steps take 5 s now, then 5 s x 3 / 4 = 3.75 s are expected.
+is declined. Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
+5 s x 3 / 4 = 3.75 s are expected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8  # recent mini-batches that a plan is made for
+LAST = 8
 
 
 class Stepped(Protocol):
-    """The part of a step's report that the controller uses (`step_report.StepReport`)."""
+    """Part of a step's report (`step_report.StepReport`)."""
 
     step: int
     seconds: float
@@ -51,7 +51,7 @@ class Stepped(Protocol):
 
 
 class PlanningService(Protocol):
-    """The planning service (`background_replanning.Replanner`)."""
+    """Planning service (`background_replanning.Replanner`)."""
 
     @property
     def busy(self) -> bool:
@@ -67,7 +67,7 @@ class PlanningService(Protocol):
         """Start the service."""
 
     def forget(self) -> None:
-        """Discard the pending question, which was about other ranks."""
+        """Drop the pending question."""
 
     def close(self) -> None:
         """Stop the service."""
@@ -78,9 +78,9 @@ class Thrift:
     """Conditions for a switch.
 
     Attributes:
-        gain: minimum fraction of a step's time that a switch must save.
-        cooldown: steps after a switch before the next one, unless a rank is lost.
-        cost_s: assumed cost of a switch before one was measured.
+        gain: minimum fraction of a step's time that a switch saves.
+        cooldown: steps between two switches, unless a rank is lost.
+        cost_s: cost of a switch until one is measured.
     """
 
     gain: float = 0.05
@@ -93,14 +93,14 @@ class Replanning:
     """Inputs of replanning.
 
     Attributes:
-        costs: of the model on healthy ranks, with the home of the run.
-        strategies, request: the initial strategies of the run, and the request that chooses among them.
-        switch: lets all ranks choose from other strategies, as soon as they are ready; None: a dry run.
-        changing: returns whether ranks are still preparing for a switch.
-        refused: returns why they did not switch; "" if they did.
-        sample: lengths of mini-batches, used for planning before enough were seen.
-        hurried: whether the initial strategies were found in a hurry, so that the best ones should be searched for.
-        planned_for: the rates that the initial strategies were planned for.
+        costs: on healthy ranks, with the home of the run.
+        strategies, request: initial strategies, and the request that chooses among them.
+        switch: lets all ranks choose from other strategies once they are ready; None: a dry run.
+        changing: whether ranks are preparing for a switch.
+        refused: why they did not switch; "" if they did.
+        sample: lengths for planning before enough mini-batches were seen.
+        hurried: whether to search for better initial strategies.
+        planned_for: rates that the initial strategies were planned for.
     """
 
     costs: Costs
@@ -121,8 +121,6 @@ class Replanning:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A decided switch that is not complete."""
-
     event: RunEvent
     health: Health
     strategies: tuple[Strategy, ...]
@@ -133,7 +131,7 @@ class Controller:
     """Decides after every step.
 
     Args:
-        replanning: inputs of replanning; None: ranks are only watched.
+        replanning: None: ranks are only watched.
         following: decides where state lives; None: state stays.
     """
 
@@ -147,10 +145,10 @@ class Controller:
         self._planned_for = Health()
         self._asked_for = Health()
         self._asked_at = 0
-        self._at_once = False  # the last question asked for a quick answer, so a better one may follow
-        self._corrected = False  # costs have changed, and no plan was requested since
+        self._at_once = False  # the last question was for a quick answer
+        self._corrected = False  # costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # the switch that ranks prepare, or made with the current step
+        self._coming: _Coming | None = None  # switch that ranks prepare, or made in the current step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -178,13 +176,13 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """The rates for decisions: those of the monitor, increased for ranks that others wait for."""
+        """Rates for decisions: measured ones, increased for ranks that others wait for."""
         measured = self.monitor.health
         return measured if self._replanning is None else self._lateness.planned(measured)
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """The slow ranks, with what was learned about those that others waited for."""
+        """Slow ranks, with what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
         measured = self.monitor.slow
         ranks = sorted({*measured, *learned})
@@ -200,7 +198,6 @@ class Controller:
         return True
 
     def _follow(self, following: Following, report: Stepped) -> tuple[RunEvent, ...]:
-        """Decide where state lives, given the strategies that may run and the largest recent mini-batch."""
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
             running += self._replanning.strategies
@@ -210,11 +207,11 @@ class Controller:
         return following.stepped(report.step, self.health, report.seconds, tuple(dict.fromkeys(running)), tokens)
 
     def late_among(self, numbers: Mapping[int, int], switched: bool) -> Lateness:
-        """Return what is known about the slow ranks that stay, see `Lateness.among`."""
+        """Return what is known about the slow ranks that stay (`Lateness.among`)."""
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
     def released(self) -> PlanningService | None:
-        """Return the planning service, ready for the controller of other ranks; None: there is none."""
+        """Return the planning service for the controller of other ranks, or None."""
         if self._replanning is None:
             return None
         self._replanning.planner.forget()
@@ -235,7 +232,7 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # Right after a switch, step times are unknown: an answer waits for one of them.
+        # An answer waits for a step time with the current strategies.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
@@ -247,7 +244,7 @@ class Controller:
         return events
 
     def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> RunEvent:
-        """Record that ranks switched with the finished step, or that they declined; return the event."""
+        """Record that ranks switched with the finished step, or declined; return the event."""
         self._coming = None
         event = replace(coming.event, step=report.step)
         if reason := given.refused():
@@ -265,7 +262,7 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Let the planning service load its modules and compute rate-independent results before a rank is slow."""
+        """Let the planning service load its modules before a rank is slow."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()
@@ -308,7 +305,6 @@ class Controller:
         )
 
     def _decided(self, given: Replanning, answer: Replanned, step: int) -> RunEvent:
-        """Switch if that pays off; return the decision, with its reason."""
         rates = {rank: self._asked_for.rate(rank) for rank in {*self._asked_for, *self._planned_for}}
         ranks = tuple(sorted(rates))
         if answer.refused:
@@ -342,7 +338,7 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Describe the ranks that are planned as slower than they compute because others waited for them."""
+        """Describe ranks that are planned as slower than they compute because others waited for them."""
         measured = self.monitor.health
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(

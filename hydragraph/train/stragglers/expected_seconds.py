@@ -1,9 +1,6 @@
-"""Expected seconds of steps beside measured ones: whether the costs that a plan was made with hold in the run.
+"""Comparison of expected and measured seconds of steps: whether the costs of a plan hold in the run.
 
 Medians are compared, without the first step of each strategy, which compiles graphs and allocates memory.
-
-Example: a plan expects 0.50 s per step, and 18 of the first 20 steps take 0.61 s: "expected 0.5 s per step, measured
-0.61 s (22% more; median of 18 steps)". This differs by more than `MATTERS`, so the controller plans again.
 """
 
 from __future__ import annotations
@@ -11,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # of a session, or since another plan runs, after which they are compared
-LEAST = 5  # steps that can be compared, at least; more steps are awaited
-MATTERS = 1.2  # plans are made again if measured and expected seconds differ by this factor
+STEPS = 20  # of a plan, before the comparison
+LEAST = 5  # steps that can be compared, at least
+MATTERS = 1.2  # factor of the difference that calls for another plan
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Expectation:
 
         Args:
             expected_s: 0: unknown.
-            measured_s: without the time that graphs were compiled.
+            measured_s: without the time for compiling graphs.
         """
         if self._done:
             return None

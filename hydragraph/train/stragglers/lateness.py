@@ -1,20 +1,15 @@
-"""The cost of a slow rank beyond its rate: how late its pipelines end, as measured by the ranks that wait for them.
+"""The cost of a slow rank beyond its rate, measured by the ranks that wait for its pipelines.
 
-A rate scales the time of blocks. A slow rank also starts each micro-batch, packs and sends slowly, and responds late;
-the cost model includes none of this. Plans let all pipelines end together, so the missing cost shows as the time that
-the other pipelines wait for the last gradients:
+A rate scales only the time of blocks, but a slow rank also packs and sends slowly. Plans let all pipelines end
+together, so this cost shows as the time that the others wait for the last gradients:
 
     late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
              step, beyond its value on healthy ranks
     planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD late times as slow
 
-AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A plan is examined only until it is found
-late. A correction that makes steps no shorter is reverted, and no other is tried while the rates stay: the plan cannot
-oscillate. A learned value applies to rates close to the one that it was learned with, also later and among other ranks:
-it is a property of the device.
-
-Example: rank 1 takes 13 times as long, and in a step of 2.2 s rank 0 waits 0.6 s at the end. It is planned as
-13 x (1 + 2 x 0.6 / 1.6) = 22.8 times as slow; steps of 1.7 s follow.
+AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A correction that makes steps no shorter is
+reverted, and no other is tried while the rates stay, so the plan cannot oscillate. A learned value is a property of the
+device: it applies to similar rates later, also among other ranks.
 """
 
 from __future__ import annotations
@@ -34,27 +29,27 @@ AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that counts, relative to the rest of a step
 LOOK = 4  # steps that decide how late a plan is
 USUAL = 8  # healthy steps that define the usual wait
-SAME = 1.6  # factor up to which rates count as the same: twice what `estimate.Sensitivity.change` ignores
+SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.Sensitivity.change` ignores
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """How a rank is planned: its known rate, and the rate that it behaves like."""
+    """A rank's known rate, and the rate that it is planned with."""
 
     known: float
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether this was learned at about this rate; any rate from there up to the planned one also counts."""
+        """Return whether this applies to a rate: about the known one, or up to the planned one."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
 class Lateness:
-    """Learns the planned rates of slow ranks from finished steps. It runs on the leading rank.
+    """Learns the planned rates of slow ranks from finished steps, on the leading rank.
 
     Args:
         switched: whether the running plan was made for the current rates.
-        learned: by rank, the known rate when it was learned, and the planned rate.
+        learned: (known, planned) rates by rank.
     """
 
     def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
@@ -62,11 +57,11 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the running plan was made for these rates, and was not found late
-        # The step time before the last correction, and what was planned then.
+        self._open = switched  # the plan was made for these rates, and not found late
+        # Step time before the last correction, and the rates learned by then.
         self._before: tuple[float, dict[int, _Learned]] | None = None
         self._ended = False  # the last correction did not help
-        self._rates = Health()  # the rates when observation and corrections began
+        self._rates = Health()  # rates when observation and corrections began
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
         """Return a `Lateness` for renumbered ranks, with what was learned about those that stay.
@@ -80,7 +75,7 @@ class Lateness:
 
     @property
     def learned(self) -> Mapping[int, tuple[float, float]]:
-        """The learned values, as the `learned` argument of a new instance; without a correction on trial."""
+        """Learned rates, as the argument of a new instance, without a correction on trial."""
         learned = self._learned if self._before is None else self._before[1]
         return {rank: (rates.known, rates.planned) for rank, rates in learned.items()}
 
@@ -103,7 +98,6 @@ class Lateness:
         health: Health,
         seconds: float,
     ) -> None:
-        """Record a step."""
         self._told(health)
         late = lateness(strategy, assignment, ranks, health)
         if not health.rates:
@@ -142,7 +136,7 @@ class Lateness:
         return max(rate, learned.planned) if learned is not None and learned.goes_for(rate) else rate
 
     def _told(self, health: Health) -> None:
-        """Start over if rates differ from those under observation: a correction on trial is then inconclusive."""
+        """Start over if rates differ from those under observation."""
         if health == self._rates or _alike(health, self._rates, self._learned):
             return
         self._rates = health
@@ -155,8 +149,6 @@ class Lateness:
 
 
 def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> bool:
-    """Return whether rates are about what they were, or what was learned at those."""
-
     def same(rank: int) -> bool:
         then = before.rate(rank)
         now = health.rate(rank)
@@ -169,9 +161,9 @@ def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> b
 def lateness(
     strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes], health: Health
 ) -> tuple[float, frozenset[int]]:
-    """Return the fraction of the rest of a step that others waited for pipelines with slow ranks, and these ranks.
+    """Return how long others waited for slow pipelines, relative to the rest of the step, and their slow ranks.
 
-    If all ranks are healthy, the fraction is the wait of the last pipeline; if each pipeline has a slow rank, it is 0.
+    If all ranks are healthy, it is the wait of the last pipeline; if each pipeline has a slow rank, 0.
     """
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]
@@ -183,7 +175,7 @@ def lateness(
         for devices in fast
         for rank in devices
     )
-    # A pipeline that also waited was not the one that all waited for.
+    # Others did not wait for a pipeline that waited itself.
     late = [devices for devices in slow if min(ranks[rank].exposed.push for rank in devices) < wait / 2]
     who = frozenset(rank for devices in late for rank in devices if 1 < health.rate(rank) < math.inf)
     return (wait / rest if rest > 0 else 0.0), who

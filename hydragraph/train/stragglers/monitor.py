@@ -1,16 +1,14 @@
-"""Straggler monitor: the seconds of every rank, which the runtime measures anyway, to rates of ranks.
+"""Straggler monitor: rates of ranks from their measured seconds.
 
 At every commit all ranks learn how long each of them computed, by template and without waits (`RankTimes.own`). The
-cost model predicts the same instructions with their actual lengths, so a long sequence does not make a straggler.
+cost model predicts the same instructions.
 
-On a CPU shared with other processes, wall-clock seconds are split by the kernel's thread statistics
-(`runtime.thread_times`):
+On a shared CPU, wall-clock seconds are split by the kernel's thread statistics (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        how slow the device is: stopped, throttled      how many others want its core
 
-The first factor has little noise even on a noisy machine, so a slow device is found in few iterations; the second is
-judged against its own scatter. A rank's rate is the product of both.
+The two factors are judged apart, because only the second is noisy. A rank's rate is their product.
 
 Example: blocks took 1.0 s by the clock; the thread ran 0.2 s of them, was queued for 0.2 s and stopped for 0.6 s. 0.2 s
 were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and another process shares its core (2.0).
@@ -34,12 +32,12 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import Slow
 
-CROWDED = 4.0  # standard deviations for contention on cores: bursts of other processes last for several iterations
+CROWDED = 4.0  # standard deviations for contention: bursts of other processes last several iterations
 
 
 @dataclass(frozen=True)
 class KindOfWork:
-    """A kind of work that takes equal ranks the predicted time, up to one common factor."""
+    """Work that takes equal ranks the predicted time, up to a common factor."""
 
     type: str
     template: str
@@ -50,7 +48,7 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Judges the ranks of a run; it runs on one of them.
+    """Judges the ranks of a run, on one of them.
 
     Args:
         costs: of the model on healthy ranks.
@@ -69,11 +67,11 @@ class Monitor:
             sensitivity, CROWDED, {rank: straggler.core for rank, straggler in slow_ranks if straggler.core > 1}
         )
         self._strategy: Strategy | None = None
-        self._probed: dict[int, float] = {}  # the first probe of each rank
+        self._probed: dict[int, float] = {}
         self._corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a monitor of other ranks, which keeps what this one knows about those that stay.
+        """Return a monitor of other ranks, which keeps what is known about those that stay.
 
         Args:
             numbers: new rank numbers by old ones, for the ranks that stay.
@@ -85,28 +83,28 @@ class Monitor:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """The slow ranks known now."""
+        """Slow ranks."""
         device = self._device.rates
         core = self._core.rates
         return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
 
     @property
     def health(self) -> Health:
-        """The rates of ranks known now."""
+        """Rates of ranks."""
         return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
 
     @property
     def corrections(self) -> Corrections:
-        """The measured seconds of blocks over those that the costs predict, by rank."""
+        """Measured over predicted seconds of blocks, by rank."""
         return self._corrections
 
     @property
     def scatter(self) -> tuple[float, float]:
-        """The noise of devices, and of the contention on their cores; see `Estimator.scatter`."""
+        """Noise of devices, and of the contention on their cores (`Estimator.scatter`)."""
         return self._device.scatter, self._core.scatter
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
-        """Record one training iteration; return the ranks whose rate has changed.
+        """Record one training iteration; return changed rates.
 
         Raises:
             Unsupported: the costs are for another model.
@@ -120,7 +118,7 @@ class Monitor:
                 remedy="measure this model with hydragraph profile",
             )
         if first_time:
-            return ()  # graphs are compiled and memory is allocated: no rank runs at full speed
+            return ()  # graphs are compiled and memory is allocated
         before = self.health
         work: dict[int, dict[Kind, tuple[float, float]]] = {}
         crowded = {rank: (times.ran + times.queued) / times.ran for rank, times in enumerate(ranks) if times.ran > 0}
@@ -129,9 +127,9 @@ class Monitor:
             alone = {kind: seconds / crowded.get(rank, 1.0) for kind, seconds in own.items()}
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
-            if whole > 0:  # blocks are timed forward and backward together
+            if whole > 0:  # forward and backward are timed together
                 self._corrections = self._corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks count by their probes; otherwise what is known about their cores would never change.
+        # Idle ranks count by their probes; otherwise their cores would be judged by old values.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)
@@ -143,7 +141,6 @@ class Monitor:
         self._probed = {rank: times.probe for rank, times in enumerate(ranks) if times.probe > 0}
 
     def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
-        """Return the slowdown of each idle rank's probe relative to its peers."""
         slowdowns = {}
         for rank, times in enumerate(ranks):
             type_ = self._costs.cluster.type_of(rank)
@@ -154,12 +151,12 @@ class Monitor:
 
 
 def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predicted:
-    """Return the predicted seconds of forwards and backwards of ranks with work, by kind of work."""
+    """Return the predicted seconds of forwards and backwards by rank and kind of work."""
     work = costs.work(strategy, assignment)
     outline = costs.outline
     predicted: Predicted = {}
     for stage in place(outline, strategy, assignment.counts).stages:
-        # Blocks of one template take equally long, so one of them is priced.
+        # Blocks of one template take equally long.
         learning: dict[tuple[str, bool], int] = {}
         first: dict[tuple[str, bool], str] = {}
         for position in stage.positions:

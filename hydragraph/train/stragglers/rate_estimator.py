@@ -1,7 +1,7 @@
-"""Straggling rates from noisy measurements: a pure estimator, updated once per iteration.
+"""Straggling rates from noisy measurements, updated once per iteration.
 
 Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
-type of device). Three unknowns explain their ratio, and all are learned during the run:
+type of device). Three unknowns explain their ratio:
 
     log(measured / predicted) = log factor(kind) + log common(iteration) + log rate(rank) + noise
 
@@ -13,13 +13,12 @@ type of device). Three unknowns explain their ratio, and all are learned during 
 - scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations: both estimate one
   standard deviation for normal errors, and the second reflects bursts.
 
-A slow rank with little work spends long on unpredicted parts, such as starting a micro-batch: with less than LITTLE of
-the busiest rank's work, a rank's rate can only fall. Sums of seconds count, not single instructions: a device that is
-stopped for 60 ms of every 100 delays few of its instructions, each by much.
+With less than LITTLE of the busiest rank's work, a rank's rate can only fall, because unpredicted parts dominate. Sums
+of seconds count: a device that is stopped for 60 ms of every 100 delays few instructions, each by much.
 
 Example: 4 ranks (scatter 0.06); rank 2 becomes 2.57 times as slow in the middle of iteration 10. Its residuals are 1.02
-(9), 1.7 (10), 2.6 (11), 2.5 (12): iterations 10 to 12 lie above max(1.3, exp(3 x 0.06) = 1.2), so the rank is found
-after iteration 12. The first of them was slow only in part, so it is left out of the rate, which is 2.55.
+(9), 1.7 (10), 2.6 (11), 2.5 (12): the last three lie above max(1.3, exp(3 x 0.06) = 1.2). The first of them was slow
+only in part, so it is left out of the rate, 2.55.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Any, TypeVar
 
-CALIBRATION = 5  # iterations that define healthy, for the run and for every kind of work
-WINDOW = 32  # iterations for the medians of factors and scatter
+CALIBRATION = 5  # iterations that define healthy, for the run and each kind of work
+WINDOW = 32  # iterations for medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 PARTIAL = 0.85  # of the later ones: a first iteration below it was slow only in part
-LITTLE = 0.1  # of the expected seconds of the rank with most work
-SHARED = 0.5  # minimum fraction of a rank's predicted seconds that are of known kinds
+LITTLE = 0.1  # of the busiest rank's expected seconds
+SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
 
 _T = TypeVar("_T")
 
@@ -52,8 +51,8 @@ class Sensitivity:
     """Thresholds for rates.
 
     Attributes:
-        enter, leave: a straggler takes at least `enter` times as long, a healthy rank at most `leave` times.
-        change: a straggler's rate is reported again when it has changed by this factor.
+        enter, leave: least slowdown of a straggler, largest of a healthy rank.
+        change: factor of a straggler's rate that is reported again.
     """
 
     enter: float = 1.3
@@ -69,11 +68,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a rank's rate.
-
-    Attributes:
-        before, rate: the rate known before, and the new one; 1: healthy.
-    """
+    """A change of a rank's rate; 1: healthy."""
 
     rank: int
     before: float
@@ -87,8 +82,6 @@ class Change:
 
 @dataclass
 class _Samples:
-    """Samples of one kind of work."""
-
     logs: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
@@ -101,11 +94,11 @@ class _Samples:
 
 
 class Estimator:
-    """Rates of ranks, updated after each iteration. It runs on one rank, which knows the seconds of all others.
+    """Rates of ranks, updated after each iteration on one rank, which knows the seconds of all.
 
     Args:
         certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
-        held: rates above 1 that are known already.
+        held: known rates above 1.
     """
 
     def __init__(
@@ -118,13 +111,13 @@ class Estimator:
         self._certain = certain
         self._held = dict(held or {})
         self._kinds: dict[Kind, _Samples] = {}
-        self._residuals: dict[int, deque[float]] = {}  # logarithms of the rank's last iterations
-        self._recent: deque[Mapping[int, float]] = deque()  # the last residuals of all ranks
-        self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks, by iteration
+        self._residuals: dict[int, deque[float]] = {}  # logarithms, by rank
+        self._recent: deque[Mapping[int, float]] = deque()  # last residuals of all ranks
+        self._healthy: deque[Mapping[int, float]] = deque(maxlen=WINDOW)  # residuals of healthy ranks
 
     @property
     def rates(self) -> Mapping[int, float]:
-        """The rates of ranks that are not healthy."""
+        """Rates of ranks that are not healthy."""
         return dict(self._held)
 
     @property
@@ -134,7 +127,7 @@ class Estimator:
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Relative to each rank's own median: a rank that has always been slow does not add noise.
+        # Relative to each rank's own median: a rank that has always been slow adds no noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:
@@ -142,7 +135,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return an estimator for renumbered ranks, with the same knowledge of kinds of work and their noise.
+        """Return an estimator for renumbered ranks.
 
         Args:
             numbers: new rank numbers by old ones; ranks without one are gone.
@@ -160,13 +153,10 @@ class Estimator:
         return estimator
 
     def observe(self, work: Work, idle: Mapping[int, float] | None = None) -> tuple[Change, ...]:
-        """Record one iteration.
+        """Record one iteration; return changed rates.
 
         Args:
             idle: for ranks that did not compute, the slowdown of a probe relative to a healthy device.
-
-        Returns:
-            The ranks whose rate has changed.
         """
         rank_seconds = self._known(work)
         logs = {rank: math.log(measured / expected) for rank, (measured, expected) in rank_seconds.items()}
@@ -176,7 +166,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # Delayed by OF iterations: residuals of a rank found slow in the meantime must not count as noise.
+            # OF iterations late: residuals of a rank found slow meanwhile must not count as noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -187,7 +177,6 @@ class Estimator:
         return tuple(change for rank in sorted(residuals) if (change := self._judged(rank, residuals[rank])))
 
     def _known(self, work: Work) -> dict[int, tuple[float, float]]:
-        """Return measured and expected seconds of ranks with enough known kinds of work."""
         rank_seconds = {}
         for rank, kinds in work.items():
             known_kinds = {kind: kind_seconds for kind, kind_seconds in kinds.items() if self._kind(kind).known}
@@ -199,13 +188,12 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # Stragglers count only if there are no other ranks: a wrong rate must not make other ranks look slow.
+        # Stragglers count only without other ranks: a wrong rate must not make others look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0
 
     def _learn(self, work: Work, residuals: Mapping[int, float], common: float) -> None:
-        """Update factors from the ranks that are as fast as their known rates."""
         within = math.log(self._sensitivity.enter)
         by_kind: dict[Kind, dict[int, float]] = {}
         for rank, kinds in work.items():
@@ -227,8 +215,8 @@ class Estimator:
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
         """Return the log slowdown of far slower ranks, measured on kinds of work that several ranks run.
 
-        A rank that is slow from the start is thus not mistaken for an error of the cost model in work that only it
-        runs. This is the first sweep of a median polish (Tukey, 1977).
+        So a rank that is slow from the start is not mistaken for an error of the cost model in work that only it runs.
+        This is the first sweep of a median polish (Tukey, 1977).
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():
@@ -243,7 +231,6 @@ class Estimator:
         return self._kinds.setdefault(kind, _Samples())
 
     def _judged(self, rank: int, residual: float) -> Change | None:
-        """Add a residual of a rank, and return the change that its last ones imply."""
         every = self._residuals.setdefault(rank, deque(maxlen=2 * OF))
         every.append(residual)
         if len(self._healthy) < NEEDED:

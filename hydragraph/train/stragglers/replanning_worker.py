@@ -1,7 +1,6 @@
-"""The replanning process: `python -m hydragraph.train.stragglers.replanning_worker` answers questions from stdin on
-stdout.
+"""The replanning process, which answers questions from stdin on stdout until its input ends.
 
-It runs at a lower priority than training, and ends when its input does.
+It runs at a lower priority than training.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQ
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
-    """Answer questions until the source ends."""
     costs: Costs | None = None
     while True:
         try:
@@ -27,18 +25,18 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
         try:
             costs = costs_of(question, costs)
             answer = replan(question, costs)
-        except Exception as error:  # training continues unchanged and reports the error
+        except Exception as error:  # training continues and reports the error
             answer = Replanned(refused=f"{type(error).__name__}: {error}")
         pickle.dump(answer, target)
         target.flush()
 
 
 if __name__ == "__main__":
-    # These signals reach the whole process group, and training may finish a step first; this process ends with stdin.
+    # Signals reach the whole process group, and training may finish a step first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(5)
     output = sys.stdout
-    # Output of libraries must not mix with the answers.
+    # Libraries must not print between the answers.
     sys.stdout = sys.stderr
     serve(sys.stdin.buffer, output.buffer)

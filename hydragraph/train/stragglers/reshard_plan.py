@@ -1,17 +1,15 @@
-"""The home of the state for the ranks' speeds and memory, and bounded moves that lead to it.
+"""The home of the state for the ranks' speeds and memory, and bounded moves to it.
 
 Every owner sums the gradients of its share and updates it after the last push; a step ends with the slowest owner:
 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
-The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows: what does not fit a full rank
-is spread over the others in the same proportion. An owner also starts and finishes the messages of every bucket,
-however little it owns, so a very slow rank should own no state. Moving pays off if the gain over the remaining steps
-exceeds its cost: the rank that receives most waits for the gradients of the elements it receives
-(`hydragraph.engine.live_reshard`).
+The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. An owner also starts and
+finishes the messages of every bucket, however little it owns, so a very slow rank should own no state. A move costs the
+time in which the rank that receives most waits for the gradients of those elements (`hydragraph.engine.live_reshard`).
 
-If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added to its
-own, and the home chosen for the strategies is one of the candidates.
+If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added, and
+the home chosen for the strategies is a candidate.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from hydragraph.spec.home import Home
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4  # per element, as gradients are handed on
 ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise in rates moves no state
-TIGHT = 1.01  # required memory, as a multiple of what the shares need: they are rounded
+TIGHT = 1.01  # required memory, as a multiple of unrounded shares
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,11 @@ class StateCosts:
 
     Attributes:
         update_s: seconds for a healthy device to sum the gradients of the whole state and update it.
-        bytes_per_element: bytes that move per element: weights and optimizer state (12 with Adam).
+        bytes_per_element: bytes that move: weights and optimizer state (12 with Adam).
         bytes_per_s: receive bandwidth of a rank.
         free_bytes: memory available for state, by rank; None: enough.
-        held_bytes: memory per element, with its gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds for a healthy owner to start and finish its messages of a step.
+        held_bytes: memory per element, with gradient and messages; None: `bytes_per_element`.
+        messages_s: seconds for a healthy owner to start and finish a step's messages.
     """
 
     update_s: float
@@ -58,7 +56,6 @@ class StateCosts:
 
     @property
     def held_per_element(self) -> float:
-        """Bytes of an owner's memory per element."""
         return self.bytes_per_element if self.held_bytes is None else self.held_bytes
 
 
@@ -67,7 +64,7 @@ class Rehoming:
     """A home that is worth moving to.
 
     Attributes:
-        before_s, after_s: seconds per step that the owners take, before and after the move.
+        before_s, after_s: seconds of the owners per step, before and after the move.
         moving_s: seconds that training waits for the move.
     """
 
@@ -87,16 +84,16 @@ def rehoming(
     steps: int,
     question: HomeQuestion | None = None,
 ) -> Rehoming | None:
-    """Return a home that pays off within the remaining `steps`, or None if the state should stay. A pure function.
+    """Return a home that pays off within the remaining `steps`, or None if the state should stay.
 
     Args:
         running: the current home, with nodes if it has copies.
         ranks: number of ranks, none of them lost.
-        buckets: of the model; buckets with shares of their own lose them, unless the choice of owners assigns others.
-        question: input of the choice of owners; None: owners are not chosen for strategies.
+        buckets: of the model; own shares of buckets are dropped, unless the choice of owners assigns others.
+        question: input of the choice of owners; None: they are not chosen for strategies.
 
     Raises:
-        ValueError: a rank is lost, or the ranks do not have enough memory for the state.
+        ValueError: a rank is lost, or the ranks do not have enough memory.
     """
     if any(rank < ranks for rank in health.lost):
         raise ValueError(f"rehoming: ranks {list(health.lost)} are lost: move the others to a world without them")
@@ -126,7 +123,7 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Return costs that leave room for the move: an owner's new part of a bucket lives alongside its old one."""
+    """Return costs that leave room for an owner's old and new parts of a bucket together."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -138,7 +135,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes that follow speed and memory: of all ranks, then without the slowest, the two slowest and so on."""
+    """Return homes that follow speed and memory: of all ranks, without the slowest, without the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -148,7 +145,7 @@ def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health,
         if len({node for rank, node in enumerate(nodes) if rank not in without}) < running.copies:
             break
         try:
-            for rounded in (True, False):  # if memory is tight, exact shares may fit where rounded ones do not
+            for rounded in (True, False):  # exact shares may fit where rounded ones do not
                 shares = best_shares(ranks, health, costs, elements, without, rounded)
                 homes.append(Home(shares, running.copies, nodes=running.nodes))
         except ValueError:
@@ -169,9 +166,9 @@ def best_shares(
     """Return the share of each rank, the largest 1: proportional to its speed, as far as its memory allows.
 
     Args:
-        elements: number of elements of the whole state, all copies together.
+        elements: elements of the state, with all copies.
         without: ranks that own no state.
-        rounded: round to few digits, so that noise in rates moves no state.
+        rounded: round to few digits.
 
     Raises:
         ValueError: the ranks do not have enough memory.
@@ -202,7 +199,7 @@ def best_shares(
 
 
 def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
-    """Return the number of elements that each rank receives from others in a move, on the links that `move` chooses."""
+    """Return the number of elements that each rank receives in a move."""
     before = HomeLayouts(old, ranks)
     after = HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
@@ -213,10 +210,9 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the homes of a move in stages; each stage moves a few buckets, at most `elements` per rank, or one bucket.
+    """Yield the homes of a move in stages: each moves a few buckets, at most `elements` per rank, or one bucket.
 
-    Each stage runs during one step, so no step waits for more than its stage. If copies or nodes differ, the only stage
-    is the new home.
+    Each stage runs during one step. If copies or nodes differ, the only stage is the new home.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new
@@ -237,7 +233,7 @@ def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements
 
 
 def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> bool:
-    """Return whether ranks have memory for each stage of a move: for their current shares and the new parts together.
+    """Return whether ranks have memory for each stage's current shares and new parts together.
 
     Args:
         way: homes, the running one first.

@@ -2,9 +2,9 @@
 
     rates change -> a home that pays off within the remaining steps (`rehoming`) -> its parts, one per step
 
-A part is as much as a rank receives within BESIDE of a step, so it arrives before the step ends, and training waits
-only for its gradients (`Executable.rehome`). Rates are noisy, so a decision stands for a while. If owners are chosen
-for the strategies, they are chosen again once other strategies have run recently.
+A rank receives a part within BESIDE of a step, so it arrives before the step ends, and training waits only for its
+gradients (`Executable.rehome`). Rates are noisy, so a decision stands for a while. If owners are chosen for the
+strategies, they are chosen again once other strategies have run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5  # of a step, in which a part must arrive
 COOLDOWN = 6  # steps between two decisions
-MIX = 16  # recent steps whose strategies define the mix
-CHANGED = 0.25  # fraction of them that must have run other strategies before a home is chosen again
+MIX = 16  # recent steps for the mix of strategies
+CHANGED = 0.25  # fraction of them with other strategies, before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
-    """Return the cost of state from a profile and a cluster: measured updates, moves over the slowest link."""
+    """Return the cost of state: measured updates, moves over the slowest link."""
     ranks = range(costs.ranks)
     updates = [costs.piece_profile(rank).update for rank in ranks]
     elements = sum(bucket.size for bucket in costs.buckets)
@@ -44,11 +44,11 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Return the cost of state if ranks also need memory for stages, with the most messages that an owner can hold.
+    """Limit the cost of state by the memory that strategies and messages leave.
 
     Args:
-        state: its cost without memory limits.
-        tokens: of the largest mini-batch; it may form a single micro-batch if that fits.
+        state: cost without memory limits.
+        tokens: of the largest mini-batch.
         owned: elements by rank in the current home, which always fit.
     """
     beside = [0.0] * costs.ranks
@@ -69,9 +69,6 @@ class Following:
         home: the current home, with nodes if it has copies.
         memory: costs with the memory of ranks; None: memory is not limited.
         rule: for choosing owners for the running strategies; None: they are not chosen.
-
-    Attributes:
-        home: the current home.
     """
 
     def __init__(
@@ -102,12 +99,12 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """The home that state moves to during the next step; None: it stays, or is already moving."""
+        """Home that state moves to during the next step; None: it stays, or is already moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
     def target(self) -> Home:
-        """The home after all parts have arrived."""
+        """Home after all parts have arrived."""
         return self._parts[-1] if self._parts else self.home
 
     @property
@@ -125,7 +122,7 @@ class Following:
         """Decide after a step, from the known rates; return the decision, if there is one.
 
         Args:
-            strategies: the one that ran, then others that ranks need memory for.
+            strategies: the one that ran, then others that may run.
             tokens: of the largest mini-batch, see `with_room`.
         """
         self._mix.extend(strategies[:1])
@@ -153,10 +150,9 @@ class Following:
             if passes([self.home, *parts], self._ranks, self._buckets, costs):
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
-        return ()  # there is not enough memory for a rank's old and new shares together
+        return ()  # not enough memory for a rank's old and new shares together
 
     def _changed_mix(self) -> dict[Strategy, float] | None:
-        """Return how often each strategy ran recently; None: owners do not depend on it, or it has hardly changed."""
         if self._rule is None or len(self._mix) < MIX:
             return None
         mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
@@ -165,7 +161,6 @@ class Following:
         return mix if moved >= CHANGED else None
 
     def _question(self, health: Health, costs: StateCosts) -> HomeQuestion | None:
-        """Return the input of the choice of owners; None: owners are not chosen."""
         if self._rule is None or self._memory is None or not self._mix:
             return None
         mix = Counter(self._mix)

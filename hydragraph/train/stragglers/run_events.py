@@ -1,4 +1,4 @@
-"""Events and decisions about the ranks of a run: one JSON object per line of `events.jsonl`.
+"""Events and decisions about the ranks of a run, as lines of `events.jsonl`.
 
 {"time": "2026-11-22T20:31:07+00:00", "step": 41, "event": "straggler", "ranks": [2], "seconds": 0.0,
  "why": "rank 2 takes 2.57 times as long as its peers", "rates": {"2": 2.57}}
@@ -15,7 +15,7 @@ from typing import Literal
 
 Name = Literal["fault", "straggler", "recovered", "replan", "switch", "migrate", "join", "leave", "saved", "resumed"]
 
-# Titles for people, in the order in which pictures show them.
+# Titles in the order of pictures.
 TITLES: Mapping[Name, str] = {
     "fault": "rank lost",
     "leave": "rank left",
@@ -31,7 +31,7 @@ TITLES: Mapping[Name, str] = {
 
 
 def now() -> str:
-    """Return the time for events and metrics, in UTC."""
+    """Return the current time in UTC, for events and metrics."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -40,16 +40,16 @@ class RunEvent:
     """An event of a run.
 
     Attributes:
-        step: the last step before it.
-        ranks: ranks that it happened to, or that a decision is about.
-        seconds: duration. For `resumed`, from a rank's failure until training continued; for `saved`, how long training
-            waited; for a switch, its expected cost.
-        rates: of slow ranks, as far as they matter.
-        before_s, after_s: for a decision, the expected seconds of a step without and with it.
+        step: last step before it.
+        ranks: ranks that it concerns.
+        seconds: for `resumed`, from a rank's failure until training continued; for `saved`, how long training waited;
+            for a switch, its expected cost.
+        rates: of slow ranks that matter.
+        before_s, after_s: expected seconds of a step without and with a decision.
         done: whether the decision was carried out.
-        lost_steps: trained steps that were undone because state was lost.
-        moved_bytes: bytes of state that ranks received from other ranks.
-        read_bytes: bytes of checkpoint pieces that ranks read, by kind of place: memory, disk and store.
+        lost_steps: steps that were undone because state was lost.
+        moved_bytes: bytes of state received from other ranks.
+        read_bytes: bytes of checkpoint pieces read, by kind of place: memory, disk and store.
     """
 
     step: int
@@ -68,7 +68,7 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """The event as JSON, with the fields that are always present first."""
+        """The event as JSON; fields that are always present come first."""
         record = asdict(self)
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)
@@ -83,7 +83,7 @@ class RunEvent:
 
     @property
     def title(self) -> str:
-        """The event, in two words."""
+        """Short title."""
         return TITLES[self.event] if self.done else f"{TITLES[self.event]}: not done"
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class RunEvent:
 
 
 def seconds_of(time: str) -> float:
-    """Return a time from `now`, in seconds since 1970."""
+    """Return a time from `now` in seconds since 1970."""
     return datetime.fromisoformat(time).timestamp()
 
 
@@ -102,7 +102,7 @@ def append_event(path: Path, event: RunEvent) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file, each with its place, "path:number", but no truncated last one; none without a file."""
+    """Yield (line, "path:number") of a file, without a truncated last line; a missing file has no lines."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         if line.endswith("\n"):

@@ -1,4 +1,4 @@
-"""State of a slow rank: what the next leading rank needs to continue as if it had measured the rank itself."""
+"""State of a slow rank, for the next leading rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ class Slow:
     """A slow rank.
 
     Attributes:
-        device: slowdown of the device relative to a healthy one, alone on its core.
+        device: slowdown of the device, alone on its core.
         core: further slowdown by other processes on its core.
-        learned: its known rate when others were seen to wait for it, and its planned rate since; None:
-            others do not wait for it beyond its rate.
+        learned: (known, planned) rates if others waited for it beyond its known rate.
     """
 
     device: float = 1.0
@@ -22,5 +21,5 @@ class Slow:
 
     @property
     def rate(self) -> float:
-        """The slowdown in total."""
+        """Total slowdown."""
         return self.device * self.core
