@@ -1,5 +1,4 @@
-"""Frontend: models become Programs without being changed, or Programs are read from a compiled folder.
+"""Frontend: a model becomes a Program, or a Program is read from a compiled folder.
 
-Programs are compared with their models numerically (`check/`); `compiled_folder/` is the folder. Sequences are packed
-into mini-batches. Model features that a trace would lose are rejected here by name.
+Model features that a trace would lose are rejected by name.
 """

@@ -1,6 +1,6 @@
-"""Equivalence of blocks, determined from the operators that each runs on shapes alone.
+"""Equivalence of blocks by the operators that each runs on the meta device.
 
-A run on the meta device takes milliseconds, a trace tenths of a second. Blocks with equal records have equal graphs.
+This takes milliseconds, a trace tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-# Maximum number of elements of a constant tensor that is compared by content.
+# Largest constant tensor that is compared by content, in elements.
 _LARGEST = 1 << 20
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if it cannot be recorded and needs its own trace.
+    """Return a digest of a block's computation; None: it needs its own trace.
 
     Args:
         hints: example values of symbolic sizes, by symbol.
@@ -35,7 +35,7 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block computes the same if its index attributes can only be passed on (`LAYER_INDEX`)."""
+    """Return whether a block only passes its index attributes (`LAYER_INDEX`) on."""
     plain = _noted(call, hints)
     places = [(vars(m), name) for m in call.module.modules() for name in LAYER_INDEX if name in vars(m)]
     kept = [attributes[name] for attributes, name in places]
@@ -66,7 +66,7 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Run the model around its `opaque` blocks, and the loss, on a meta batch; raise Unsupported if calls differ."""
+    """Check the model around its `opaque` blocks like `refuse_state`, on a meta batch."""
     notes = []
     try:
         with meta_as_cpu(), opaque:
@@ -76,7 +76,7 @@ def refuse_state_around(
                 with noted:
                     result = module(batch)
                 notes.append(noted.all(result))
-    except Exception:  # code that needs values cannot run on shapes; other errors are found by the trace
+    except Exception:  # cannot run on shapes; the trace finds other errors
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)
@@ -105,21 +105,19 @@ def _noted(call: BlockCall, hints: dict[str, int]) -> list[str] | None:
             result = FlatBlock(call)(*arguments)
     except Unsupported:
         raise
-    except Exception:  # code that needs values cannot run on shapes
+    except Exception:
         return None
     refuse_own_backward(result, call.name)
     return notes.all(result)
 
 
 class _Notes(TorchDispatchMode):
-    """Recorder of operator calls, which identifies each tensor by its origin."""
-
     def __init__(self, block: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.lines: list[str] = []
         self.unknown = False  # a tensor without values has an unknown origin
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no id is reused
+        self._kept: list[Tensor] = []  # keeps ids from being reused
         tensors = [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
         for name, tensor in tensors:
             first_name = self._names.setdefault(id(tensor), name)
@@ -136,7 +134,6 @@ class _Notes(TorchDispatchMode):
         return result
 
     def all(self, result: Any) -> list[str] | None:
-        """Return all lines and the result, or None if some tensor's origin is unknown."""
         return None if self.unknown else [*self.lines, self.text(result)]
 
     def _name(self, result: Any) -> None:

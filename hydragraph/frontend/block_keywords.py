@@ -1,4 +1,4 @@
-"""Keyword arguments of the block that is traced, which some models do not hand on to the layers that need them."""
+"""Keyword arguments of the traced block, for layers that do not receive them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
-    """Return cu_seqlens and the longest length as the block received them; raise Unsupported if it did not."""
+    """Return cu_seqlens and the longest length that the block received.
+
+    Raises:
+        Unsupported: the block received none.
+    """
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
         problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"

@@ -71,23 +71,21 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
     Args:
-        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU;
-            it is not changed. A custom module is called with the fields of the packed batch that its forward's
-            parameters name, or with the whole dict if its only parameter is not a field (`batch`); its blocks take the
-            hidden state, [1, T, H] or [T, H], first and return it, and tokens interact only in
-            `hydragraph.varlen_attention`.
+        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU.
+            A custom module is called with the fields of the packed batch that its forward's parameters name, or with
+            the whole dict if its only parameter is not a field (`batch`); its blocks take the hidden state, [1, T, H]
+            or [T, H], first and return it, and tokens interact only in `hydragraph.varlen_attention`.
         dtype: compute dtype.
         example: a packed batch of any size: input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1] int32
             and max_length, 0-d int64, which may all be omitted; any additional entry, [1, T, ...], is a custom field
             for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
-            over positions whose label is not -100; others, such as padding, must not contribute. A step divides it by
-            the number of targets in the global mini-batch. A module may have constant buffers, and no parameters.
-            Default: cross-entropy of the logits.
+            positions whose label is not -100. A step divides it by the number of targets in the global mini-batch. A
+            module may have constant buffers, and no parameters. Default: cross-entropy of the logits.
         blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
 
     Raises:
-        Unsupported: with the module, the operator and a remedy.
+        Unsupported: names the module, the operator and a remedy.
     """
     check_torch()
     check_model(model, "capture")
@@ -106,7 +104,7 @@ def capture(
     cached_program = None if kept is None else read_program(kept)
     if cached_program is not None:
         _LOG.info("read the captured %s from %s in %.2f s", where, kept, time.perf_counter() - began)
-        return replace(cached_program, origin=origin(model))  # which may name objects of this process
+        return replace(cached_program, origin=origin(model))
     log.doing(f"capturing {where}")
     program = with_an_example(lambda sizes: _captured(model, dtype, fields, loss, blocks, sizes))
     if kept is not None:
@@ -124,7 +122,6 @@ def _captured(
     blocks: str | None,
     sizes: Mapping[str, int],
 ) -> Program:
-    """Trace a model with example sizes; arguments as for `capture`."""
     where = type(model).__name__
     copied = meta_copy(model, dtype)
     is_huggingface = huggingface.is_huggingface(model)
@@ -146,7 +143,7 @@ def _captured(
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        # Names the cause in terms of the model, not just an arange that counts through a row.
+        # Names the cause in terms of the model, not an arange.
         huggingface.refuse_own_positions(where, pieces.used_fields())
     _refuse_leaks(pieces, own_loss=loss is not None)
     if is_huggingface:
@@ -155,7 +152,7 @@ def _captured(
 
 
 def check_model(model: object, call: str) -> None:
-    """Check that the `model` argument is a module; raise TypeError if it is something else, such as a name."""
+    """Raise TypeError if the `model` argument is not a module."""
     if isinstance(model, nn.Module):
         return
     name = isinstance(model, str)
@@ -169,7 +166,7 @@ class _Pieces:
 
     Attributes:
         feeds: block -> index of the aux output for each of its other tensor inputs.
-        sizes: symbols of the token count and the sequence count, in this order, with example values.
+        sizes: symbols of the token count and the sequence count, in this order -> example values.
     """
 
     model: str
@@ -182,7 +179,6 @@ class _Pieces:
 
     @property
     def around(self) -> dict[str, Template]:
-        """The templates other than blocks, by description."""
         return {
             f"{self.model} before its first block": self.embed,
             f"{self.model} beside its blocks": self.aux,
@@ -191,19 +187,17 @@ class _Pieces:
 
     @property
     def unique(self) -> dict[str, Template]:
-        """All templates, a block's under the first that uses it."""
         first: dict[str, str] = {}
         for name, template in self.layers.items():
             first.setdefault(template.name, name)
         return self.around | {name: self.layers[name] for name in first.values()}
 
     def fed(self, block: str) -> dict[str, fx.Node]:
-        """Return a block's inputs besides the hidden state -> the values of `aux` that feed them."""
+        """Return a block's inputs besides the hidden state -> their values in `aux`."""
         outputs: Any = self.aux.graph.graph.output_node().args[0]
         return {name: outputs[self.feeds[block][i]] for i, name in _others(self.layers[block])}
 
     def used_fields(self) -> set[str]:
-        """Return the fields of the packed batch that the model reads before its head."""
         used = {node: None for block in self.layers for node in self.fed(block).values()}
         aux = extract(self.aux.graph, list(used), {})
         return {*self.embed.inputs, *(n.name for n in aux.graph.find_nodes(op="placeholder"))}
@@ -222,8 +216,8 @@ def _slice_skeleton(
 ) -> _Pieces:
     skeleton, signature = functional_graph(exported, model)
     nodes = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # Other inputs of blocks than the hidden state are computed once per micro-batch on every stage (`aux`), so these
-    # may depend only on the batch and on buffers.
+    # These are computed on every stage, once per micro-batch (`aux`), so they may depend only on the batch and on
+    # buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -237,7 +231,7 @@ def _slice_skeleton(
         previous = node
     if previous is None:
         raise Unsupported("its loss is computed without its blocks", where=model, remedy="return a loss of its outputs")
-    if len(nodes) == 1:  # one node for all blocks
+    if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
@@ -274,15 +268,15 @@ def _capture_layers(
     """Trace each block that differs from those before it; return the template of every block.
 
     Args:
-        keys: id of a block -> its structure without the index. Blocks of one structure that are called alike and
-            compute nothing with their index are equal; others are compared by what they compute.
+        keys: id of a block -> its structure without the index. Such blocks are equal if they are called alike and do
+            not compute with their index.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for number, call in enumerate(calls, start=1):
         log.doing(f"capturing {model}", number, len(calls))
-        # Recognise that two blocks share a template, cheapest first: by structure, behaviour, equal graphs.
+        # Find an earlier equal block, cheapest comparison first.
         built = ("built", keys[id(call.module)] + call.called())
         if built not in template_of:
             kind = kind_of(call, hints)
@@ -293,7 +287,7 @@ def _capture_layers(
                 template = capture_template(call, hints)
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
             templates[call.name] = template_of[does]
-            # Checked at the second block of a structure: a single block does not profit.
+            # A single block does not profit from this check.
             seen[built] += 1
             if seen[built] == 2 and is_without_index(call, hints):
                 template_of[built] = template_of[does]
@@ -303,9 +297,7 @@ def _capture_layers(
 
 
 def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
-    """Check that packed sequences cannot interact; `refuse_unsummed` checks how a custom loss (`own_loss`) sums over
-    tokens.
-    """
+    """Check that packed sequences cannot interact, and that a custom loss (`own_loss`) sums over tokens."""
     tokens = next(iter(pieces.sizes))
     around = pieces.around
     for where, template in pieces.unique.items():
@@ -329,7 +321,7 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
 
 
 def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) -> Program:
-    # Names become the model's, with the first name for tied parameters.
+    # Tied parameters get the first of their names.
     first = {id(p): n for n, p in model.named_parameters()}
     canonical = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     raw = {"embed": pieces.embed, **pieces.layers, "head": pieces.head}
@@ -376,7 +368,7 @@ def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) 
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits that identify a model without its weights: modules, attributes, config and frozen parts."""
+    """Return 12 hex digits that identify a model's modules, attributes, config and frozen parts."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -384,7 +376,6 @@ def origin(model: nn.Module) -> str:
 
 
 def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
-    """Return whether labels are the next tokens: attention is causal, except for some classes of transformers."""
     if huggingface.is_huggingface(model):
         return huggingface.is_causal(model)
     calls = (n for t in layers.values() for n in t.graph.graph.nodes if n.target in ATTENDING)
@@ -394,9 +385,10 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
 def _buckets(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Group parameters into buckets, in block order: those used by one block together, each tied parameter by itself.
+    """Group parameters into buckets, in block order: one per block, and one per tied parameter.
 
-    Those without a gradient (not in `learns`) are apart, as they are never pushed; unused ones come last.
+    Parameters without a gradient (not in `learns`) have separate buckets, which are never pushed. Unused ones come
+    last.
     """
     users: dict[str, list[str]] = {}
     for block in blocks:
@@ -416,7 +408,6 @@ def _buckets(
 def _by_learning(
     name: str, parameters: Sequence[Parameter], blocks: tuple[str, ...], learns: Collection[str]
 ) -> Iterator[Bucket]:
-    """Yield one bucket of the parameters that get a gradient and one of the others, if there are any."""
     for suffix, kind in (("", True), ("/frozen", False)):
         chosen = tuple(p for p in parameters if (p.name in learns) is kind)
         if chosen:

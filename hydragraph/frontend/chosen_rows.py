@@ -1,16 +1,16 @@
 """Rows that a mask selects, computed for all tokens.
 
-A model with experts may take the tokens of an expert by a mask, compute them and put them back:
+A model may select an expert's tokens by a mask, compute them and put them back:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-Their number depends on values, which a graph cannot have. `with_all_rows` rewrites it to compute every token:
+The number of rows depends on values, so a graph cannot have it. `with_all_rows` computes every token instead:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves, and if rows
-that are not selected have finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves, and if other
+rows have finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ _LOG = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
-_PLACES = aten_operators("where nonzero_numpy")  # operators that list the places of a mask
-# Operators that make a list [n, 1] of places along one dimension a vector.
+_PLACES = aten_operators("where nonzero_numpy")
 _FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
-    """Raised if a selection is used in a way that has no equal over all rows."""
+    """A selection whose use cannot be written over all rows."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """A mask over tokens, or over tokens and their choices.
+    """Mask over tokens, or over tokens and their choices.
 
     Attributes:
         mask: the mask, with the dimension of tokens first.
@@ -60,7 +59,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a block's graph without selections of rows, or the same graph if it has none."""
+    """Return a block's graph without selections of rows, or the same graph."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -132,7 +131,6 @@ class _Rewriting:
             self._put(node, arguments[0], chosen, values, adds)
 
     def _choice(self, node: fx.Node) -> tuple[_Selection, dict[int, int]] | None:
-        """Return the selection of the rows that an operator takes or writes; see `_chosen`."""
         arguments = operands(node)
         if node.target in (aten.index.Tensor, aten.index_put.default) and self._is_selection(arguments[1]):
             return self._chosen(arguments[1], node)
@@ -177,7 +175,7 @@ class _Rewriting:
         return _mask_of(indices) is not None or any(index in self._indices for index in indices)
 
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
-        """Return a selection, and dimension of the mask -> dimension of what is indexed."""
+        """Return a selection, and dimension of the mask -> dimension of the indexed value."""
         mask = _mask_of(indices)
         if mask is not None:
             return self._selection(mask, place), {d: d for d in range(len(shape(mask)))}
@@ -195,7 +193,7 @@ class _Rewriting:
     def _taken(
         self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
     ) -> tuple[fx.Node, _Selection]:
-        """Return the rows of a value at all places of a mask, in its order: [..., rows, ...]."""
+        """Return the rows of a value that a mask selects, in its order: [..., rows, ...]."""
         selection, dims = chosen
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
@@ -214,7 +212,7 @@ class _Rewriting:
                 result = self._call(place, aten.reshape.default, result, [-1, *kept])
             order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
             result = self._permuted(place, result, order)
-            # Tracked by node, so the selection needs a separate node: other readers of `x` do not select.
+            # Selections are tracked by node, and other readers of `x` do not select.
             if result is x:
                 result = self._call(place, aten.permute.default, x, list(range(len(order))))
             return result, selection
@@ -307,7 +305,6 @@ class _Rewriting:
         return x if order == sorted(order) else self._call(place, aten.permute.default, x, order)
 
     def _size(self, place: fx.Node, size: Any) -> Any:
-        """Return a size as an argument: a number, or a node that reads it from a value that has it."""
         if symbol_name(size) is None:
             return int(size)
         for node in self._graph.nodes:
@@ -330,7 +327,6 @@ class _Rewriting:
 
 
 def _is_computed_alike(one: Any, other: Any) -> bool:
-    """Return whether two values result from the same operators on the same nodes."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_is_computed_alike, one, other))
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
@@ -341,12 +337,10 @@ def _is_computed_alike(one: Any, other: Any) -> bool:
 
 
 def _sizes(value: Any) -> list[Any]:
-    """Return the sizes of all tensors in a value, or itself if it is a number."""
     if isinstance(value, Tensor):
         return list(value.shape)
     return [size for part in value for size in _sizes(part)] if isinstance(value, tuple | list) else [value]
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two sizes are equal for every batch."""
     return str(one) == str(other)

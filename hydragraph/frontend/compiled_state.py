@@ -1,11 +1,11 @@
-"""The Python state that a model was compiled with: a change of it is noticed, since graphs would not follow.
+"""Detection of changes to the Python state that a model was compiled with, which graphs would not follow.
 
-Compared are, of every module, its parts, hooks, attributes, and its training flag if it matters; of every parameter and
-buffer, its identity, requires_grad, memory and counter of changes in place; of the user's own code for forward and
-loss, the attributes, globals and closed-over variables that it reads.
+Compared are each module's parts, hooks, attributes, and its training flag if it matters; each parameter's and buffer's
+identity, requires_grad, memory and version counter; and the attributes, globals and closed-over variables that the
+user's own forward and loss read.
 
-Not noticed are changes that no counter counts (`p.data.zero_()`, NumPy), the inside of nested objects, and lists of
-more than 1,000 elements.
+Not detected are changes that no version counter counts (`p.data.zero_()`, NumPy), the inside of nested objects, and
+lists of more than 1,000 elements.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _LONGEST = 1000  # of longer containers only the length and the identity are compared
 _MISSING = object()
-# A module's tables of parts, which are compared apart.
 _TABLES = frozenset(vars(nn.Module()))
-# Notes of libraries on modules and configs, and settings that no captured graph depends on.
+# Notes of libraries on modules and configs, and settings without influence on graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
@@ -68,10 +67,10 @@ class _Names:
     """Attributes or variables of one owner.
 
     Attributes:
-        now: returns them as they are; None: the owner no longer exists.
-        plain, others: what compares by value, and what by identity or content (`_frozen`).
-        known: all names there were; None: added ones do not count.
-        kind: the class whose code would read added ones.
+        now: returns their current values, or None if the owner no longer exists.
+        plain, others: names compared by value, and by identity or content (`_frozen`).
+        known: all names at compilation; None: added ones do not count.
+        kind: the class whose code would read added names.
     """
 
     where: str
@@ -101,7 +100,7 @@ class _Names:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A parameter or buffer in a module's table; `state` is its counter of changes and its memory."""
+    """A parameter or buffer of a module; `state` is its version and its memory address."""
 
     name: str
     local: str
@@ -122,7 +121,7 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Module:
-    """A module's parts and hooks; `training` is None where what it computes does not depend on it."""
+    """A module's parts and hooks; `training` is None if its result does not depend on the flag."""
 
     where: str
     module: weakref.ref[nn.Module]
@@ -147,7 +146,6 @@ class _Module:
         )
 
     def check(self) -> None:
-        """Check hooks, flags and what learns; a module that no longer exists cannot have changed."""
         module = self.module()
         if module is None:
             return
@@ -169,7 +167,7 @@ class _Module:
                 raise _refused(part.name, "a gradient hook was registered or removed after hg.compile")
 
     def check_parts(self, is_trained: Callable[[_Tensor, Tensor], bool]) -> None:
-        """Check that the module has the same tensors and modules, with the same values or those that training has."""
+        """Check that tensors and modules are the same, with unchanged or trained values."""
         module = self.module()
         if module is None:
             return
@@ -193,11 +191,11 @@ class _Module:
 
 
 class CompiledState:
-    """Python state that decides a step's numbers, as it was when a model was compiled; referred to weakly.
+    """Python state that decides a step's numbers, as of compilation. Objects are referenced weakly.
 
     Args:
         loss: the user's own loss, or None.
-        buffers: what steps compute with, by name.
+        buffers: the buffers that steps compute with, by name.
     """
 
     def __init__(self, model: nn.Module, loss: Any, buffers: Mapping[str, Tensor]) -> None:
@@ -218,11 +216,7 @@ class CompiledState:
         self._add_code(readers)
 
     def check(self) -> None:
-        """Compare with the state now.
-
-        Raises:
-            Unsupported: naming the first change.
-        """
+        """Raise Unsupported that names the first change."""
         if list(global_hooks()) != self._hooks:
             raise _refused("every module (torch.nn.modules.module)", "global hooks were changed after hg.compile")
         for module in self._modules:
@@ -232,7 +226,7 @@ class CompiledState:
             names.check()
 
     def changed_weights(self) -> str:
-        """Return which parameter, buffer or module is no longer what was compiled; "": none."""
+        """Return which parameter, buffer or module was changed or replaced; "": none."""
         try:
             for module in self._modules:
                 module.check_parts(self._is_trained)
@@ -241,7 +235,7 @@ class CompiledState:
         return ""
 
     def hand_out(self, state: Mapping[str, Tensor]) -> None:
-        """Note trained values that the user receives: they may be loaded into the model between steps."""
+        """Note trained values that the user receives and may load into the model between steps."""
         for module in self._modules:
             for part in module.tensors if module.module() is not None else ():
                 tensor = part.tensor()
@@ -255,7 +249,6 @@ class CompiledState:
         return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)
 
     def _add_attributes(self, where: str, owner: Any, readers: Readers) -> None:
-        """Compare attributes that the user's code reads, or all but notes if a library's code may read them."""
         if id(owner) in self._seen:
             return
         self._seen.add(id(owner))
@@ -297,7 +290,7 @@ class CompiledState:
             name = function.__qualname__.replace(".<locals>", "")
             cells = cells_of(function)
             inner = {n: c.cell_contents for n, c in cells.items()}
-            # A cell would keep a model or a trainer alive, so only the attributes of these are compared.
+            # Holding a cell would keep a model or a trainer alive.
             compared_cells = {
                 n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)
             }
@@ -313,7 +306,7 @@ class CompiledState:
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
-    """Return whether a module may compute something else with another training flag; `own`: the user's code does."""
+    """Return whether a module's result may depend on its training flag; `own`: the user's code reads it."""
     library = base_library_of(type(module))
     rates = rates_of(module)
     if library_of(type(module)) is None and (own or library is None):
@@ -332,7 +325,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def _frozen(value: Any, depth: int = 4) -> Any:
-    """Return what compares equal while a value, and what its containers hold, is the same."""
+    """Return a key of a value and its containers' content."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if not isinstance(value, _CONTAINERS) or not depth or len(value) > _LONGEST:
@@ -345,7 +338,7 @@ def _frozen(value: Any, depth: int = 4) -> Any:
 
 
 def _has_state(value: Any) -> bool:
-    """Return whether attributes of an object are compared: of a config, and of the user's own classes."""
+    """Return whether an object is a config or an instance of the user's classes."""
     apart = nn.Module | Tensor | type | types.FunctionType | types.MethodType | types.ModuleType
     if isinstance(value, apart) or not hasattr(value, "__dict__"):
         return False
@@ -373,7 +366,6 @@ def _itself(names: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in a few words, which are the same in every process."""
     if value is _MISSING:
         return "nothing"
     text = repr(value)

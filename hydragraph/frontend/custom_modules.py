@@ -1,4 +1,4 @@
-"""Calling of modules other than Hugging Face models with a packed batch."""
+"""Calls of modules other than Hugging Face models with a packed batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls a module on a packed batch: its forward's parameters name the fields that it gets.
+    """Return a function that calls a module with the fields that its forward's parameters name.
 
-    If its only required parameter is not a field (`batch`), it gets the whole dict.
+    A module whose only required parameter is not a field (`batch`) gets the whole dict.
 
     Raises:
         Unsupported: a required parameter is not a field.

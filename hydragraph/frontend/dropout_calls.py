@@ -1,7 +1,7 @@
-"""Dropout in traced graphs: calls are numbered in order, and read the numbers of the tokens instead of a generator.
+"""Dropout in traced graphs, which reads the keys of tokens instead of a generator.
 
-`number_calls` gives PyTorch's dropout, and attention with dropout, a number in the graph, before anything is reordered
-or removed; `with_keys` adds the inputs that all of them read:
+`number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
+`with_keys` adds the inputs that they read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
     dropout_block   0-d int64, the number of the block: blocks of one template draw different masks
@@ -26,12 +26,11 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _CALL = 11  # argument of attention with dropout that is the call's number
-# Names of the added inputs, for tables of a graph's inputs.
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 
 def number_calls(graph: fx.GraphModule, where: str) -> None:
-    """Replace PyTorch's dropout in a traced graph and its regions by ours, numbered in the order of the calls.
+    """Replace PyTorch's dropout in a graph and its regions by ours, numbered in call order.
 
     Raises:
         Unsupported: a value does not have one dimension of tokens.
@@ -77,7 +76,7 @@ def _token_dim(x: fx.Node, where: str) -> int:
 
 
 def with_keys(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a functional graph whose dropout reads keys and the block's number, two inputs added at the end."""
+    """Append the inputs `dropout_block` and `dropout_keys` to a functional graph, if it has dropout."""
     calls = [n for n in graph.graph.nodes if n.target in DRAWN]
     if not calls:
         return graph

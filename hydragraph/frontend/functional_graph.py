@@ -52,13 +52,13 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     ),
 }
 _NAMED = 4  # maximum number of attributes in an error
-# Folders whose code is not the model's: PyTorch's and ours.
+# PyTorch and hydragraph.
 _NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _LONGEST = 80  # maximum number of characters of a code line in an error
 
 
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
-    """Trace a module with sizes that are known only at run time; any exception becomes Unsupported."""
+    """Trace a module with symbolic sizes; any exception becomes Unsupported."""
     try:
         with watched(where, module), meta_as_cpu():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
@@ -69,7 +69,6 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
 
 
 def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
-    """Explain why a module cannot be traced, in our own words where PyTorch's are unclear."""
     text = str(error)
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
@@ -92,7 +91,6 @@ def _line_of(error: Exception) -> str:
 
 
 def _of_attributes(module: nn.Module) -> str:
-    """Name the attributes of a module's submodules that hold plain tensors or modules in containers, if any."""
     names = [
         f"{prefix}.{name}".removeprefix(".").removeprefix("model.").removeprefix("block.")
         for prefix, child in module.named_modules()
@@ -115,7 +113,7 @@ def functional_graph(
     """Return the cleaned graph and the signature of its placeholders.
 
     Args:
-        block: whether it is a block, whose selections of rows are computed for all tokens (`chosen_rows`).
+        block: whether selections of rows are computed for all tokens (`chosen_rows`).
 
     Raises:
         Unsupported: the graph contains writes that autograd does not see, or draws random numbers.
@@ -123,7 +121,7 @@ def functional_graph(
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
-        # It takes seconds and discards where gradients were disabled, so such regions are inlined before.
+        # `run_decompositions` takes seconds and ignores where gradients were disabled, so inline those regions.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
@@ -135,7 +133,7 @@ def functional_graph(
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Reject writes that autograd does not see: through `x.detach()`, or under no_grad to a value from outside."""
+    """Reject writes that autograd does not record: through `x.detach()`, or under no_grad to a value from outside."""
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
@@ -153,7 +151,6 @@ def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str,
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
-    """Reject a graph that writes into the model's tensors or its inputs, or that computes under autocast."""
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
@@ -178,7 +175,7 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the name of the first of some nodes that a graph writes into, directly or through a view."""
+    """Return the name of the first target that a graph writes into, also through views."""
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
@@ -196,13 +193,12 @@ def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
 
 
 def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
-    """List the nodes of a graph and of its regions, which `clean` inlines."""
     return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
 
 
 def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
     for node in graph.graph.nodes:
-        # Attention has dropout too, but is rejected for mixing tokens, with a more helpful error.
+        # Attention with dropout is rejected later, with a more helpful error.
         attends = "scaled_dot_product" in str(node.target)
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, and each rank would draw others"
@@ -212,7 +208,7 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
 
 
 def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
-    """Write tensors that are filled part by part as concatenations, which tensor parallelism can cut."""
+    """Write tensors filled part by part as concatenations, which tensor parallelism can cut."""
     for node in list(graph.graph.nodes):
         if node.target is not aten.slice_scatter.default or any(u.target is node.target for u in node.users):
             continue
@@ -247,7 +243,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
-    """Write batch norms with fixed statistics as elementwise operators: theirs also return statistics, by device."""
+    """Write batch norms with fixed statistics as elementwise operators; the original also returns statistics."""
     norms = [n for n in graph.graph.nodes if n.target is aten.batch_norm.default and not n.args[5] and n.args[3]]
     for node in norms:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
@@ -269,7 +265,6 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _add(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Insert an operator with its value, as part of the module of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

@@ -1,4 +1,4 @@
-"""Hugging Face models: how to call them with packed sequences, and which features are rejected."""
+"""Hugging Face models: calls with packed sequences, and rejection of unsupported features."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
 from hydragraph.passes.graph_node import ALONG_SEQUENCES
 
-# The name of our attention function in transformers' registry.
 ATTENTION = "hydragraph"
 
-# Further arguments from transformers whose information is already in cu_seqlens.
+# Arguments whose information is in cu_seqlens.
 _IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
-# Suffixes of transformers classes whose labels are at the predicted token itself.
+# Suffixes of transformers classes with labels at the predicted token itself.
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -43,7 +42,8 @@ def attention(
     """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: a mask other than a window or chunks is requested, or dropout together with any of these.
+        Unsupported: the mask is neither a window nor chunks, or dropout is combined with a window, chunks, caps or
+            sinks.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -58,12 +58,12 @@ def attention(
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Heads of unequal sizes (DeepSeek's values) are padded with zeros for the kernel.
+    # Pad heads of unequal sizes (DeepSeek's values) with zeros for the kernel.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    # The mask alone says what a query sees: `sliding_window` among the options repeats it for flash attention.
+    # The option `sliding_window` repeats the mask for flash attention.
     if attention_mask is not None:
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
@@ -86,13 +86,12 @@ def _layer(module: nn.Module) -> str:
 
 
 def _packed(x: Tensor, size: int) -> Tensor:
-    """Reshape [B, H, T, D] to [B * T, H, size], padding each head with zeros."""
     x = x.transpose(1, 2).reshape(-1, *x.shape[1::2])
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _refuse_own_attention(model: nn.Module) -> None:
-    """Reject attention that a user registered with transformers: ours would replace it."""
+    """Reject attention registered by the user, since ours would replace it."""
     from transformers import AttentionInterface
 
     attentions = AttentionInterface()
@@ -108,19 +107,19 @@ def _refuse_own_attention(model: nn.Module) -> None:
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Return whether a model is from transformers, without importing transformers for other models."""
+    """Return whether a model is from transformers, without importing it for others."""
     classes = type(base_model(model)).__mro__
     return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
 def is_library_class(model: nn.Module) -> bool:
-    """Return whether a model's class is from transformers or peft, with its own forward: these keep no state."""
+    """Return whether a model's class and forward are from transformers or peft, which keep no state."""
     from_library = type(model).__module__.partition(".")[0] in ("transformers", "peft")
     return from_library and not any("forward" in vars(module) for module in model.modules())
 
 
 def use_packed_attention(model: nn.Module) -> None:
-    """Make a model (our own meta copy) call `attention` in every layer, with fixed rotary frequencies."""
+    """Make a meta copy's layers call `attention`, with fixed rotary frequencies."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -134,7 +133,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls a model on a packed batch: ids, positions [1, T] and sequence bounds."""
+    """Return a function that calls a model on a packed batch."""
     padding = unplaced_id(model)
     first = 0 if padding is None else padding + 1
 
@@ -155,14 +154,14 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the token id without a position: RoBERTa and its kin count positions from it, skipping its tokens."""
+    """Return the token id without a position, which RoBERTa-like models count from and skip."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum positions per sequence in a model's config, and the setting's name; None if it is not set."""
+    """Return the maximum number of positions per sequence, and the setting's name, or None."""
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
     named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
@@ -178,16 +177,15 @@ def _refuse_pooled(outputs: Any, batch: dict[str, Tensor], where: str) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model predicts the next token, so that labels are shifted here; otherwise they are aligned."""
+    """Return whether a model predicts the next token, so labels must be shifted."""
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
 def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, Template]) -> None:
-    """Reject a captured model that cannot have kept packed sequences separate.
+    """Reject a captured model that may have mixed packed sequences.
 
     Args:
-        fields: the fields of the packed batch that it uses.
-        layers: the template of each block.
+        fields: packed-batch fields that it uses.
 
     Raises:
         Unsupported: a layer mixes tokens outside transformers' attention interface, or the model counts positions.
@@ -201,14 +199,14 @@ def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, 
 
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
-    """Raise Unsupported if a model uses only positions that it counts itself."""
+    """Raise Unsupported if a model counts positions itself."""
     if "position_ids" not in fields:
         what = "it takes no position_ids, so positions would run on through packed sequences"
         raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise Unsupported for features that would be captured incorrectly: router loss, checkpointing."""
+    """Raise Unsupported for features that would be captured incorrectly."""
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         what = "the auxiliary router loss"
         remedy = "set output_router_logits=False to train on the token loss alone"

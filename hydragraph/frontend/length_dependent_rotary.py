@@ -1,7 +1,6 @@
 """Rotary frequencies that depend on the sequence length: dynamic NTK and longrope, as in transformers.
 
-Both select frequencies by the longest sequence of a call. Those for sequences up to a length in the config are
-captured, and longer sequences are rejected (`positions`).
+Capture keeps the frequencies of short sequences; longer sequences are rejected (`positions`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LONG = "longrope"
 
 
 def hold_frequencies(model: nn.Module) -> None:
-    """Keep a model (our own copy) from changing its frequencies in forward."""
+    """Keep a meta copy from changing its frequencies in forward."""
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
@@ -38,7 +37,7 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported if a model's frequencies are those of a long sequence that it was run on."""
+    """Raise Unsupported if a model still has the frequencies of a long sequence."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]
@@ -57,7 +56,7 @@ def _changes(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return a module's rotary types by layer type, "" if all layers share one; {} if it has none."""
+    """Return a module's rotary type by layer type; "": all layers."""
     rope_type = vars(module).get("rope_type")
     kinds = {"": rope_type} if isinstance(rope_type, str) else rope_type if isinstance(rope_type, dict) else {}
     return {str(layer): kind for layer, kind in kinds.items() if isinstance(kind, str)}

@@ -1,7 +1,7 @@
 """Code that a library model's forward runs beyond what the versions of its libraries determine.
 
-Patches replace methods or functions of a library, as Liger and Unsloth do. They are found by following names from the
-forward of every module, through methods, globals, closures and attributes of Python modules, without running anything.
+Patches, such as Liger's and Unsloth's, are found without running anything, by following names from each module's
+forward through methods, globals, closures and attributes of Python modules.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LibraryCode:
     """Code and values that a model's forward may run or read, by name.
 
     Attributes:
-        foreign: functions, classes and objects that come from none of the libraries, with their places.
+        foreign: functions, classes and objects from outside the libraries, with their places.
         patches: (place, function, class or object) of the same.
-        values: (place, value) of plain values that it reads from the libraries' modules, closures and defaults.
+        values: (place, value) of plain values read from the libraries' modules, closures and defaults.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,7 +92,6 @@ class LibraryCode:
                 self._pending += [(f"{_name(kind)}.{n}", vars(kind)[n]) for n in names & vars(kind).keys()]
 
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
-        """Return whether code that names this module, and is in this file, belongs to a library or to Python."""
         if file is None or file.startswith("<"):  # written in C, or generated, as by dataclasses
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
         stdlib = file.startswith(f"{sysconfig.get_path('stdlib')}/") and "site-packages" not in file
@@ -107,7 +106,6 @@ class LibraryCode:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """Yield the functions of a descriptor, a wrapper, a partial or a table."""
     if isinstance(value, property):
         yield from (f for f in (value.fget, value.fset) if f is not None)
     elif isinstance(value, MethodType | staticmethod | classmethod):

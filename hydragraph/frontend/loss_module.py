@@ -1,4 +1,4 @@
-"""A loss that is a module: its buffers, such as weights of classes, are constants of the program."""
+"""Losses that are modules; their buffers, such as class weights, are constants of the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-# Start of the names of a loss's buffers in a program, which no submodule of a model should have.
+# Prefix of a loss's buffers in a program.
 _PREFIX = "_hydragraph_loss."
 
 
@@ -26,10 +26,10 @@ def refuse_trained(loss: Loss | None) -> None:
 
 
 def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
-    """Return the buffers of a loss module by their names in a program, on the CPU; none for a function.
+    """Return a loss module's buffers by their names in a program, on the CPU; none for a function.
 
     Raises:
-        Unsupported: a buffer is on the meta device and so has no values.
+        Unsupported: a buffer is on the meta device.
     """
     if not isinstance(loss, nn.Module):
         return {}
@@ -54,17 +54,17 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return the name in a program of a buffer of the traced module, where the loss is at `attribute`."""
+    """Return a buffer's name in a program, if the traced module's loss is at `attribute`."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 
 def meta_loss(loss: Loss) -> Loss:
-    """Return a copy of a loss module with its buffers on the meta device; a function unchanged."""
+    """Return a loss module's copy with buffers on the meta device; a function unchanged."""
     return _with_buffers(loss, lambda buffer: torch.empty_like(buffer, device="meta"))
 
 
 def wide_loss(loss: Loss, wide: torch.dtype | None) -> Loss:
-    """Return a copy of a loss module whose floating-point buffers have a wider dtype; a function unchanged."""
+    """Return a loss module's copy with widened floating-point buffers; a function unchanged."""
     return loss if wide is None else _with_buffers(loss, lambda buffer: widened(buffer, wide))
 
 

@@ -1,14 +1,13 @@
-"""Reject a loss that is not a sum over tokens: a step divides by the number of targets of the whole mini-batch.
+"""Rejection of losses that are not a sum over tokens, since a step divides by the mini-batch's targets.
 
-Traced backwards from the result, through values of one element:
+Backwards from the result, through values of one element:
 
     loss = nll.mean()                      a mean over tokens
     loss = cross_entropy(x, y)             the same: reduction="mean" is PyTorch's default
     loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
     loss = nll.sum() / temperature         a sum
 
-And forwards from the batch: each token's term is computed from that token alone, and everything after their sum is
-linear.
+Forwards from the batch: each term must depend on one token alone, and the sum may only be used linearly.
 
     loss = (nll * x.softmax(1)).sum()      a softmax over tokens, of whatever was packed together
     loss = nll.sum().sqrt()                the root of a sum
@@ -33,14 +32,14 @@ from hydragraph.private.tracing import ancestors_of, is_counted
 
 aten = torch.ops.aten
 
-_MEAN = 1  # a reduction
+_MEAN = 1  # PyTorch's code of reduction="mean"
 _MEANS = aten_operators("mean mean.dim")
 
 
 def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for a loss that is not a sum of terms computed from each token alone.
+    """Raise Unsupported for a loss that is not a sum of terms, each computed from one token alone.
 
-    For losses that read sequence bounds or select tokens with a mask, see `terms`. `tokens`: symbol of the token count.
+    `terms` checks losses that read sequence bounds or select tokens with a mask. `tokens`: symbol of the token count.
     """
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
@@ -60,7 +59,7 @@ class _TokenSums:
         self._summed: set[fx.Node] = set()
 
     def follow(self, node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool | str:
-        """Record sums over tokens; return False for an operator unrelated to any. See `mixing`."""
+        """Record sums over tokens; return False if the node involves none. See `mixing`."""
         if node.op == "output":
             unsummed = next((n for n in node.all_input_nodes if n not in self._summed), None)
             return True if unsummed is None else "is returned, which is not a sum over tokens"
@@ -76,7 +75,7 @@ class _TokenSums:
 
 
 def refuse_mean(template: Template, where: str) -> None:
-    """Raise Unsupported if a template returns a mean over tokens, or a value divided by a batch-dependent one."""
+    """Raise Unsupported for a mean over tokens, or a value divided by a batch-dependent one."""
     nodes = list(template.graph.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])
@@ -101,7 +100,7 @@ def refuse_mean(template: Template, where: str) -> None:
 
 
 def _is_divisor(node: fx.Node, by: fx.Node, varies: Collection[fx.Node]) -> bool:
-    """Return whether a batch-dependent number scales another; a product of two is not a sum either."""
+    """Return whether a batch-dependent number divides a value, or multiplies another one."""
     second = len(by.args) > 1 and by.args[1] is node and _is_one_number(node)
     first = by.args[0]
     return second and ("mul" not in str(by.target) or (isinstance(first, fx.Node) and first in varies))

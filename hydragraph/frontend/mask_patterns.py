@@ -1,8 +1,7 @@
 """Attention patterns that a Hugging Face model requests through its mask: windows, chunks and custom patterns.
 
-transformers builds masks from functions of a query's and a key's position. Ours classifies these functions instead of
-building a tensor [T, T]: it returns None for plain attention, and otherwise a marker. The layers that get the marker
-compute windows and chunks, and refuse other patterns.
+transformers builds masks from functions of positions. Ours classifies these functions instead of building a tensor [T,
+T]: it returns None for plain attention, and otherwise a marker, which layers compute (windows, chunks) or refuse.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-# Patterns that keep packed sequences separate, as our attention does anyway.
+# Patterns that keep packed sequences separate, which our attention always does.
 _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
@@ -30,13 +29,13 @@ Pattern = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Marker:
-    """Stand-in for a mask; a model may pass it on but not use it.
+    """Stand-in for a mask, which a model may only pass on.
 
     Attributes:
-        kind, remedy: description of the mask, and what to change where it is refused.
-        both_ways: queries also attend to later keys, which only attention that is not causal computes.
-        window: a query attends to keys at a smaller distance only; None: no window.
-        chunk: a query attends within its chunk of this many tokens only; None: no chunks.
+        kind, remedy: description of the mask, and what to change if it is refused.
+        both_ways: queries also attend to later keys, which only non-causal attention computes.
+        window: a query attends only to keys at a smaller distance; None: no window.
+        chunk: a query attends only within its chunk of this many tokens; None: no chunks.
     """
 
     kind: str
@@ -46,7 +45,7 @@ class Marker:
     chunk: int | None = None
 
     def supported(self, causal: bool) -> bool:
-        """Return whether packed attention computes what the mask lets through."""
+        """Return whether packed attention can compute this mask."""
         limited = self.window is not None or self.chunk is not None
         return self.both_ways is not causal and (limited or self.both_ways)
 
@@ -66,11 +65,11 @@ class Marker:
 def mask(
     *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
 ) -> Marker | None:
-    """Classify a mask; called through transformers' mask interface. Return None for plain attention.
+    """Classify a mask; return None for plain attention. transformers' mask interface calls this.
 
     Args:
         mask_function: maps indices of batch, head, query and key to whether the query sees the key.
-        attention_mask: marks the tokens that count, [B, T], made by the model itself.
+        attention_mask: [B, T], marks the tokens that count; made by the model itself.
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
@@ -88,7 +87,6 @@ def mask(
 
 
 def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
-    """Return the marker of a mask that only limits distances, given pairs of "window" or "chunk" and a number."""
     smallest_limits = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
     named = {"window": "a sliding window", "chunk": "chunks"}
     kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in smallest_limits.items())
@@ -97,7 +95,7 @@ def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the functions that must all let a key through, except those that keep sequences separate."""
+    """Yield the functions that must all admit a key, except those that keep sequences separate."""
     name = _name(pattern)
     if name in _PACKED:
         return
@@ -115,7 +113,7 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _is_empty(pattern: Pattern) -> bool:
-    """Return whether a pattern lets nothing through: a blockwise overlay without blocks."""
+    """Return whether a pattern is a blockwise overlay without blocks."""
     if _name(pattern) != "blockwise_overlay":
         return False
     number = constant_of(inspect.getclosurevars(pattern).nonlocals["block_sequence_ids"])
@@ -127,13 +125,12 @@ def _name(pattern: Pattern) -> str:
 
 
 def _limit(pattern: Pattern) -> tuple[str, int] | str:
-    """Return "window" or "chunk" and its size, or the kind of a pattern that is neither."""
     captured = inspect.getclosurevars(pattern).nonlocals if inspect.isfunction(pattern) else {}
     name = _name(pattern)
-    # Distances below the window are seen; transformers' bidirectional window includes the distance that it names.
+    # transformers' bidirectional window includes the distance that it names.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
-    # Chunks are counted from the first token that is not padding; we pass no padding.
+    # Chunks start at the first token that is not padding; we pass no padding.
     if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
         return "chunk", captured["chunk_size"]
     return f"a pattern of its own ({name})"

@@ -1,7 +1,6 @@
-"""Initialisation of a model that was built on the meta device: its own initialiser, run block by block.
+"""Initialisation of a meta-device model by its own initialiser, block by block.
 
-Each block, and the modules outside the blocks, have their own random numbers, seeded by name, so that any number of
-ranks produces the same values in any order.
+Random numbers are seeded by the block's name, so any number of ranks produces the same values in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.frontend.repeated_blocks import block_list, entries
 
-# An integer that no initialiser sets: if it remains afterwards, the value was not set.
+# An integer that no initialiser sets: if it remains, the value was not set.
 _UNSET = -(2**31)
 
 
@@ -41,7 +40,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name: first those outside its blocks.
+    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name, those outside its blocks first.
 
     Args:
         seed: the same on every rank.
@@ -62,10 +61,10 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name on the CPU, set by its own initialiser if they are on the meta device.
+    """Return a model's buffers by name on the CPU, initialised if they are on the meta device.
 
     Raises:
-        Unsupported: names a buffer that it does not set.
+        Unsupported: names a buffer that the model's own initialiser does not set.
     """
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -88,7 +87,7 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        # From the inside out, like `apply`: an outer module may override what an inner one has set.
+        # Inner modules first, like `apply`: an outer module may override what an inner one has set.
         for module in reversed(list(unit.modules())):
             if is_huggingface(model):
                 model._init_weights(module)  # type: ignore[operator]

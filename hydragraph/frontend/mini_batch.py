@@ -19,7 +19,7 @@ from hydragraph.spec.padded import Batches, sequences_in
 from hydragraph.spec.strategy import Pipeline, Strategy
 
 DivideBy = Literal["targets", "sequences"] | float
-"""What a step divides the sum of losses by: counts of the global mini-batch, or a number."""
+"""Divisor of a step's summed losses: a count in the global mini-batch, or a number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class MiniBatch:
     """Validated mini-batch.
 
     Attributes:
-        sequences: the sequences, with aligned labels.
+        sequences: with aligned labels.
         lengths: tokens of each sequence; 0 for one without a target, which does not contribute.
         tokens: number of targets in all sequences, at least one.
     """
@@ -43,7 +43,6 @@ class MiniBatch:
         """Validate sequences, or padded batches of them (`hydragraph.spec.padded`).
 
         Args:
-            fields: custom fields.
             limits: limits on values from the model's tables and its loss.
 
         Raises:
@@ -54,14 +53,14 @@ class MiniBatch:
             for i, sequence in enumerate(checked):
                 for limit in limits:
                     limit.check(sequence, i)
-        targets = [s.targets for s in checked]  # only once: every rank does this before every step, and some are slow
+        targets = [s.targets for s in checked]
         tokens = sum(targets)
         if not tokens:
             raise ValueError("the mini-batch has no target token: give at least one sequence of two tokens")
         return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
 
     def divisor(self, divide_by: DivideBy) -> float:
-        """Return the number that the sum of losses is divided by.
+        """Return the divisor of the summed losses.
 
         Raises:
             ValueError: it is not "targets", "sequences" or a positive, finite number.
@@ -81,7 +80,7 @@ class Planned:
     """Planning times of an assignment.
 
     Attributes:
-        exposed_s, hidden_s: planning time that this step waited for, and that it did not wait for, in seconds.
+        exposed_s, hidden_s: planning time that this step waited for, and did not wait for, in seconds.
         expected_s: predicted compute time of the iteration, in seconds; 0 without measurements.
     """
 
@@ -95,7 +94,7 @@ class AssignedBatch:
     """Mini-batch assigned under a strategy.
 
     Attributes:
-        batches: the packed batch, by pipeline and micro-batch; empty except for this rank's pipelines.
+        batches: packed batches by pipeline and micro-batch; empty except for this rank's pipelines.
         padding: tokens added, in all pipelines.
     """
 
@@ -121,7 +120,7 @@ def packed(
 
     Args:
         several: the model keeps packed sequences separate, so padding is a separate sequence.
-        unplaced: a token id that has no position, see `Program`.
+        unplaced: token id without a position, see `Program`.
         draws: the numbers of all sequences, for a model with dropout.
     """
     mine = {place.pipeline for place in strategy.places(rank)}
@@ -139,18 +138,18 @@ def packed(
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return the number that a pipeline's token counts must be a multiple of, for sequence parallelism."""
+    """Return the divisor of token counts that sequence parallelism requires."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 
 def digest(text: str, batch: MiniBatch | None) -> int:
-    """Return a 62-bit digest of what ranks must agree on before they run an iteration."""
+    """Return a 62-bit digest of what ranks must agree on."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8)
     for sequence in batch.sequences if batch else ():
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            # A row of one element may have any stride, even 0, which `view` to another dtype rejects.
+            # A row of one element may have any stride, which `view` to another dtype rejects.
             flat = value.contiguous().as_strided((value.numel(),), (1,))
             hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

@@ -1,8 +1,6 @@
-"""Rejection of operators whose operands have incompatible dtypes, which shapes alone do not reveal.
+"""Rejection of operators whose operands have incompatible dtypes.
 
-A model may cast operands to the dtype of a parameter. Here all parameters compute in one dtype, so such a cast is
-wrong,
-which a trace does not always detect.
+A model may cast operands to a parameter's dtype, which is wrong here, since all parameters compute in one dtype.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator that does not support the dtypes of its operands, naming the parameter."""
+    """Raise Unsupported for an operator with unsupported dtypes."""
     nodes = template.graph.graph.nodes
     placeholders = [n for n in nodes if n.op == "placeholder"]
     tensors = dict(zip(placeholders, (*template.parameters, *template.buffers), strict=False))
-    # Operators accept many mixtures, so each combination is tried once.
     asked: dict[object, str] = {}
     for node in nodes:
         floating_operands = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
@@ -48,7 +45,6 @@ def _is_floating(value: Any) -> bool:
 
 
 def _failure(node: fx.Node) -> str:
-    """Run an operator on zeros of the traced shapes; return the first line of its error, or ""."""
     try:
         with torch.no_grad():
             args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _zeros)  # type: ignore[misc]
@@ -61,7 +57,6 @@ def _failure(node: fx.Node) -> str:
 
 
 def _zeros(argument: Any) -> Any:
-    """Return zeros that take no memory for a tensor, and numbers for sizes."""
     value = value_of(argument) if isinstance(argument, fx.Node) else argument
     if isinstance(value, Tensor):
         return torch.zeros((), dtype=value.dtype).expand([hint_of(size) for size in value.shape])
@@ -71,7 +66,6 @@ def _zeros(argument: Any) -> Any:
 
 
 def _behind(node: fx.Node, tensors: dict[fx.Node, str]) -> str:
-    """Return the parameter or buffer that a value views or casts, or "" if there is none."""
     while node not in tensors:
         inputs = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
         if len(inputs) != 1:

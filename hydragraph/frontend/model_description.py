@@ -1,6 +1,6 @@
 """Descriptions of a model's parts as texts that are the same in every process.
 
-Library code is described by its name, as the version determines the rest; other code by the source of its file.
+Library code is described by its name, other code by its source file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from hydragraph.frontend.state_readers import file_of
 
-# Libraries whose version determines what their modules do; for all others, the source is read.
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -25,11 +24,11 @@ _HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffe
 
 
 class Unknown(Exception):  # noqa: N818
-    """Raised for an object that cannot be described as text."""
+    """An object that cannot be described as text."""
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return the attributes of a module other than tensors and modules, sorted, with their values as texts.
+    """Return a module's attributes except tensors and modules, sorted, as texts.
 
     Raises:
         Unknown: the module has a hook, or a value that cannot be described.
@@ -71,10 +70,10 @@ def _value(value: object) -> str:
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a function: by name if it belongs to a library or to hydragraph, otherwise by its source.
+    """Describe a function by its name, and by its source if it is not a library's or hydragraph's.
 
     Raises:
-        Unknown: it is a closure, or not a plain function, perhaps with fixed arguments (`functools.partial`).
+        Unknown: it is a closure, or not a plain function or `functools.partial`.
     """
     if isinstance(function, functools.partial):
         return _value(function)
@@ -88,7 +87,11 @@ def described_function(function: Callable[..., Any]) -> str:
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of the file that defines a class or a function; raise Unknown if there is none."""
+    """Return the SHA-256 of the file that defines a class or a function.
+
+    Raises:
+        Unknown: no such file can be read.
+    """
     file = file_of(thing)
     if not file:
         raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")

@@ -18,20 +18,19 @@ from hydragraph.frontend.state_readers import cells_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-# A module's tensors and submodules are read by name, not as attributes.
 _TENSORS = ("_parameters", "_buffers", "_modules")
-# Attributes that usually hold only a block's index, so that equal blocks differ in them.
+# Names of attributes that usually hold a block's index.
 LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
-# Attributes of transformers that do not describe a module: a hash seeded per process, and a mark.
+# A hash seeded per process and a mark of transformers, which do not describe a module.
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
 # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python.
 _HEAP = 1 << 9
-# A structure with more values than this counts as unique: a model may hold a whole data set.
+# Limit of values; a larger structure, which may hold a data set, counts as unique.
 _LARGEST = 20_000
 
 
 def structure(value: object, index: bool = True) -> str:
-    """Return a digest that two modules, or any two values, share only if they are built alike.
+    """Return a digest that values, such as modules, share only if built alike.
 
     Tensors are described by shape, dtype, requires_grad and aliasing; functions by code, defaults and closure cells;
     objects of Python classes by class and attributes. Anything else equals only itself, in this process and its forks.
@@ -43,7 +42,7 @@ def structure(value: object, index: bool = True) -> str:
 
 
 def outline(module: nn.Module) -> str:
-    """Return a text that most blocks with outputs of one form share: submodule classes and plain settings."""
+    """Return a text shared by most blocks whose outputs have the same form."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
@@ -55,7 +54,7 @@ class _Describer:
         self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, so that no id is used twice
 
     def text(self, value: Any) -> str:
-        """Describe a value; a value seen before is described by its number, as structures may be recursive."""
+        """Describe a value, or refer to one seen before by its number, as structures may be recursive."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):
@@ -115,7 +114,6 @@ class _Describer:
         return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {constants}"
 
     def _class(self, kind: type) -> str:
-        """Describe a class by its name; a class defined in a function also by its members."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if "<locals>" not in kind.__qualname__:
             return name
@@ -124,7 +122,7 @@ class _Describer:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Return whether an object's attributes are its whole state: no base but `object` is written in C."""
+    """Return whether an object's attributes are its whole state: no base except `object` is written in C."""
     new: Any = kind.__new__
     ours = new is object.__new__ or isinstance(new, FunctionType)
     heap = all(base is object or base.__flags__ & _HEAP for base in kind.__mro__)

@@ -34,7 +34,7 @@ MINIMUM = 2  # tokens: graphs are traced for sizes from 2 on
 
 
 def padding(lengths: Sequence[int], multiple: int = 1, several: bool = False) -> int:
-    """Return the number of padding tokens for sequences of these lengths; arguments as in `pack`."""
+    """Return the number of padding tokens that `pack` adds."""
     tokens = sum(lengths)
     least = tokens + 1 if several and len(lengths) == 1 else tokens
     return -(-max(least, MINIMUM) // multiple) * multiple - tokens
@@ -51,16 +51,15 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and to at least 2, with a separate sequence whose
-            tokens are not targets.
+        multiple: the token count is padded to a multiple of this, and to at least 2, by a separate sequence without
+            targets.
         several: also pad a lone sequence: a loss that computes with cu_seqlens is traced for at least two sequences.
-        unplaced: a token id whose position is -1, and which is skipped when positions are counted.
-        draws: the numbers of the sequences, for a model with dropout.
+        unplaced: token id whose position is -1 and which does not advance the positions.
+        draws: numbers of the sequences, for a model with dropout.
 
     Returns:
-        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; the
-        sequences' custom fields [1, T, ...], in padding `Sequence.padding` or 0; and with `draws` dropout_keys [1, T,
-        2] int64.
+        input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; custom
+        fields [1, T, ...], in padding `Sequence.padding` or 0; with `draws` also dropout_keys [1, T, 2] int64.
     """
     lengths = [len(s) for s in sequences]
     blanks = padding(lengths, multiple, several)
@@ -82,7 +81,7 @@ def pack(
     if draws is not None:
         numbers = [*draws.numbers, *[-1] * bool(blanks)]
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
-    if device is not None:  # from pinned memory to a GPU, so that the host does not wait
+    if device is not None:  # pinned memory: the host does not wait for the copy to a GPU
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
     return batch | {"max_length": torch.tensor(max(lengths))}

@@ -1,4 +1,4 @@
-"""Inputs of a captured model: one packed batch of T tokens, and the loss computed from its outputs."""
+"""Inputs of a captured model, a packed batch of T tokens, and the default loss of its outputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hydragraph.passes.field_limits import limits_of
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
-# PyTorch's default ignore_index: a token with this label does not count as a target.
+# PyTorch's default ignore_index.
 IGNORED = -100
 
-# name -> shape (T tokens, N sequences) and dtype of every field of a packed batch
+# name -> shape (T tokens, N sequences) and dtype of every field
 FIELDS = {
     "input_ids": TensorSpec((1, "T"), torch.int64),
     "position_ids": TensorSpec((1, "T"), torch.int64),
@@ -30,17 +30,20 @@ FIELDS = {
     "max_length": TensorSpec((), torch.int64),
 }
 
-# Names used by compiled graphs, so that no field may have them.
+# Names reserved by compiled graphs.
 RESERVED = ("hidden", "vocabulary_start", "collectives", "tangent", DROPOUT_KEYS, DROPOUT_BLOCK)
 
 Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
-    """Return the fields of a model's packed batch: FIELDS, and the custom fields [1, T, ...] of an example.
+    """Return the fields of a packed batch: FIELDS, and the custom fields [1, T, ...] of an example.
 
     Args:
         tensor_names: names of the model's parameters and buffers, which no field may have.
+
+    Raises:
+        Unsupported: names a field of the example that does not fit.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
@@ -58,7 +61,6 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
 
 
 def _own_field(name: str, tensor: Tensor, tensor_names: set[str]) -> TensorSpec | None:
-    """Return the spec of a custom field, [1, T, ...], or None if it is not valid."""
     free = name.isidentifier() and name not in tensor_names and name not in RESERVED and not name.startswith("other")
     if tensor.dim() < 2 or not free:
         return None
@@ -72,7 +74,7 @@ def _fits(tensor: Tensor, field: TensorSpec) -> bool:
 
 
 def own_fields(program: Program) -> dict[str, Field]:
-    """Return the custom fields that a program reads, which every sequence must provide."""
+    """Return the custom fields that every sequence must provide."""
     own = {}
     for template in program.templates.values():
         placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
@@ -80,7 +82,7 @@ def own_fields(program: Program) -> dict[str, Field]:
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # Padding has no targets, so a field of targets has the value there that the loss ignores.
+    # Padding has no targets, so fields of targets get the value that the loss ignores.
     limits = limits_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
@@ -90,10 +92,10 @@ def own_fields(program: Program) -> dict[str, Field]:
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
 
-    The logits are `outputs.logits` or `outputs["logits"]`, or the outputs themselves if these are a single tensor.
+    The logits are `outputs.logits`, `outputs["logits"]`, or the outputs themselves if these are a tensor.
 
     Args:
-        label_smoothing: share of the target that all classes get, as in `torch.nn.functional.cross_entropy`.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
 
     Raises:
         Unsupported: the outputs have no logits.
@@ -111,13 +113,8 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the log-probability of each position's label, [T] in fp32; 0 where the label is -100.
 
-    For losses that weigh tokens, such as clipped ratios, with fields of the batch [1, T]: `batch["advantages"][0]`.
-    Mask
-    what does not vanish without a target, such as a ratio exp(0 - 0), with `batch["labels"][0] != -100`.
-
-    Args:
-        outputs: what the model returns; its logits are read as by the default loss.
-        batch: the packed batch.
+    For losses that weigh tokens with fields of the batch, e.g. `batch["advantages"][0]`. A ratio exp(0 - 0) does not
+    vanish where the label is -100: mask it with `batch["labels"][0] != -100`.
 
     Raises:
         Unsupported: the outputs have no logits.

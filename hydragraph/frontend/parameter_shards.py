@@ -1,4 +1,4 @@
-"""Agreement on how each parameter is sharded across all blocks that use it, and annotation of templates."""
+"""Agreement of blocks on parameter shards, and annotation of templates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hydragraph.passes.tensor_cut import Cuts
 
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
-    """Return a template's cuts and its parameter placeholders; the placeholders named in `whole` stay unsharded."""
+    """Return a template's cuts and parameter placeholders; those in `whole` stay unsharded."""
     nodes = {n.name: n for n in template.graph.graph.nodes if n.op == "placeholder"}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return the placeholders of a template that represent, in any block, a parameter that must stay whole."""
+    """Return a template's placeholders for parameters that must stay whole in some block."""
     return {
         identifier(local)
         for block in blocks
@@ -36,9 +36,8 @@ def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> se
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
     """Return the rule of every sharded parameter.
 
-    A parameter that its blocks would shard differently, such as an embedding tied to a head, stays whole in all of
-    them;
-    that may force others to stay whole, so the analysis repeats.
+    A parameter that its blocks would shard differently, such as a tied embedding, stays whole. That may force others
+    to, so the analysis repeats.
     """
     whole: set[str] = set()
     while True:
@@ -59,7 +58,7 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
 
 
 def annotated_template(template: Template, whole: set[str]) -> Template:
-    """Return the template with Communicate-Activation placeholders in its graph."""
+    """Return a template with Communicate-Activation placeholders in its graph."""
     cuts, parameters = analyse(template, whole)
     hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     return replace(template, graph=annotate(template.graph, cuts, set(parameters), hidden))

@@ -1,4 +1,4 @@
-"""Support for `peft` adapters: which methods are captured, and which tensors belong to adapters."""
+"""Support for `peft` adapters: supported methods, and the tensors that belong to adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from hydragraph.errors import Unsupported
 
 _TRIED = ("LORA", "IA3")  # peft methods
-# Settings of LoraConfig that change what a layer computes or where its weights are.
+# LoraConfig settings that change a layer's result or its weights' place.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
@@ -21,17 +21,17 @@ _LORA = re.compile(r"\.lora_(?:embedding_)?([AB])\.")
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Return whether a model is a peft wrapper, without importing peft for other models."""
+    """Return whether a model is a peft wrapper; does not import peft."""
     return any(c.__module__.startswith("peft.") for c in type(model).__mro__) and hasattr(model, "peft_config")
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a peft wrapper, including adapters; any other model unchanged."""
+    """Return the model inside a peft wrapper, or any other model unchanged."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
 def refuse_untried(model: nn.Module) -> None:
-    """Raise Unsupported for peft methods other than LoRA and IA3, and for LoRA options that were not tried."""
+    """Raise Unsupported for untested peft methods and LoRA options."""
     for name, config in getattr(model, "peft_config", {}).items() if is_peft(model) else ():
         where = f"peft adapter {name!r}"
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -43,7 +43,7 @@ def refuse_untried(model: nn.Module) -> None:
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:
-    """Return the names of the parameters that switch a peft model's adapters off where they are zero: LoRA's B.
+    """Return the names of LoRA's B parameters: while they are zero, a peft model's adapters are off.
 
     Raises:
         Unsupported: the model is not a peft model, or it trains parameters other than LoRA's A and B.
@@ -61,18 +61,17 @@ def switchable_parameters(model: nn.Module | None) -> list[str]:
 
 
 def adapter_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a peft model's state dict that its `save_pretrained` writes, over all adapters."""
+    """Return the state-dict keys that a peft model's `save_pretrained` writes."""
     return frozenset(key for adapter in adapter_names(model) for key in names_in_file(model, adapter))
 
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Return the keys of a peft model's state dict that belong to an adapter -> their names in the adapter's file."""
+    """Return an adapter's keys in a peft model's state dict -> their names in the adapter's file."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()
     keys = {id(tensor): key for key, tensor in state.items()}
     with warnings.catch_warnings():
-        # peft warns on a real save; here only the names are needed.
         warnings.simplefilter("ignore")
         kept: dict[str, Any] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     return {keys[id(tensor)]: name for name, tensor in kept.items()}

@@ -1,6 +1,6 @@
-"""Rebinding of functions copied with a module: their references to the original become references to the copy.
+"""Rebinding of functions copied with a module, from the original's objects to the copy's.
 
-`copy.deepcopy` copies functions by reference, so that a forward set on an instance would run the original's modules.
+`copy.deepcopy` copies functions by reference, so a forward set on an instance would run the original's modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydragraph.frontend.state_readers import cells_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Rebind the functions among the attributes of all modules of a deep copy.
+    """Rebind functions among the attributes of a deep copy's modules.
 
     Args:
         memo: the memo of `copy.deepcopy`: id of an original -> its copy.
@@ -29,7 +29,6 @@ def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> Any:
-    """Return a value with the original's modules and tensors replaced, or itself if it references none."""
     if isinstance(value, nn.Module | Tensor):
         return memo.get(id(value), value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
@@ -51,7 +50,7 @@ def _rebound(value: Any, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> An
 def _function(function: FunctionType, memo: Mapping[int, Any], rebuilt: dict[int, Any]) -> FunctionType:
     if id(function) in rebuilt:
         return rebuilt[id(function)]  # type: ignore[no-any-return]
-    # Recorded before its parts are visited, because a function may reference itself.
+    # Recorded before its parts are visited: a function may reference itself.
     rebuilt[id(function)] = function
     filled = cells_of(function)
     names = function.__code__.co_freevars

@@ -1,7 +1,6 @@
-"""Linear attention and short convolutions of transformers, which mix packed sequences.
+"""Linear attention and short convolutions of transformers, which would mix packed sequences.
 
-During a capture, the functions that compute them are replaced by operators that know the bounds of the sequences
-(`kernels/gated_delta_rule.py`, `kernels/causal_convolution.py`).
+During a capture, `kernels/gated_delta_rule.py` and `kernels/causal_convolution.py` replace their functions.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hydragraph.frontend.block_keywords import sequence_bounds
 
 @contextmanager
 def packed_recurrences(model: nn.Module) -> Iterator[None]:
-    """Replace the functions in the Python modules that define a model's layers."""
+    """Replace the functions in the modules that define a model's layers."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
     scopes = [vars(sys.modules[name]) for name in names]

@@ -1,4 +1,4 @@
-"""Copying of a model without its weights, and search for its repeated blocks."""
+"""Copies of a model without its weights, and search for its repeated blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hydragraph.private.module_internals import table_of
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model to the meta device with floating-point parameters in `dtype`, without copying weights.
+    """Copy a model to the meta device with floating-point parameters in `dtype`.
 
-    Tied parameters stay tied; buffers keep their dtype (rotary frequencies stay fp32 under bf16).
+    Tied parameters stay tied. Buffers keep their dtype (rotary frequencies stay fp32 under bf16).
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -32,16 +32,13 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """Return tensor attributes that were computed from parameters, as a memo for `copy.deepcopy`.
-
-    The old weight norm stores its product in such an attribute.
-    """
+    """Return tensor attributes computed from parameters (old weight norm), as a memo for `copy.deepcopy`."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
-    """Return the path and the container of a model's repeated blocks: the one with the most parameters.
+    """Return the path and the container of a model's repeated blocks; default: that with the most parameters.
 
     An `nn.ModuleDict` counts if its keys are "0", "1" and so on.
 
@@ -72,12 +69,12 @@ def _numbers_its_blocks(module: nn.Module) -> bool:
 
 
 def entries(listed: nn.ModuleList | nn.ModuleDict) -> list[nn.Module]:
-    """Return the blocks of a container, a repeated block as often as it occurs."""
+    """Return the blocks of a container, repeated ones several times."""
     return [block for block in table_of(listed).values() if block is not None]
 
 
 def separate_repeated(listed: nn.ModuleList | nn.ModuleDict) -> None:
-    """Give each later occurrence of a block its own module, with shared parameters and buffers."""
+    """Give each later occurrence of a block its own module, with shared tensors."""
     seen = set[int]()
     for place, block in table_of(listed).items():
         if id(block) in seen and block is not None:

@@ -1,7 +1,4 @@
-"""Dropout of an unmodified model with the masks that its captured program draws: one device to compare with.
-
-PyTorch's dropout, and its attention with dropout, are computed with the mask of the place.
-"""
+"""Dropout of an unmodified model with the masks of its captured program, for comparisons on one device."""
 
 from __future__ import annotations
 
@@ -26,17 +23,17 @@ _DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 
 @contextmanager
 def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | None = None) -> Iterator[None]:
-    """Draw a program's masks while a model with the same modules computes one sequence.
+    """Draw a program's masks while an equal model computes one sequence.
 
     Args:
-        keys: of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
-        blocks: path of the model's list of blocks; None: as `capture` finds it.
+        keys: keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
+        blocks: as in `capture`.
     """
     if not program.drops:
         yield
         return
     _, layers = block_list(model, blocks)
-    numbers: dict[int, deque[int]] = {}  # a repeated block has several, one for each of its calls in turn
+    numbers: dict[int, deque[int]] = {}  # a repeated block has one number for each of its calls
     for number, block in enumerate(entries(layers), start=1):
         numbers.setdefault(id(block), deque()).append(number)
     mode = _Masks(_calls(program), keys)
@@ -56,7 +53,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
 
 
 def _calls(program: Program) -> dict[tuple[int, int], int | None]:
-    """Return (number of the block, of the call) -> dimension of the tokens, None for attention probabilities."""
+    """Return (block number, call number) -> dimension of the tokens, or None for attention probabilities."""
     calls: dict[tuple[int, int], int | None] = {}
     for block in program.blocks:
         for node in program.templates[block.template].graph.graph.nodes:
@@ -68,11 +65,7 @@ def _calls(program: Program) -> dict[tuple[int, int], int | None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout.
-
-    Attributes:
-        block: number of the block that runs; 0 outside of blocks.
-    """
+    """Mode that replaces dropout; `block` is the number of the block that runs, 0 outside of blocks."""
 
     def __init__(self, calls: Mapping[tuple[int, int], int | None], keys: Tensor) -> None:
         super().__init__()
@@ -137,5 +130,4 @@ class _Masks(TorchFunctionMode):
 def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> tuple[Tensor, float, bool, bool]:
-    """Read the arguments of the functional dropout, or of the operator, whose third is `train`."""
     return input, p, training and train, inplace

@@ -1,7 +1,4 @@
-"""Capture of the model around its blocks: prologue, inputs of blocks besides the hidden state, and epilogue.
-
-During the trace blocks are opaque, so that its cost does not grow with depth.
-"""
+"""Capture of the model around its blocks, which are opaque, so the cost does not grow with depth."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def _(hidden: Tensor, others: Sequence[Tensor], name: str) -> Tensor:
 
 @dataclass
 class BlockCall:
-    """Call of one block by the model: its arguments, and how to rebuild them."""
+    """Call of one block by the model."""
 
     name: str
     module: nn.Module
@@ -53,13 +50,13 @@ class BlockCall:
     feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of its inputs that are the others
 
     def called(self) -> str:
-        """Return a digest of the call's arguments: for tensors, of shapes and dtypes."""
+        """Return a digest of the arguments, with tensors as shapes and dtypes."""
         inputs = [(tuple(map(str, t.shape)), str(t.dtype)) for t in self.inputs]
         return structure((self.leaves, str(self.spec), self.tensors, inputs, self.flat_tokens))
 
 
 class FlatBlock(nn.Module):
-    """Block that takes its tensor arguments alone, and returns its hidden state alone."""
+    """Block with only tensor arguments that returns only its hidden state."""
 
     def __init__(self, call: BlockCall) -> None:
         super().__init__()
@@ -67,7 +64,7 @@ class FlatBlock(nn.Module):
         self._call = call
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Rebuild the arguments that the model passed, and call the block's own forward."""
+        """Call the block's own forward as the model did."""
         call = self._call
         leaves = list(call.leaves)
         for position, tensor in zip(call.tensors, tensors, strict=True):
@@ -86,7 +83,7 @@ class FlatBlock(nn.Module):
 
 
 def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Return the one tensor among a block's outputs, and a function that replaces it."""
+    """Return the only tensor of a block's output, and a function that replaces it."""
     leaves, spec = tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
@@ -103,7 +100,6 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
 
 
 def _outline(output: Any) -> str:
-    """Summarise a block's output: tensors by dtype, everything else by class."""
     if isinstance(output, Tensor):
         return "a tensor" if output.is_floating_point() else f"a tensor of {output.dtype}"
     if isinstance(output, Mapping):
@@ -120,7 +116,7 @@ def form_of(output: Any) -> str:
 
 
 class TracedModel(nn.Module):
-    """`loss(call(model, batch))` as a module of a packed batch."""
+    """`loss(call(model, batch))` as a module."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], loss: Loss) -> None:
         super().__init__()
@@ -163,19 +159,18 @@ def capture_skeleton(
     """Trace a model and its loss with each block opaque.
 
     Args:
-        traced: our meta copy; the forwards of its blocks may be overridden permanently.
+        traced: a meta copy; the forwards of its blocks may be overridden permanently.
         listed: its blocks, in the order in which the model must call them.
         alike: key of a block; blocks with the same key must return outputs of the same form.
-        example: the sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
-        fields: fields of a packed batch.
+        example: sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     batch = meta_batch(example, fields)
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
     trace = functools.partial(export, traced, (batch,), (dynamic,), where)
-    # Tracing costs about a millisecond per parameter and ten per node, so blocks have no parameters and are one node,
-    # unless the model uses these or values between blocks.
+    # Blocks without parameters, fused into one node, trace fastest. This fails if the model uses their parameters or
+    # values between blocks.
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
         exported = trace()
@@ -207,7 +202,7 @@ def _in_order(
 def opaque_blocks(
     listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], calls: list[BlockCall]
 ) -> Iterator[None]:
-    """Replace a model's blocks with opaque ones that have no parameters, and append their calls to `calls`."""
+    """Replace a model's blocks with opaque ones without parameters; append their calls to `calls`."""
     own = dict(table_of(listed))
     forms = _Forms()
     fused = _FusedBlocks("layer.0", f"layer.{len(listed) - 1}")
@@ -223,7 +218,7 @@ def opaque_blocks(
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a module of the block's class and attributes, which looks up its tensors and submodules."""
+    """Return a block without tensors and submodules, which it looks up in the original."""
     kind = type(block)
     members = {"__getattr__": lambda _, name: getattr(block, name), "__module__": kind.__module__}
     light: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
@@ -236,7 +231,7 @@ class _Forms:
     """Facts about blocks learned during the trace.
 
     Attributes:
-        of: by kind of block: a function that inserts a hidden state into its output, and the output's form.
+        of: by key of a block: a function that inserts a hidden state into its output, and the output's form.
         wide: id of a hidden state [T, H] that a block returned -> the same state as [1, T, H].
     """
 
@@ -246,7 +241,7 @@ class _Forms:
 
 @dataclass
 class _FusedBlocks:
-    """All blocks as one node, which the last block creates; other computations with values between blocks fail.
+    """All blocks as one node, created by the last; other uses of values between blocks fail.
 
     Attributes:
         first, last: names of blocks.
@@ -262,7 +257,7 @@ class _FusedBlocks:
     others: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
-        """Record the inputs of a block; return the indices of its inputs in `others`."""
+        """Record a block's inputs; return the indices of its other inputs in `others`."""
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
@@ -276,7 +271,7 @@ class _FusedBlocks:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's hidden state: the node's for the last block, else a value only for the next block."""
+        """Return a block's hidden state: the node's for the last block, otherwise a placeholder for the next block."""
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
@@ -301,7 +296,7 @@ def _opaque(
         )
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # One block of each kind is run to learn the form of its output.
+        # Run one block of each kind to learn the form of its output.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
@@ -310,7 +305,7 @@ def _opaque(
             _refuse_other_hidden(hidden, inputs, name)
         rebuild, form = forms.of[key]
         hidden, *others = inputs
-        # The opaque block takes [1, T, H] even if the model passes [T, H]; `wide` avoids a squeeze and an unsqueeze.
+        # `wide` avoids a squeeze and an unsqueeze between blocks.
         flat = hidden.dim() == 2
         feeds = None
         wide: Any
@@ -333,7 +328,6 @@ def _opaque(
 
 @contextlib.contextmanager
 def _unchanged(block: nn.Module, where: str) -> Iterator[None]:
-    """Run a block and check that it does not replace its buffers with other tensors."""
     before = dict(block.named_buffers())
     yield
     for name, buffer in block.named_buffers():
@@ -358,7 +352,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
 
 
 def node_inputs(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the hidden state and the other inputs of a block's node in the skeleton."""
+    """Return the hidden state and the other inputs of a block's node."""
     hidden, others, _ = node.args
     assert isinstance(hidden, fx.Node)
     return hidden, list(others)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hydragraph.private.tracing import ancestors_of
 
 
 def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph that computes `outputs`; nodes in `renamed` become placeholders with these names."""
+    """Return the part of a graph that computes `outputs`; nodes in `renamed` become its placeholders."""
     needed = ancestors_of(outputs, lambda node: node not in renamed)
     part = fx.Graph()
     copied = {}
@@ -29,11 +29,10 @@ def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[
 
 
 def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where: str) -> Template:
-    """Make a Template from a graph: sort placeholders into parameters, buffers and inputs, with readable names.
+    """Make a Template from a graph, with readable names.
 
     Args:
-        names: of parameters, buffers and inputs: placeholder -> name in the template.
-        where: description of what is captured, for errors.
+        names: for parameters, buffers and inputs, in this order: placeholder -> name in the template.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}
@@ -41,7 +40,7 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     if constant is not None:
         remedy = "register it as a buffer in the module's __init__"
         raise Unsupported(f"the forward makes a constant tensor ({constant.name})", where=where, remedy=remedy)
-    # All code that binds a template's placeholders relies on this order: parameters, buffers, inputs.
+    # Code that binds a template's placeholders relies on this order.
     groups = [[n for n in placeholders if n.users and n.name in kind] for kind in names]
     in_template = [tuple(tensors[n.name] for n in group) for group in groups]
     ordered = fx.Graph()
@@ -60,6 +59,6 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
 
 
 def identifier(name: str) -> str:
-    """Return the placeholder's name for a tensor: modules of an nn.Sequential have numbers as names."""
+    """Return a tensor's placeholder name; modules of an nn.Sequential have numbers as names."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

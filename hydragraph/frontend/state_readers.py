@@ -1,4 +1,4 @@
-"""The names that a model's own forward, and a loss, can read: found in their code."""
+"""Names that a model's own forward and its loss can read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from typing import Any
 
 from torch import nn
 
-# Code that mentions one of these may read attributes whose names it does not spell out.
+# Code that mentions these may read attributes without spelling out their names.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
-# Parts of the names of rates of dropout or noise.
 _RATES = ("drop", "jitter", "noise")
 
 
 def library_of(kind: type) -> str | None:
-    """Return the known library that a class belongs to; None: it is the user's."""
+    """Return the library of a class; None: it is the user's."""
     package = kind.__module__.partition(".")[0]
     return package if package in _LIBRARIES else None
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first base class from one other than nn.Module, which reads no model's attributes."""
+    """Return the library of the first base class from one; nn.Module, which reads no attributes, does not count."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -39,7 +38,7 @@ def is_installed(kind: type) -> bool:
 
 
 def file_of(thing: Any) -> str | None:
-    """Return the file of the Python module that a class or a function names."""
+    """Return the file of the module that defines a class or a function."""
     return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
@@ -47,9 +46,9 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the user's methods and functions that these name, by identity.
+        functions: forward, the loss, and the user's functions and methods that these name, by identity.
         names: every name and every text that they mention.
-        classes: the user's, of modules and of the loss.
+        classes: the user's classes of modules and of the loss.
     """
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
@@ -68,13 +67,13 @@ class Readers:
             self._add_callable(loss)
 
     def reads(self, name: str) -> bool:
-        """Return whether some of the code may read an attribute of this name."""
+        """Return whether the code may read an attribute of this name."""
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether the user's code may compute something else with another training flag.
+        """Return whether the user's code may depend on a training flag.
 
-        It does not if it reads the flag only together with a rate (`p=self.dropout if self.training else 0`) that is 0.
+        It does not if it only reads the flag together with a rate that is 0: `p=self.dropout if self.training else 0`.
         """
         if "training" not in self.names:
             return False
@@ -83,7 +82,6 @@ class Readers:
         return any("training" in names_of(f.__code__) and not _beside_a_rate(f) for f in self.functions.values())
 
     def _add_callable(self, function: Any) -> None:
-        """Add what a function, a method, a partial, a module or an object with `__call__` runs."""
         if isinstance(function, functools.partial):
             self._add_callable(function.func)
             return
@@ -95,7 +93,6 @@ class Readers:
         self._add(_functions(function))
 
     def _add(self, functions: Iterable[FunctionType]) -> None:
-        """Add functions, and the user's that they name: methods of the classes, globals and cells."""
         pending = list(functions)
         while pending:
             function = pending.pop()
@@ -111,14 +108,14 @@ class Readers:
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function reads, with their values now; not builtins."""
+    """Return the globals that a function reads, without builtins."""
     instructions = (instruction for code in _codes(function.__code__) for instruction in dis.get_instructions(code))
     names = [instruction.argval for instruction in instructions if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """Return the cells of a closure that hold something, by the variable's name."""
+    """Return the filled cells of a closure, by the variable's name."""
     cells = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -130,13 +127,13 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
 
 
 def mentions(kind: type, name: str) -> bool:
-    """Return whether a class has an attribute, or some method of it mentions the name."""
+    """Return whether a class has an attribute of this name, or a method that mentions it."""
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
     return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
 
 
 def rates_of(module: nn.Module) -> dict[str, float]:
-    """Return the attributes of a module that are rates of dropout or noise, by name."""
+    """Return a module's rates of dropout or noise, by attribute name."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -147,14 +144,13 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names that code mentions, with its texts, which `getattr` may be given."""
+    """Yield the names and texts in code; `getattr` may take a text."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -182,7 +178,6 @@ def _syntax(function: FunctionType) -> ast.AST | None:
 
 
 def _spells_names(function: FunctionType) -> bool:
-    """Return whether each `getattr` of a function is a call with a constant name."""
     tree = _syntax(function)
     if tree is None:
         return False
@@ -192,7 +187,6 @@ def _spells_names(function: FunctionType) -> bool:
 
 
 def _beside_a_rate(function: FunctionType) -> bool:
-    """Return whether each call and each choice that reads a training flag also reads a rate."""
     tree = _syntax(function)
     if tree is None:
         return False
@@ -207,6 +201,5 @@ def _beside_a_rate(function: FunctionType) -> bool:
 
 
 def _attributes(nodes: set[ast.AST]) -> set[str]:
-    """Return the attributes of `self` and the like among nodes."""
     called = {n.func for n in nodes if isinstance(n, ast.Call)}
     return {n.attr for n in nodes if isinstance(n, ast.Attribute) and n not in called}

@@ -1,4 +1,4 @@
-"""Tracing of one block of each kind to a forward graph, with a symbolic token count."""
+"""Tracing of a block to a forward graph with a symbolic token count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.private.tracing import symbol_name
 
 
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
-    """Trace a block, with inputs "hidden" and "other.{i}" for the other tensor arguments that it uses.
+    """Trace a block with the inputs "hidden", and "other.{i}" for other tensor arguments.
 
     Args:
         hints: example values of symbolic sizes, by symbol.
@@ -39,7 +39,6 @@ def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
 def _example(
     tensor: Tensor, hints: dict[str, int], symbols: dict[str, torch.export.Dim], where: str
 ) -> tuple[Tensor, dict[int, torch.export.Dim]]:
-    """Return an example of a block's input, and its symbolic dimensions."""
     sizes = []
     dims = {}
     for d, size in enumerate(tensor.shape):

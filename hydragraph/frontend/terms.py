@@ -1,14 +1,14 @@
-"""Proof, from its graph, that a loss that picks tokens or reads sequence bounds is a sum of separate terms.
+"""Proof, from its graph, that a loss that selects tokens or reads sequence bounds is a sum of separate terms.
 
 Values of such a loss have a dimension whose size the graph does not determine. They are of four kinds:
 
     constant    the same for every batch
-    bounds      computed from cu_seqlens and positions in the row alone: which sequence a token belongs to
-    terms       one row for each token, picked token or sequence
+    bounds      computed only from cu_seqlens and positions in the row: which sequence a token belongs to
+    terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. Only sums and
-factors may follow a total. The rows that an index picks are left to the numeric check.
+Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. A total may
+only be added and scaled. The numeric check covers the rows that an index selects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-# Operators that take rows, or add rows up, according to an index, a mask or counts.
+# Operators that take or sum rows according to an index, a mask or counts.
 _TAKES = aten_operators(
     "index.Tensor index_select masked_select index_add scatter_add repeat_interleave.self_Tensor index_put"
 )
-# Operators that may read positions in the packed row, because they turn these into indices.
+# Operators that may read positions in the packed row, which they turn into indices.
 _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
@@ -44,21 +44,20 @@ _BEHIND = "takes a sum over tokens, behind which only sums and factors may stand
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
 _ADDED = aten_operators("add.Tensor sub.Tensor stack cat")
 _KEPT = aten_operators("neg clone alias detach to.dtype _to_copy squeeze squeeze.dims select.int slice.Tensor")
-# Operators that commute with a sum.
 _LINEAR = MOVES | VIEWS | _KEPT | aten_operators("mean mean.dim sum sum.dim_IntList")
 _CLASSES = aten_operators("cross_entropy_loss nll_loss_nd nll_loss")
-_SUM = 2  # a reduction
+_SUM = 2  # PyTorch's code of reduction="sum"
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
     """Return the first operator that keeps a loss from being a sum of separate terms and what it does, or None.
 
     Args:
-        bounds: the placeholders cu_seqlens and max_length, if they are used.
+        bounds: the placeholders cu_seqlens and max_length, if used.
     """
     from_bounds = set(bounds)  # kind "bounds"
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two of them is a term
+    running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two is a term
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -89,7 +88,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
 
 
 def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | None:
-    """Return what is wrong with an operator on terms; record the total if it makes one."""
+    """Return what is wrong with an operator on terms; record a total."""
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None
@@ -113,14 +112,13 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
 
 
 def _runs_on(node: fx.Node) -> bool:
-    """Return whether an operator is a running sum along rows."""
     if node.target is not aten.cumsum.default:
         return False
     return _row_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
 
 
 def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
-    """Return whether an operator makes running sums, picks them by bounds, or subtracts one from another."""
+    """Return whether an operator computes prefix sums, indexes them by bounds, or subtracts two of them."""
     arguments = operands(node)
     if _runs_on(node):
         return True
@@ -134,7 +132,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
-    """Return whether rows are taken or added up according to a mask or bounds."""
+    """Return whether rows are taken or summed according to a mask or bounds."""
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         # A mask with several dimensions replaces as many dimensions of the operand.
@@ -153,7 +151,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _origins(node: fx.Node) -> set[object]:
-    """Return the operators that produce a value, through casts, views and pointwise operators only."""
+    """Return the operators that a value comes from, through casts, views and pointwise operators."""
     seen: set[object] = {node.target}
     pending = [node]
     while pending:
@@ -169,14 +167,14 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _row_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions whose size is known only once a batch is packed."""
+    """Return the dimensions of symbolic size."""
     tensor = first_tensor(node)
     sizes = tensor.shape if isinstance(tensor, Tensor) else ()
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
 
 
 def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:
-    """Return whether an operator on sums over tokens, and on values without tokens, yields a sum."""
+    """Return whether an operator on sums over tokens yields a sum."""
     others = [n for n in node.all_input_nodes if n not in summed]
     if node.target in _ADDED:
         numbers = [a for a in operands(node)[:2] if isinstance(a, int | float) and node.target is aten.add.Tensor]
@@ -207,7 +205,6 @@ def sums_rows(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Return whether a value is all zeros, the initial value of a sum."""
     if node.target in (aten.full.default, aten.scalar_tensor.default):
         return bool(operands(node)[-1] == 0)
     return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)

@@ -1,8 +1,8 @@
-"""Allow-list of operators that keep packed tokens apart; every other operator is rejected.
+"""Allow-list of operators that keep packed tokens separate; every other operator is rejected.
 
 A value *has tokens* if it holds data for each token along one dimension of size T, which `mixing` follows through the
 graph. Values without tokens may be combined in any way, unless they depend on which sequences are packed together, or
-their size is a number of tokens: `arange(T)` counts through the packed row rather than through each sequence.
+their size is a number of tokens: `arange(T)` counts through the packed row instead of each sequence.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MADE = aten_operators("""
     zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty zeros ones full
     empty.memory_format scalar_tensor sym_size.int
 """)
-# Operators that use only the sizes or the dtype of their second operand.
+# They read only the sizes or the dtype of their second operand.
 _LIKE = aten_operators("expand_as view_as reshape_as type_as")
 # Operators that move dimensions; no other dimension has size T.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T
 """)
-# Operators that process each row of the first dimension separately, by the dimensions this requires.
+# They process each row of the first dimension separately, by the required number of dimensions.
 _ROWS: Mapping[int, frozenset[Any]] = {
     2: aten_operators("group_norm mv"),
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
@@ -56,7 +56,6 @@ _ROWS: Mapping[int, frozenset[Any]] = {
 }
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
 _RESHAPES = VIEWS | aten_operators("view_as reshape_as")
-# Elementwise operators that PyTorch does not tag as such.
 _ELEMENTWISE = aten_operators("""
     real imag conj _conj resolve_conj polar complex __or__.Tensor __and__.Tensor __xor__.Tensor __or__.Scalar
     __and__.Scalar __xor__.Scalar
@@ -74,7 +73,6 @@ _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
-# Returns whether an operator sums over tokens, or a description of what it does wrong.
 Sums = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool | str]
 
 
@@ -82,7 +80,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
     """Return the first operator of a graph that may mix tokens and what it does, or None.
 
     Args:
-        tokens: the symbol of the token count; inputs with one dimension of this size have tokens along it.
+        tokens: symbol of the token count; inputs with one dimension of this size have tokens along it.
         given: number of placeholders, at the end, that are not parameters or buffers.
         sums: for a loss: called for each operator first.
     """
@@ -98,7 +96,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
             return str(node.target), summed
         if summed:
             continue
-        # Values that leave a graph or are compared with labels must be in batch order again.
+        # Results, and values compared with labels, must be in batch order.
         if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
@@ -124,20 +122,19 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """Return the operands whose elements are read, not only their sizes."""
     if node.target in MADE:
         return []
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
 
 def classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """Return whether a classification loss has its classes along a different dimension from the tokens."""
+    """Return whether a classification loss has its classes along another dimension than the tokens."""
     first = operands(node)[0]
     return first in rows and rows[first].dim != min(1, len(shape(first)) - 1)
 
 
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
-    """Return the values that depend on which sequences are packed together, but not on any token."""
+    """Return values that depend on which sequences are packed together, but not on any token."""
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
     for node in graph.graph.nodes:
@@ -152,7 +149,7 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
 def _problem(
     node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
-    """Return what an operator, or an earlier one that is named, does that may mix tokens."""
+    """Return how an operator may mix tokens, with the name of an earlier operator if that is the cause."""
     from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
@@ -260,7 +257,6 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
 
 
 def _is_pointwise_convolution(node: fx.Node) -> bool:
-    """Return whether a convolution has windows of one element: a linear layer over the channels."""
     if node.target not in _CONVOLUTIONS:
         return False
     width = len(shape(node)) - 2
@@ -271,7 +267,6 @@ def _is_pointwise_convolution(node: fx.Node) -> bool:
 
 
 def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]) -> bool:
-    """Return whether an operator names dimensions, and none of them holds tokens."""
     named = argument_of(node, "dim", "dims")
     named = [named] if isinstance(named, int) else named or []
     axes = [axis % len(shape(operands(node)[0])) for axis in named]
@@ -279,7 +274,6 @@ def _along_keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Nod
 
 
 def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Return whether an operator is x[mask] = number."""
     first, places, value = operands(node)[:3]
     mask = places[0] if len(places) == 1 else None
     if mask is None or first not in dims or mask not in dims or value in dims or value_of(value).numel() != 1:
@@ -288,13 +282,13 @@ def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
-    """Return whether all operands use the same letter for tokens, and the result does too."""
+    """Return whether all operands and the result use the same letter for tokens."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
         return False
     terms = left.split(",")
-    # Dimensions covered by an ellipsis get their own letters, aligned from the last one.
+    # Dimensions of an ellipsis get letters, aligned from the last one.
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
@@ -303,7 +297,7 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Return whether a product neither sums over tokens nor pairs one token with another."""
+    """Return whether a matrix product neither sums over tokens nor pairs one token with another."""
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
     if b in dims and a not in dims:
@@ -314,13 +308,12 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def _token_dims(node: fx.Node, tokens: str) -> list[int]:
-    """Return the dimensions whose size depends on the token count."""
     tensor = first_tensor(node)
     sizes: list[Any] = list(tensor.shape) if isinstance(tensor, Tensor) else []
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None and tokens in symbols_in(size)]
 
 
 def first_tensor(node: fx.Node) -> Any:
-    """Return a node's value, or the first of its values."""
+    """Return a node's value, or the first of several."""
     value = value_of(node)
     return value[0] if isinstance(value, tuple | list) and value else value

@@ -1,7 +1,7 @@
 """Rejection of operators that would mix packed sequences: only `varlen_attention` may mix tokens.
 
-Rejected by name and shape are other attention, options that read a whole batch, scores between all pairs of tokens, and
-shifts; everything else must be known to keep tokens apart (`token_axes`).
+Other attention, options that read a whole batch, scores of token pairs, and shifts get specific errors; all other
+operators must be known to keep tokens separate (`token_axes`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
     """Raise Unsupported for an operator that mixes packed tokens.
 
     Args:
-        tokens: the symbol of the token count; None: look for attention operators only.
-        where: name of the part of the model, for the error.
+        tokens: symbol of the token count; None: look for attention operators only.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in ALONG_SEQUENCES:
@@ -52,14 +51,14 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for the first operator of a template that is not known to keep tokens separate."""
+    """Raise Unsupported for operators that are not known to keep tokens separate."""
     refuse_mixing(template.graph, tokens, where)
     mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
 
 
-# Arguments that make an operator use a whole batch: what each does, and a remedy.
+# operator -> argument that uses a whole batch -> what it does, and a remedy
 _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
     aten.embedding.default: {
         "scale_grad_by_freq": (
@@ -75,7 +74,7 @@ _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported for attention with bounds other than those of the packed sequences.
+    """Raise Unsupported for attention with bounds other than the packed sequences'.
 
     Args:
         given: the template's inputs that are unmodified fields of the packed batch -> the field.
@@ -87,14 +86,14 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
 
 
 def field_of(node: fx.Node) -> str | None:
-    """Return the placeholder that a value is, but for casts and copies, or None if it is computed."""
+    """Return the placeholder that a value is, casts or copies, or None."""
     while node.target in SAME:
         (node, *_) = operands(node)
     return node.name if node.op == "placeholder" else None
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether values belong to pairs of tokens, or to more or fewer tokens than the batch has."""
+    """Return whether a value belongs to pairs of tokens, or to more or fewer tokens than the batch has."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -4,11 +4,11 @@ Orders, for 3 tokens a b c with 2 experts each:
 
     a b c           1          a row for each token
     a a b b c c     2          two rows for each token, as in a flattened [T, 2]
-    b a c a c b     a sort     as sorted by some value of the rows above, such as the chosen experts
+    b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
-An operator that keeps rows separate does so in every order, if those of its operands are equal. The results of sort and
-arange, positions of rows (`Points`), may only index rows: as data they would leak information about other tokens. The
-number of rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
+An operator that keeps rows separate does so in every order that its operands share. Positions of rows (`Points`), the
+results of sort and arange, may only index rows: as data they would leak information about other tokens. The number of
+rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Index [rows] whose rows are in the order `along`; each points to the row of one token in the order `to`."""
+    """Index [rows] in the order `along`; each points to a token's row in the order `to`."""
 
     along: Order
     to: Order
@@ -50,28 +50,28 @@ class Points(NamedTuple):
 SAME = aten_operators("to.dtype to.dtype_layout to.device _to_copy clone alias detach contiguous lift_fresh_copy")
 _SORTS = aten_operators("sort sort.stable argsort argsort.stable")
 ARANGES = aten_operators("arange arange.start arange.start_step")
-# Operators whose second result holds indices along a dimension.
+# Operators whose second result holds indices.
 _CHOICES = aten_operators("topk max.dim sort sort.stable")
 _CHOSEN = aten_operators("argmax argsort argsort.stable")
 _QUOTIENTS = aten_operators("floor_divide div.Tensor_mode")
 
 
 class Routing:
-    """Tracker of routing; `rows` is what `mixing` knows about each value, and is extended."""
+    """Tracker of routing, which extends `rows` of `mixing`."""
 
     def __init__(self, rows: dict[fx.Node, Rows], tokens: str) -> None:
         self._rows = rows
         self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        # Facts about values: counters 0, 1, 2, ... through the rows of an order;
+        # Counters 0, 1, 2, ... through the rows of an order;
         self._counters: dict[fx.Node, Order] = {}
         # sort keys of rows, in sorted order -> the sort;
         self._sorted: dict[fx.Node, fx.Node] = {}
-        # number of rows with each of these values -> the sort;
+        # number of rows with each key -> the sort;
         self._counts: dict[fx.Node, fx.Node] = {}
-        # index after the last row with each of these values -> the sort.
+        # index after the last row with each key -> the sort.
         self._ends: dict[fx.Node, fx.Node] = {}
-        # All of these but sort keys reveal positions or counts of other tokens.
+        # All except sort keys reveal positions or counts of other tokens.
         self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
 
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (
@@ -89,14 +89,14 @@ class Routing:
         )
 
     def follow(self, node: fx.Node) -> bool:
-        """Return whether a node is part of routing, and record its result."""
+        """Record the result of a node that is part of routing; return False for any other."""
         handler = next((handler for targets, handler in self._handlers if node.target in targets), None)
         if handler is not None:
             return handler(node)
         return is_grouped(node) and self._grouped(node)
 
     def tells(self, node: fx.Node) -> bool:
-        """Return whether a value reveals positions of other tokens or counts of them."""
+        """Return whether a value reveals positions or counts of other tokens."""
         return any(node in notes for notes in self._tells)
 
     def _first(self, node: fx.Node) -> Any:
@@ -117,7 +117,7 @@ class Routing:
         return False
 
     def _sort(self, node: fx.Node) -> bool:
-        """Handle sorting rows by a value, or by their positions, which inverts the order."""
+        """Handle a sort of rows by a value, or by their positions, which inverts the order."""
         first = self._first(node)
         if self._is_permutation(first) and isinstance(value_of(node), torch.Tensor) and _ascends(node):
             along, to = self._points[first]
@@ -153,7 +153,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle dividing the position of a row by the number of rows per token, or by a divisor of it."""
+        """Handle division of row positions by the rows per token, or by a divisor of it."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -163,7 +163,7 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Handle inverting an order: the number of each row is written at the row's position."""
+        """Handle inversion of an order: each row's number is written at the row's position."""
         index: Any = None
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]
@@ -234,7 +234,7 @@ class Routing:
         return True
 
     def _grouped(self, node: fx.Node) -> bool:
-        """Handle multiplying each expert's rows, which are contiguous, by its weight."""
+        """Handle the product of each expert's contiguous rows with its weight."""
         arguments: list[Any] = [*operands(node), *node.kwargs.values()]
         first, weight, *rest = arguments
         ends = [self._ends[argument] for argument in rest if isinstance(argument, fx.Node) and argument in self._ends]
@@ -252,7 +252,7 @@ def _ascends(sort: fx.Node) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
-    """Return whether a value holds indices along a dimension, which are never negative: the chosen experts."""
+    """Return whether a value holds indices, such as chosen experts, which are never negative."""
     while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):
@@ -281,7 +281,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         return Rows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or _elements(before[: rows_before.dim]) != 1:
         return None
-    # [T, 2, H] as [2T, H]: the rows of one token are split or joined, and stay adjacent.
+    # [T, 2, H] as [2T, H]: the rows of one token stay adjacent.
     return Rows(dim, there)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that get a gradient: those that are trainable and contribute to the loss."""
+"""Parameters that are trainable and contribute to the loss."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hydragraph.private.tracing import ancestors_of
 _LOG = logging.getLogger(__name__)
 _NAMED = 10
 
-# The dtypes that an fp32 master weight can represent.
+# Dtypes whose values an fp32 master weight can hold.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Operators whose results do not depend on the values of their operands for autograd.
+# Operators whose results autograd treats as constants.
 _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters that are not floating-point or have no shape yet."""
+    """Raise Unsupported for parameters that are not floating-point, and for tensors without a shape or elements."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
@@ -42,7 +42,7 @@ def refuse_other_dtypes(model: nn.Module) -> None:
 
 
 def reached(graph: fx.GraphModule) -> set[fx.Node]:
-    """Return the placeholders of a forward graph that receive a gradient from its results."""
+    """Return a forward graph's placeholders that receive a gradient."""
 
     def passes_on(node: fx.Node) -> bool:
         value = value_of(node)
@@ -57,11 +57,10 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the names of the parameters that get a gradient, and warn about trainable parameters that do not.
+    """Return the names of the parameters that get a gradient; warn about trainable ones that do not.
 
     Args:
         blocks: in order; the loss is the result of the last.
-        parameters: all parameters of the model, by canonical name.
     """
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Rejection, by name and before tracing, of features that a trace would not see or would freeze."""
+"""Rejection, before tracing, of features that a trace would not see or would freeze."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, and modules with gradients or buffers that no graph represents."""
+    """Raise Unsupported for hooks, wrappers, and modules and tensors that no graph represents."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -51,14 +51,13 @@ def refuse_unseen(model: nn.Module) -> None:
 
 
 def _refuse_common_memory(model: nn.Module) -> None:
-    """Reject parameters that share memory with another tensor: an update of one would change the other."""
     parameters = list(model.named_parameters())
     learnt = dict(parameters)
     for name, parameter in parameters:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, and its elements are one")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In memory order, so that each can only overlap with the earlier one that reaches furthest.
+    # Sorted by memory, a tensor overlaps with an earlier one only if it overlaps with the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -100,7 +99,7 @@ def _hook(kind: str, hook: Any, where: str) -> Unsupported:
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
-    """Raise Unsupported if a result was computed with a custom torch.autograd.Function."""
+    """Raise Unsupported if a custom torch.autograd.Function computed a result."""
     name = own_backward_of(result)
     if name is not None:
         what, remedy = own_backward_refused(name)
@@ -109,7 +108,7 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Run a module's forward; reject custom backwards, hooks, Python random numbers, and changes of state."""
+    """Reject custom backwards, hooks, Python random numbers and state changes of a forward run in this context."""
     random_before = _random_state()
     numbers = _numbers(module)
     state = _kept_state(module)
@@ -133,7 +132,6 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> dict[str, float]:
-    """Return the numeric attributes of a module and its submodules, by name."""
     return {
         f"{prefix}.{name}".removeprefix("."): value
         for prefix, child in module.named_modules()
@@ -143,7 +141,7 @@ def _numbers(module: nn.Module) -> dict[str, float]:
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    """Return the state kept by the user's own modules and loss: containers, counters, generators."""
+    """Return the user's modules' and loss's containers, counters and generators."""
     state = {}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
@@ -161,7 +159,6 @@ def _kept_state(module: nn.Module) -> dict[str, str]:
 
 
 def _state_of(value: object) -> str:
-    """Return a text that reflects a number, counter, generator, or container of these; "" for anything else."""
     if isinstance(value, dict):
         return str([(str(key), _state_of(part)) for key, part in value.items()])
     if isinstance(value, list | tuple | collections.deque):

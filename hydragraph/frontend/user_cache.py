@@ -1,6 +1,6 @@
 """Files in the user's cache folder, `$XDG_CACHE_HOME/hydragraph` or `~/.cache/hydragraph`.
 
-A file that cannot be read counts as missing, and one that cannot be written is not kept: both only cost time.
+Unreadable files count as missing, and failed writes are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Return the path of the folder for one kind of files; it may not exist yet."""
+    """Return the folder for one kind of files; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
 
 
 def read(path: Path) -> bytes | None:
-    """Return a file's content and mark it as used now, or return None if it cannot be read."""
+    """Return a file's content and mark it as used, or return None."""
     with contextlib.suppress(OSError):
         content = path.read_bytes()
         os.utime(path)
@@ -37,7 +37,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file at once, so that no other process reads half of it."""
+    """Write a file atomically."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -48,7 +48,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    """Build something from what `write_packed` wrote, or return None if that is missing or invalid."""
+    """Build an object from a file of `write_packed`; return None if it is missing or invalid."""
     packed = read(path)
     if packed is None:
         return None
@@ -60,7 +60,7 @@ def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
 
 
 def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
-    """Write data, unless JSON cannot represent it, and keep at most `most` files of its kind."""
+    """Write data if JSON can represent it, and keep at most `most` files of its kind."""
     try:
         content = json.dumps(data(), allow_nan=False)
     except ValueError as error:
@@ -71,7 +71,7 @@ def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
 
 
 def evict(kind: str, most: int) -> None:
-    """Delete the files used longest ago if there are more than `most`, down to three quarters of that."""
+    """Delete the files used longest ago if there are more than `most`, down to three quarters of it."""
     files = list(folder(kind).rglob("*"))
     if len(files) <= most:
         return

@@ -1,4 +1,1 @@
-"""Numeric checks, before training: compare a captured program, and a stage's graphs, with the unmodified model.
-
-Problems that numbers cannot reveal are rejected by the frontend or a pass instead.
-"""
+"""Numeric checks of a captured program, and of a stage's graphs, before training."""

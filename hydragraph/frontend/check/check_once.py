@@ -1,4 +1,4 @@
-"""Scheduling of the check: it runs on one rank per host, which informs the others."""
+"""Scheduling of the check: one rank per host runs it and informs the others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-# Meaning of "auto"; the project's own tests, which compare everything themselves, set it to "off".
+# The project's tests, which compare everything themselves, set it to "off".
 AUTO = "auto"
 
-# The variants of the last checked program, so that its executable need not compile them again.
+# The last checked program's, so that its executable need not compile them again.
 _latest: list[Variants] = []
 
 
 def mode_of(asked: str | bool) -> str:
-    """Return the check mode that a user selected (YAML reads `off` as False); raise ValueError for any other."""
+    """Return a valid check mode (YAML reads `off` as False), or raise ValueError."""
     mode = "off" if asked is False else asked
     if mode not in MODES:
         raise ValueError(f"check is {asked!r}: use {', '.join(map(repr, MODES))}")
@@ -26,7 +26,7 @@ def mode_of(asked: str | bool) -> str:
 
 
 def check_here(subject: CheckedModel, asked: str | bool) -> str:
-    """Check a captured program in this process, and return a line about it; "" if the check is off."""
+    """Check a captured program here; return a line about it, or "" if the check is off."""
     mode = mode_of(asked)
     if mode == "off":
         return ""
@@ -46,7 +46,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; an error there is raised on all ranks, which call this alike."""
+    """Check a captured program on one rank per host; raise its error on all ranks. All ranks must call this."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None

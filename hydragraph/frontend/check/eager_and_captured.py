@@ -1,4 +1,4 @@
-"""Both sides of the comparison: the unmodified model on one sequence at a time, and the captured graphs."""
+"""The two sides of the comparison: the unmodified model on each sequence, and the captured graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 
 def caller(model: nn.Module, fields: Iterable[str]) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
-    """Return a function that calls the model with one sequence; a transformers model gets only its ids."""
+    """Return a function that calls the model with one sequence."""
     if not huggingface.is_huggingface(model):
         return custom_modules.caller(model, list(fields))
     return lambda model, batch: model(input_ids=batch["input_ids"], use_cache=False)
@@ -36,10 +36,10 @@ def run_alone(
     wide: torch.dtype | None,
     done: Callable[[str, Tensor], None],
 ) -> Tensor:
-    """Return `times` the loss of one sequence, computed with a copy of the model.
+    """Return `times` the loss of one sequence.
 
     Args:
-        done: called with each parameter's gradient once it is complete; the gradient is dropped afterwards.
+        done: called with each parameter's complete gradient, which is dropped afterwards.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
         fields = _widened(batch, wide)
@@ -52,7 +52,6 @@ def run_alone(
 
 @contextmanager
 def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Pass each gradient of a model's parameters to a function, and keep none."""
 
     def take(name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -74,7 +73,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class Common:
-    """Inputs shared by all blocks on one packed batch: its fields, and the values that aux computes from them."""
+    """Inputs shared by all blocks: the packed batch's fields, and aux's results."""
 
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
@@ -83,7 +82,7 @@ class Common:
     def of(
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
-        """Compute the shared inputs."""
+        """Compute the inputs from a packed batch."""
         fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
@@ -104,12 +103,11 @@ def add_captured(
     batch: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor:
-    """Run some of a program's blocks forward and backward on a packed batch, on one device; return the summed loss.
+    """Run blocks forward and backward on a packed batch; return the summed loss.
 
     Args:
-        ran: the first and the last block of the program, and any blocks between them to run, with their variants.
-        tensors: parameters and buffers by name.
-        sums: gradient sums by parameter, which gradients are added to; each has its own memory.
+        ran: the first and the last block of the program, and blocks between them, with their variants.
+        sums: gradient sums by parameter, each with its own memory; gradients are added to them.
         wide: compute dtype; None: as captured.
     """
     with torch.no_grad(), default_dtype(wide):
@@ -146,12 +144,10 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward, adding to `sums`; return the gradient of its hidden state, if it has one.
+    """Run one block backward, adding to `sums`; return the gradient of its hidden state, or None.
 
     Args:
         local: a template's names -> those in `tensors` and `sums`.
-        saved: values saved by its forward.
-        tangent: the gradient of its output.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]

@@ -1,4 +1,4 @@
-"""Emulation of one stage's ranks as threads of this process: sharded graphs run without a process group."""
+"""Emulation of a stage's ranks as threads, without a process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = "the end"
 
 
 class StageBarrier:
-    """Rendezvous of a stage's `size` threads; every call exchanges the values of all of them."""
+    """Rendezvous of a stage's threads, which exchange a value in every call."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -25,7 +25,11 @@ class StageBarrier:
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return the values of all ranks, in rank order; raise RuntimeError if their calls or shapes differ."""
+        """Return the values of all ranks, in rank order.
+
+        Raises:
+            RuntimeError: the ranks' calls or shapes differ.
+        """
         # After the first barrier all ranks have written; after the second all have read.
         self._given[index] = call, value
         self._barrier.wait()
@@ -43,11 +47,7 @@ class StageBarrier:
 
 
 class EmulatedCollectives:
-    """Thread-based version of the `hydragraph.cluster.collectives.Collectives` interface for compiled graphs.
-
-    Attributes:
-        calls: names of the calls made, in order.
-    """
+    """Thread-based `hydragraph.cluster.collectives.Collectives`; `calls` lists the names of the calls made."""
 
     def __init__(self, barrier: StageBarrier, index: int) -> None:
         self._barrier = barrier
@@ -60,23 +60,23 @@ class EmulatedCollectives:
         return self._barrier.exchange(self.index, call, x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the stage."""
+        """Sum over the stage."""
         return torch.stack(self._all("all_reduce", x)).sum(0)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the stage."""
+        """Elementwise maximum over the stage."""
         return torch.stack(self._all("all_reduce_max", x)).amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The concatenation along `dim` of the stage's parts."""
+        """Concatenation of the stage's parts along `dim`."""
         return torch.cat(self._all("all_gather", x), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim` of the sum over the stage."""
+        """This rank's part, along `dim`, of the sum over the stage."""
         return self.split(torch.stack(self._all("reduce_scatter", x)).sum(0), dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim`; no exchange."""
+        """Return this rank's part along `dim`, without communication."""
         if x.shape[dim] % self.size:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
@@ -86,15 +86,15 @@ class EmulatedCollectives:
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate the Python code of graphs that several threads are about to run: two first calls would interfere."""
+    """Generate graphs' Python code before several threads run them: first calls would interfere."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):
-                _ = graph.code  # the property generates it
+                _ = graph.code
 
 
 def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:
-    """Call a function once per rank, in threads; return the results in rank order, or raise the first rank's error."""
+    """Call a function once per rank, in threads; return the results, or raise the first error."""
     barrier = StageBarrier(size)
 
     def work(index: int) -> Any:
@@ -108,7 +108,6 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, index) for index in range(size)]
-    # A failing rank breaks the barrier, so that the others fail as well.
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

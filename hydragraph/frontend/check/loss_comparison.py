@@ -16,7 +16,7 @@ class Bound:
 
     Attributes:
         own: limit for a gradient relative to its norm, and for the loss relative to itself.
-        all: allowance relative to the norm of all gradients: some true gradients are 0 (key biases).
+        all: allowance relative to the norm of all gradients, since some true gradients are 0 (key biases).
     """
 
     own: float
@@ -24,7 +24,7 @@ class Bound:
 
 
 # Two fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, two in fp64 by 1e-15 to 1e-12; errors are 1e-3
-# and more. A difference above the first bound is repeated in fp64.
+# and more.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
@@ -34,11 +34,9 @@ class Difference:
     """Worst difference found by a comparison.
 
     Attributes:
-        parameter: name of the parameter whose gradient differs; "" for the loss.
+        parameter: the parameter whose gradient differs; "" for the loss.
         error, norm: of that gradient, or of the loss.
         ratio: the error divided by its bound; the limit is 1.
-        loss, expected: the losses.
-        tokens: token counts of the packed batches.
     """
 
     parameter: str
@@ -56,12 +54,11 @@ class Difference:
 
 
 class GradientComparison:
-    """Running difference between computed and expected gradients; one copy is kept.
+    """Running difference between computed and expected gradients.
 
     Args:
         computed: gradients by name; modified in place.
-        norms: norms of the expected gradients. None: those of the computed gradients; if the two are far apart, the
-            error is at least as large.
+        norms: norms of the expected gradients; None: those of the computed ones.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
@@ -72,8 +69,7 @@ class GradientComparison:
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or a summand of one; a gradient that was not computed counts as 0."""
-        # In place if possible: a large model never has a third copy of a gradient.
+        """Subtract an expected gradient, or a summand of one, in place if possible. Missing gradients count as 0."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)
@@ -90,7 +86,7 @@ class GradientComparison:
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
-        # The gradient of a key bias, which cancels in softmax, is rounding error.
+        # A key bias cancels in softmax, so its gradient is rounding error.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:
@@ -108,7 +104,7 @@ class GradientComparison:
 def compare(
     computed: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: Bound, tokens: tuple[int, ...]
 ) -> Difference | None:
-    """Return the worst difference between tensors with the same name; see `GradientComparison`."""
+    """Return the worst difference between tensors of the same name."""
     norms = {name: _norm(value) for name, value in expected.items()}
     comparison = GradientComparison({name: value.clone() for name, value in computed.items()}, norms)
     for name, value in expected.items():

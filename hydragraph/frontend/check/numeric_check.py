@@ -1,4 +1,4 @@
-"""Numeric check: compare a captured program with its model, and reject differences."""
+"""Numeric check of a captured program against its model."""
 
 from __future__ import annotations
 
@@ -48,13 +48,7 @@ _OF_LOSS = (
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Inputs of a check.
-
-    Attributes:
-        loss: function of the model's outputs and a packed batch.
-        blocks: path of the model's list of blocks; None: as `capture` finds it.
-        example: custom fields, as passed to `capture`.
-    """
+    """Inputs of a check; `blocks` and `example` as in `capture`."""
 
     model: nn.Module
     program: Program
@@ -68,10 +62,9 @@ class Attempt:
     """One way to compute both sides.
 
     Attributes:
-        dtype: dtype of the weights.
         copied: weights are a noisy copy of the model's; otherwise they are drawn at random.
         widened: casts inside the model are widened to the dtype; otherwise both sides round as written.
-        seed: seed for weights and tokens.
+        seed: for weights and tokens.
     """
 
     dtype: torch.dtype
@@ -81,7 +74,7 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
-        """Maximum allowed difference between both sides."""
+        """Maximum difference of the two sides."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -103,9 +96,8 @@ class Checked:
     """Result of a check.
 
     Attributes:
-        blocks, layers: number of blocks compared, and total number of blocks.
-        tokens: number of tokens of each packed batch.
-        worst: the largest gradient error, relative to the gradient's norm.
+        blocks, layers: number of blocks compared, and in total.
+        worst: largest gradient error, relative to the gradient's norm.
         untouched: settings whose limit no sequence exceeded.
         problem: why no comparison was possible, or "".
     """
@@ -139,11 +131,10 @@ class _Unrunnable(Exception):  # noqa: N818
 
 
 def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None = None) -> Checked:
-    """Compare loss and gradients of packed batches with the model on each sequence alone, block by block.
+    """Compare packed batches with the model on each sequence alone, block by block.
 
     Args:
         mode: "auto": each structurally distinct block once; "full": every block.
-        variants: the program's variants, to keep what is compiled.
 
     Raises:
         Unsupported: both sides differ for all weights and dtypes tried, or the graphs do not run.
@@ -161,7 +152,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
         if isinstance(result, str):
             return replace(checked, problem=result)
     done = [result for result in results if not isinstance(result, str)]
-    # For a zero gradient, relative to the error that the total norm allows.
+    # A zero gradient's error is relative to the error that the total norm allows.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -175,8 +166,8 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield how both sides are computed, in order, for a program of a given dtype."""
-    # fp64 distinguishes rounding from an error; new weights are for a model that was never initialised.
+    """Yield the attempts for a program of a given dtype, in order."""
+    # fp64 distinguishes rounding from errors; new weights are for uninitialised models.
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -187,20 +178,18 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    Under "auto" these are the first block of each template and set of trainable parameters, and the last if it costs
-    little: gradual differences between blocks are largest there.
+    Under "auto" these are the first block of each kind, and the last one if it is small: gradual differences are
+    largest there.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
     chosen = list(range(len(sizes)))
     if mode == "auto":
         trainable = {name: parameter.trainable for name, parameter in subject.program.parameters.items()}
-        # Blocks that are differentiated alike are of one kind.
         kinds = [(b.template, *map(trainable.get, b.parameters)) for b in subject.program.blocks[1:-1]]
         chosen = sorted({kinds.index(kind) for kind in kinds})
         last = sorted({len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds} - set(chosen))
         chosen += [i for i in last if sum(sizes[j] for j in (*chosen, *last)) <= TOGETHER]
-    # A difference fails its group and is then located within it.
     groups: list[tuple[int, ...]] = []
     together = 0
     for i in chosen:
@@ -224,15 +213,13 @@ def _kept(program: Program, group: Sequence[int]) -> list[Block]:
 
 @dataclass(frozen=True)
 class _Comparer:
-    """Comparison of groups of blocks, given by index; `forms` are learned from the first block that computes."""
-
     subject: CheckedModel
     variants: Variants
     lengths: Lengths
     forms: Forms = field(default_factory=Forms)
 
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
-        """Return the worst difference of a group, or why it is inconclusive; raise Unsupported if both sides differ."""
+        """Return a group's worst difference, or why it is inconclusive; raise Unsupported if both sides differ."""
         program = self.subject.program
         failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
         problem = "loss or gradients of the model alone are not finite with any weights that were tried"
@@ -243,7 +230,7 @@ class _Comparer:
                 if error.side == "captured":
                     failed.append((error, attempt))
                     if attempt.is_training(program.dtype):
-                        break  # running with other dtypes does not help
+                        break
                 elif not failed:
                     problem = f"the model alone cannot compute a sequence on the CPU ({error})"
                 continue
@@ -253,7 +240,7 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                break  # rounding does not explain a difference in fp64, and the weights are the user's own
+                break  # fp64 excludes rounding, and the weights are the user's own
         if not failed:
             return problem
         raise self._refusal(group, failed)
@@ -279,7 +266,7 @@ class _Comparer:
         except _Unrunnable as error:
             if attempt.is_training(program.dtype):
                 raise
-            failed = error  # inconclusive if the model alone does not run either
+            failed = error
         for name, parameter in program.parameters.items():
             if not parameter.trainable:
                 sums.pop(name, None)
@@ -315,7 +302,7 @@ class _Comparer:
         )
 
     def _where(self, group: tuple[int, ...], attempt: Attempt) -> str:
-        """Name the part that differs on its own: outside the blocks, or the first such block."""
+        """Name the part that differs on its own."""
         name = type(self.subject.model).__name__
 
         def differs(kept: tuple[int, ...]) -> bool:
@@ -333,7 +320,6 @@ class _Comparer:
 
 @contextmanager
 def _side(name: str) -> Iterator[None]:
-    """Mark exceptions with the side that could not compute."""
     try:
         yield
     except Unsupported:
@@ -343,7 +329,7 @@ def _side(name: str) -> Iterator[None]:
 
 
 def report(checked: Checked) -> None:
-    """Log a summary of a check; raise Unsupported if no comparison was possible."""
+    """Log a check's result; raise Unsupported if no comparison was possible."""
     if checked.problem:
         remedy = "make loss and gradients of each single sequence finite on the CPU, or pass check='off'"
         raise Unsupported(f"not checked: {checked.problem}", where=checked.model, remedy=remedy)

@@ -1,8 +1,4 @@
-"""Cache of passed checks in the user's cache folder.
-
-Only the fact that something passed is stored, under a key that covers everything the outcome depends on, if that
-can be determined (no hooks, closures or code without source).
-"""
+"""Cache of passed checks in the user's cache folder, by everything that the outcome depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from hydragraph.version import __version__
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return a key that covers everything a check's outcome depends on, or None if that cannot be determined."""
+    """Return the key of a check, or None if its outcome depends on unknown parts (hooks, closures)."""
     program = subject.program
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
@@ -35,21 +31,21 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
 
 
 def key_of(content: str) -> str:
-    """Return 32 hex digits that cover a text describing a comparison, and the versions that made it."""
+    """Return 32 hex digits of a comparison's description and the versions that made it."""
     versions = torch.__version__, __version__, _own_source()
     return hashlib.sha256(repr((content, versions)).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def _own_source() -> str:
-    """Return a digest of hydragraph's files, by size and time: the version number stays the same during development."""
+    """Digest hydragraph's files: the version number stays the same during development."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
 
 
 def recall(key: str) -> str | None:
-    """Return the line stored for a fingerprint that passed before, or None."""
+    """Return the line of a passed check, or None."""
     try:
         return str(json.loads(user_cache.read(_path(key)) or b"")["line"])
     except (ValueError, KeyError, TypeError):
@@ -57,7 +53,7 @@ def recall(key: str) -> str | None:
 
 
 def remember(key: str, line: str) -> None:
-    """Store that something passed; if it cannot be written, the check is repeated next time."""
+    """Store that a check passed, if the file can be written."""
     user_cache.write(_path(key), json.dumps({"line": line}).encode())
 
 

@@ -1,4 +1,4 @@
-"""Lengths of the compared sequences: beyond every window, chunk and cap that a model's settings name."""
+"""Lengths of the compared sequences: beyond every window, chunk and cap in a model's settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Names of settings with a number of tokens beyond which attention may change.
+# Settings with a number of tokens beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 # Maximum number of tokens: a comparison should take seconds.
 LONGEST = 512
-# The corresponding limit in floating-point operations of one side, approximately.
+# Approximate floating-point operations of one side, for the same reason.
 _WORK = 4e11
 # Lengths if no setting requires more: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
@@ -30,10 +30,9 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the compared sequences.
+    """Lengths of the compared sequences; the second exceeds every limit that it can.
 
     Attributes:
-        tokens: length of each sequence; the second exceeds every limit that it can.
         untouched: limits that no sequence reaches, by the setting's name.
     """
 
@@ -71,7 +70,7 @@ def _whole(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
-    """Return the numbers of positions of a model, less what offsets may use of a table."""
+    """Return limits on positions; offsets may use some rows of a table."""
     named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
     tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
     short = [] if program.positions is None else [program.positions[0]]
@@ -79,13 +78,12 @@ def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
 
 
 def embeddings(program: Program) -> list[tuple[int, set[str]]]:
-    """Return the rows of each table before the first block, and the batch fields that select a row."""
+    """Return the rows of each table before the first block, and the fields that select them."""
     graph = program.templates[program.blocks[0].template].graph.graph
     nodes = [n for n in graph.nodes if n.target is aten.embedding.default]
     return [(int(value_of(operands(n)[0]).shape[0]), _read(operands(n)[1])) for n in nodes]
 
 
 def _read(node: fx.Node) -> set[str]:
-    """Return the placeholders whose values, not only sizes, a value is computed from."""
     tensors = ancestors_of([node], lambda n: isinstance(value_of(n), Tensor))
     return {n.name for n in tensors if n.op == "placeholder"}

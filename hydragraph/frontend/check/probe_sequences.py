@@ -29,9 +29,8 @@ class Ids:
     """Valid values of tokens and labels.
 
     Attributes:
-        count: exclusive upper limit of token ids.
+        count, labels: exclusive upper limits of token ids and labels.
         special: ids with a special meaning, which are not drawn.
-        labels: exclusive upper limit of labels.
     """
 
     count: int
@@ -50,7 +49,7 @@ class Ids:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> Ids:
-    """Return the ids that a program's tables have rows for, and the number of classes of its loss.
+    """Return the ids in a program's tables, and the number of classes of its loss.
 
     Args:
         otherwise: number of ids if no table is indexed by the unmodified ids.
@@ -63,7 +62,7 @@ def ids_read(program: Program, otherwise: int = 2) -> Ids:
 
 
 def ids_of(model: nn.Module, program: Program) -> Ids:
-    """Return the ids that a model accepts, without its special tokens."""
+    """Return the ids that a model accepts, without special tokens."""
     config: Any = getattr(model, "config", None)
     read = ids_read(program, int(getattr(config, "vocab_size", None) or 2))
     named = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -74,7 +73,6 @@ def ids_of(model: nn.Module, program: Program) -> Ids:
 
 
 def _classes(program: Program) -> int | None:
-    """Return the number of classes of the loss's cross-entropy, or None if it has none."""
     graph = program.templates[program.blocks[-1].template].graph.graph
     losses = [n for n in graph.nodes if n.target in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)]
     sizes = [value_of(first).shape[-1] for n in losses if isinstance(first := operands(n)[0], fx.Node)]
@@ -106,7 +104,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a custom field, [length, ...]: rows of its example, or random fractions if the example is all zeros."""
+    """Draw a custom field, [length, ...]: rows of its example, or random fractions if that is all zeros."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:
@@ -127,7 +125,7 @@ def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dic
 
 
 def alone(sequence: Sequence) -> dict[str, Tensor]:
-    """Return a packed batch with one sequence and no padding."""
+    """Return a packed batch of one sequence."""
     length = len(sequence)
     return {
         "input_ids": sequence.ids[None],

@@ -1,7 +1,6 @@
 """Weights for the comparison: none zero or all equal, so that every gradient is informative.
 
-The noise is one vector of prime length, repeated from an offset that the parameter's name determines: drawing billions
-of numbers takes a minute.
+The noise is one vector, repeated from an offset by the parameter's name: drawing billions of numbers takes a minute.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-# A prime, so that no two rows of a matrix have the same part of the noise.
+# A prime, so that no two rows of a matrix have the same noise.
 _LENGTH = 131_071
 # Standard deviation of the noise relative to the parameter's own;
 _NOISE = 0.3
@@ -25,7 +24,7 @@ _LEAST = 0.05
 _VECTOR = 0.1
 
 
-# New matrices with at least this many elements share memory.
+# Minimum number of elements of new matrices that share memory.
 _SHARED = 1 << 22
 
 
@@ -44,7 +43,7 @@ class DrawnWeights:
     _shared: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def drawn(self, value: Tensor, name: str) -> Tensor:
-        """Return a tensor on the CPU that replaces a parameter; of one on the meta device, only the shape is used."""
+        """Return a CPU tensor that replaces a parameter, which may be on the meta device."""
         kind = self.wide if value.is_floating_point() else value.dtype
         new = value.is_meta or not self.copied
         if new and kind.is_floating_point and value.dim() > 1 and value.numel() >= _SHARED:
@@ -63,7 +62,7 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a view of the shared memory whose standard deviation is that of a new matrix, within a factor of 2."""
+        """Return a part of the shared memory with a new matrix's standard deviation, within a factor of 2."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         size = value.numel()

@@ -1,7 +1,4 @@
-"""Copy of the user's model with only a few computing blocks: the others pass the hidden state on.
-
-Only the weights differ, and blocks that do not compute have none.
-"""
+"""Copy of the user's model in which only a few blocks compute."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hydragraph.frontend.repeated_blocks import block_list, computed, entries, s
 from hydragraph.frontend.skeleton import hidden_output
 from hydragraph.private.argument_trees import tree_leaves
 
-# transformers attention functions that run on any CPU in any dtype.
+# transformers attention that runs on any CPU in any dtype.
 _ANYWHERE = ("eager", "sdpa")
 
 
@@ -31,11 +28,11 @@ class Forms:
         self._rebuild: Callable[[Tensor], Any] | None = None
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record the form of a block's output (a forward hook)."""
+        """Forward hook that learns the form."""
         self._rebuild = hidden_output(output, "block")[1]
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
-        """Return the hidden state that was passed to a block, in the form of a block's output."""
+        """Return the hidden state that a block received, in the form of its output."""
         leaves = tree_leaves((arguments, keywords))
         hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
         return hidden if self._rebuild is None else self._rebuild(hidden)
@@ -44,14 +41,14 @@ class Forms:
 def reduced(
     model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
 ) -> nn.Module:
-    """Copy a model, with new weights for the blocks that compute (`kept`, by index) and everything outside its blocks.
+    """Copy a model, with new weights outside its blocks and in the `kept` ones, by index.
 
     Raises:
         Unsupported: names a buffer on the meta device that no initialiser sets.
     """
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # A parameter that blocks share has several names: it is left out only if all of them are.
+    # A shared parameter is left out only if all of its names are.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)
@@ -86,7 +83,6 @@ def _tensors(model: nn.Module, left_out: Callable[[str, Tensor], bool], weights:
 
 
 def _leave_out(block: nn.Module, forms: Forms, used: Collection[int]) -> None:
-    """Make a block pass its hidden state on, and freeze its parameters except those that other blocks use."""
     block.forward = forms.pass_on  # type: ignore[method-assign]
     block._forward_hooks.clear()
     block._forward_pre_hooks.clear()
@@ -96,7 +92,6 @@ def _leave_out(block: nn.Module, forms: Forms, used: Collection[int]) -> None:
 
 
 def _use_attention_of_any_cpu(model: nn.Module) -> None:
-    """Keep the attention that the user selected, unless it needs a GPU or a compiler."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, *_ANYWHERE):

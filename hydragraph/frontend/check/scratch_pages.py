@@ -1,6 +1,6 @@
-"""Memory for large tensors that are written once and then dropped, the dominant cost of checking wide blocks.
+"""Memory for large tensors that are written once, the dominant cost of checking wide blocks.
 
-Huge pages reduce the cost of a new page to a fifth; and memory freed by one gradient is reused for the next.
+Huge pages reduce the cost of a page to a fifth. Memory freed by one gradient is reused for the next.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and their values after it has adapted to large blocks, which calling mallopt
-# stops.
+# Settings of glibc's malloc (man mallopt), and the values it adapts to for large blocks; calling mallopt stops the
+# adaptation.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor of zeros on the CPU that takes no memory until it is written."""
+    """Return contiguous zeros on the CPU that take no memory until written."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")

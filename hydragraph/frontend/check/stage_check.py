@@ -1,6 +1,6 @@
-"""Stage check: compare the graphs of a multi-rank stage with the whole block's, before a strategy is first trained.
+"""Check of a multi-rank stage's graphs against the whole block's, before a strategy is first trained.
 
-The whole block was compared with the model (`numeric_check`). The ranks of a stage run as threads of this process.
+`numeric_check` compared the whole block with the model. Ranks run as threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of parameters of a block: both sides hold them and their gradients, 4 GiB in all.
+# Maximum parameters of a block: both sides hold them and their gradients, 4 GiB in all.
 LARGEST = 1 << 28
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
@@ -53,14 +53,12 @@ class StageCheck:
     """Checker of one program under strategies.
 
     Args:
-        buffers: the model's buffers by name.
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
-        passed: comparisons that had passed when a compiled folder was written.
-        library: source of the ranks' graphs, if it is not trusted: everything it provides is compared.
+        library: untrusted source of the ranks' graphs: everything it provides is compared.
 
     Attributes:
-        passed: comparisons of this model that need not be repeated: key -> description.
+        passed: comparisons that need not be repeated: key -> description.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class StageCheck:
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
-        self._whole = Variants(program, added=added, cache=VariantCache())  # the variants compared with the model
+        self._whole = Variants(program, added=added, cache=VariantCache())
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library, cache=VariantCache())
         self._passed: set[Hashable] = set()
 
@@ -89,10 +87,10 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each stage kind of a strategy; log one line about it.
+        """Compare each block's graphs under each stage kind of a strategy.
 
         Raises:
-            Unsupported: a stage differs from the block; the message names the kind of stage, block and parameter.
+            Unsupported: names the kind of stage, the block and the parameter that differ.
         """
         began = time.perf_counter()
         forms = set[StageKind]()
@@ -128,7 +126,7 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield what was not compared with the model: all but the plain unsharded block, and with a library all."""
+        """Yield what was not compared with the model: all but plain unsharded blocks, or with a library all."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -145,7 +143,6 @@ class StageCheck:
         learns = tuple(n in program.learning for n in block.parameters)
         content = program.templates[block.template].content
         fused = self._is_fused(block)
-        # Whether anything before the block is trained, so that the block has a gradient to pass on.
         passes_on = program.outline.index[block.name] > program.outline.lowest
         key = (content, cut_shapes, learns, passes_on, form, fused, str(program.dtype))
         if self._library is None:
@@ -153,15 +150,15 @@ class StageCheck:
         return *key, tuple(self._library.source(self._cut.spec(block, part)) for part in form.parts())
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
-        """Return the worst gradient error relative to its norm, or None if no finite values could be compared."""
+        """Return the worst gradient error relative to its norm, or None if no values were finite."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         if self._library is not None:
             for part in form.parts():
-                self._cut.get(block, part)  # the library itself reports invalid files
+                self._cut.get(block, part)
         for attempt in _attempts(self._program.dtype):
             try:
                 difference = self._attempt(block, form, attempt)
-            except Exception as error:  # a kernel may raise any exception
+            except Exception as error:
                 failed.append((error, attempt))
                 if attempt.widened:
                     continue
@@ -186,7 +183,7 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        # Each copy of a gradient that ranks hold whole is compared under a separate name.
+        # Copies of whole gradients are compared under separate names.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():
@@ -194,10 +191,9 @@ class StageCheck:
                 key = f"{name} on rank {i}" if i else name
                 computed[key] = part
                 expected[key] = value
-        return compare(computed, expected, attempt.bound, (_tokens_of(values),))  # the loss is included as an output
+        return compare(computed, expected, attempt.bound, (_tokens_of(values),))
 
     def _values(self, block: Block, form: StageKind, attempt: Attempt) -> dict[str, Any]:
-        """Draw a packed batch, a hidden state and weights: all inputs of a block's template, by name."""
         program, wide = self._program, attempt.wide
         template = program.templates[block.template]
         sequences = draw_sequences(_LENGTHS, ids_read(program), program, None, attempt.seed)
@@ -222,14 +218,13 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield how both sides are computed; in the first attempt, a router's near tie may be broken differently."""
+    """The first attempt may break a router's near tie differently."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
 
 
 def _tangent(out: Tensor, seed: int) -> Tensor:
-    """Return the gradient of an output: random, or 1 for a loss."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out.shape, generator=generator, dtype=out.dtype) if out.dim() else torch.ones_like(out)
 
@@ -244,13 +239,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on all ranks of a stage.
-
-    Attributes:
-        parameters, inputs: of the whole block, by local name.
-        variants: variant of each rank.
-        wide: compute dtype; None: as captured.
-    """
+    """One block on all ranks of a stage; `parameters` and `inputs` are the whole block's, by local name."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]
@@ -259,7 +248,6 @@ class _Stage:
     wide: torch.dtype | None
 
     def run(self, collectives: EmulatedCollectives, tangent: Tensor) -> dict[str, Tensor]:
-        """Run one rank's part; return its output and gradients by local name."""
         index = collectives.index
         tp = self.form.tp
         own: dict[str, Any] = {**self.inputs, COLLECTIVES: collectives}
@@ -274,7 +262,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name; each result should equal the whole block's value."""
+        """Combine the ranks' values of one name; each result should equal the whole block's."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts

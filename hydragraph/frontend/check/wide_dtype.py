@@ -1,6 +1,6 @@
-"""Widening: run code written for narrow dtypes in one wide dtype on both sides of a comparison.
+"""Widening: both sides of a comparison run in one wide dtype.
 
-If two computations that should be equal round differently, no bound separates wrong from right.
+If two equal computations round differently, no bound separates wrong from right.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ def _all_replaced(args: Any, kwargs: Any, wide: torch.dtype) -> tuple[tuple[Any,
 
 
 def widened(value: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a copy of a tensor on the CPU, in the wide dtype if it is floating-point."""
+    """Return a CPU copy of a tensor, in the wide dtype if it is floating-point."""
     return value.detach().to("cpu", wide if value.is_floating_point() else value.dtype, copy=True)
 
 
 class _Wide(TorchFunctionMode):
-    """Mode that turns every cast to a narrower dtype into a cast to the wide dtype while a model runs."""
-
     def __init__(self, wide: torch.dtype) -> None:
         super().__init__()
         self._wide = wide
@@ -57,7 +55,7 @@ def computing(wide: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
-    """Make new tensors in the wide dtype, in every thread of this process; None: unchanged."""
+    """Set the default dtype, in every thread of this process; None: unchanged."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide or before)
     try:
@@ -67,8 +65,6 @@ def default_dtype(wide: torch.dtype | None) -> Iterator[None]:
 
 
 class _Widened(fx.Interpreter):
-    """Interpreter of a captured graph that widens its casts."""
-
     def __init__(self, graph: fx.GraphModule, wide: torch.dtype) -> None:
         super().__init__(graph)
         self._wide = wide

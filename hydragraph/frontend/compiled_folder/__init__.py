@@ -4,6 +4,5 @@
     compiled = load(folder)                      read and validate it; a ValueError names the problem and the fix
     Variants(program, ..., library=compiled)     take graphs from the folder, and compile those that are missing
 
-For a folder that outlives the process, `save` also takes a `ModelRecord` and the results of the check, and `load` a
-model to compare with. The format: docs/compiled_folder.md.
+docs/compiled_folder.md describes the format.
 """

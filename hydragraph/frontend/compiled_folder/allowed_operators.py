@@ -1,7 +1,6 @@
 """Allow-list of the operators that graphs of a compiled folder may call.
 
-None reads or writes files, draws random numbers, or mutates its inputs. `save` rejects a graph that calls anything
-else; such a model is traced at every start.
+None reads or writes files, draws random numbers, or mutates its inputs. `save` rejects graphs that call others.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ what is made anew
 
 # Not listed: as_strided and _reshape_alias, which can access memory outside their inputs.
 
-# hydragraph's own operators, and the transformers operator for the grouped product of experts (`private.experts`).
+# hydragraph's operators, and transformers' grouped product of experts (`private.experts`).
 _OTHERS = """
     hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::causal_convolution
     hydragraph::causal_convolution_backward hydragraph::dropout hydragraph::gated_delta_rule
@@ -79,7 +78,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of the runtime's collectives, and of the running sum of a gradient, with their number of arguments.
+# Methods of the runtime's collectives, and of a gradient's running sum -> number of arguments.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
@@ -91,12 +90,11 @@ ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
 # Argument types that are never the result of a node.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})
 
-# Python functions with one argument; all others take two.
 _OF_ONE = frozenset({"operator.neg", "torch.sym_float", "torch.sym_int", "torch.sym_not", "torch._sym_sqrt"})
 
 
 def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> None:
-    """Raise ValueError for a call whose target is not on the list, or whose arguments are invalid.
+    """Raise ValueError for a call that is not on the list or has invalid arguments.
 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
@@ -133,7 +131,7 @@ def _fits(kind: str, value: object) -> bool:
         return value is None or _fits(kind[9:-1], value)
     if kind.startswith("List["):
         inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
-        # A single number can stand for a list of numbers, and a node may produce a list.
+        # A number can stand for a list of numbers, and a node may produce a list.
         return (
             all(_fits(kind[5:-1], element) for element in inside)
             if isinstance(inside, list)

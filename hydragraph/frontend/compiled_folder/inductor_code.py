@@ -1,7 +1,4 @@
-"""Inductor's compiled code in a compiled folder: the only file of the folder that is code.
-
-Writing that file means running code where it is loaded, so it is written and loaded only with `--trust`.
-"""
+"""Inductor's code in a compiled folder: its only code, written and loaded only with `--trust`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write what Inductor compiled or found in its cache; return whether there was anything."""
+    """Write the code that Inductor compiled or found in its cache, if any; return whether it did."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -27,7 +24,7 @@ def write_code(folder: Path) -> bool:
 
 
 def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
-    """Put the code of a trusted folder into Inductor's cache, where compilation finds it.
+    """Put the code of a trusted folder into Inductor's cache.
 
     Args:
         arch: GPU architecture that it was compiled for without a GPU, such as sm_90; None: for a device.

@@ -1,4 +1,4 @@
-"""Read a compiled folder: verify all files and validate all data, without executing any of it."""
+"""Reading of a compiled folder: all files are verified and all data is validated; none of it is executed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class CompiledFolder:
     _known: dict[str, Variant] = field(default_factory=dict, repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, or None if the folder does not have it.
+        """Return a spec's variant, or None if it is missing.
 
         Raises:
-            Refused: the folder has the variant, but it is invalid.
+            Refused: the variant is invalid.
         """
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
@@ -60,17 +60,17 @@ class CompiledFolder:
             raise Refused(self.folder, str(error)) from None
 
     def source(self, spec: VariantSpec) -> str:
-        """Return the SHA-256 of the file with a spec's variant, or "" if the folder does not have it."""
+        """Return the SHA-256 of the file with a spec's variant, or "" if there is none."""
         entry = self.manifest.variants.get(spec.key)
         return "" if entry is None else self.manifest.files[entry.file].sha256
 
     @property
     def digest(self) -> str:
-        """SHA-256 that covers the folder's whole content, as 64 hex digits."""
+        """SHA-256 of the folder's whole content, 64 hex digits."""
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Return whether the folder was checked in this mode when it was written, and log this."""
+        """Return whether the folder was checked in this mode when written, and log this."""
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
             _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
@@ -96,8 +96,7 @@ def load(
         trust: pass the code that the folder may contain to Inductor; it can do anything that this process may.
 
     Raises:
-        Refused: the folder is stale, damaged, or belongs to something else; the message names the difference and the
-            fix.
+        Refused: the folder is stale, damaged, or belongs to something else.
     """
     began = time.perf_counter()
     folder = Path(folder)
@@ -142,7 +141,7 @@ def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelReco
 
 
 def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
-    """Reject unlisted files: a reader would take them for part of the folder."""
+    """Reject unlisted files, which a reader would take for part of the folder."""
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     there = {path.relative_to(folder).as_posix() for path in files}
     more = sorted(there - manifest.files.keys() - {NAME})

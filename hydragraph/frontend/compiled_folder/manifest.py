@@ -8,7 +8,7 @@ model       record of the model (`model_record`); null in a folder that a proces
 check       results of the numeric check, and the stages whose graphs it compared
 variants    key of a variant -> its file, and for readers its blocks and its kind of stage
 files       path in the folder -> size in bytes and SHA-256
-sha256      of all of the above, so that changes to the manifest itself are detected
+sha256      SHA-256 of all of the above
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from hydragraph.version import __version__
 FORMAT = 1
 NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
-ALWAYS = ("hydragraph", "python", "torch")  # whose versions every manifest has
+ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
 GPU = "the GPU architecture"  # among the versions of a folder that was compiled for one
-# The parts of hydragraph whose code determines the graphs.
+# Folders of hydragraph whose code determines the graphs.
 _MAKERS = ("frontend", "ir", "kernels", "passes", "private")
 
 
 class Refused(ValueError):  # noqa: N818
-    """Raised for a compiled folder that a run cannot start from.
+    """A compiled folder that a run cannot start from.
 
     Args:
         what, remedy: what is wrong with the folder, and how to fix it.
@@ -62,7 +62,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """Location of a variant; for readers, its blocks and its kind of stage, such as tp2s."""
+    """Location of a variant, and for readers its blocks and its kind of stage, such as tp2s."""
 
     file: str
     blocks: tuple[str, ...]
@@ -71,7 +71,7 @@ class VariantEntry:
 
 @dataclass(frozen=True)
 class ExpectedFile:
-    """Expected size and SHA-256 of a file."""
+    """Size and SHA-256 of a file."""
 
     bytes: int
     sha256: str
@@ -83,7 +83,7 @@ class Check:
 
     Attributes:
         mode: "auto", "full" or "off".
-        model: the line about the captured program and its model; "" if they were not compared.
+        model: line about the captured program and its model; "" if they were not compared.
         stages: results for stages: key of a comparison -> its description.
     """
 
@@ -117,9 +117,13 @@ class FolderManifest:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Read a folder's manifest; raise Refused if it is missing, was changed, or is of another format."""
+    """Read a folder's manifest.
+
+    Raises:
+        Refused: it is missing, was changed, or is of another format.
+    """
     try:
-        # Reading a pipe may block forever, and a link may lead anywhere.
+        # A link may lead anywhere, and reading a pipe may block forever.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
@@ -146,7 +150,7 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def files_of(folder: Path) -> dict[str, ExpectedFile]:
-    """Return size and SHA-256 of every file of a folder except the manifest."""
+    """Return size and SHA-256 of every file except the manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
     return {path.relative_to(folder).as_posix(): _expected(path.read_bytes()) for path in paths}
 
@@ -159,7 +163,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
     """Return the content of a file, which must match the manifest.
 
     Raises:
-        Refused: it is missing, was changed, lies outside the folder, or is not listed in the manifest.
+        Refused: it is missing, was changed, lies outside the folder, or is not listed.
     """
     expected = files.get(path)
     if expected is None:
@@ -212,7 +216,7 @@ def versions(arch: str | None = None) -> dict[str, str]:
     """Return the versions of imported packages that graphs depend on, by name.
 
     Args:
-        arch: the GPU architecture that kernels were compiled for; None: the folder has none.
+        arch: GPU architecture that kernels were compiled for; None: the folder has none.
     """
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}

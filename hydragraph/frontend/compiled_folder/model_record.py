@@ -1,4 +1,4 @@
-"""Record of a model at capture time, in parts, so that a folder can report how another model differs.
+"""Record of a model at capture time, in parts, to report how another model differs.
 
     model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
     config      setting -> value, as JSON
@@ -6,7 +6,7 @@
     code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
             library function -> SHA-256 of the function in its place
 
-Weights do not count, and neither do settings that only text generation uses.
+Weights do not count, nor do settings that only text generation uses.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entro
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
-# Settings that record where a config came from, or that only text generation uses.
+# Settings about a config's origin, or only for text generation.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # which only some of transformers' ways to make a model record
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # recorded by only some of transformers' ways to make a model
 _TENSORS = "names, shapes or frozenness of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
@@ -39,7 +39,11 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return the record of a model; raise Unsupported if part of it cannot be described. Arguments as for `capture`."""
+    """Return the record of a model; arguments as for `capture`.
+
+    Raises:
+        Unsupported: part of the model cannot be described.
+    """
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:
@@ -63,7 +67,7 @@ def model_record(
 
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
-    """Describe how a model differs from the record in a folder, most readable differences first."""
+    """Describe how a model differs from a folder's record, most readable differences first."""
     mismatches = []
     for part in PARTS:
         old = written.get(part, {})
@@ -103,7 +107,6 @@ def _mode(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Return names, shapes and requires_grad; tied parameters share a number."""
     numbers: dict[int, int] = {}
     parameters = [
         (name, tuple(p.shape), p.requires_grad, numbers.setdefault(id(p), len(numbers)))
@@ -132,7 +135,6 @@ def _modules(model: nn.Module) -> Mapping[str, str]:
 
 
 def _code(model: nn.Module) -> Mapping[str, str]:
-    """Return digests of the classes of a model's modules, grouped by the Python module that defines them."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     by_module: dict[str, list[type]] = {}
     for kind in kinds - {object}:
@@ -154,7 +156,7 @@ def _code(model: nn.Module) -> Mapping[str, str]:
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
-    """Return the current methods of a class: one may have been replaced after its file was read."""
+    """Return a class's current methods, which may have been replaced."""
     values = vars(kind).items()
     inner = {n: getattr(v, "__func__", None) or getattr(v, "fget", None) or v for n, v in values}
     functions = {name: value for name, value in inner.items() if isinstance(value, FunctionType)}
@@ -166,6 +168,6 @@ def _instructions(code: CodeType) -> str:
 
 
 def _constant(value: object) -> str:
-    if isinstance(value, frozenset):  # whose order differs between processes
+    if isinstance(value, frozenset):  # its order differs between processes
         return repr(sorted(map(repr, value)))
     return _instructions(value) if isinstance(value, CodeType) else repr(value)

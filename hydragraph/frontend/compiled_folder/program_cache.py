@@ -1,8 +1,8 @@
 """Cache of captured programs in the user's cache folder: reading one takes hundredths of a second, tracing seconds.
 
-A file is named by the digest of everything that a capture depends on, and validated like those of a compiled folder.
-Only models of PyTorch and transformers are kept, with hydragraph's own losses: versions determine what they compute,
-unless something is patched (`library_code`). A custom module may also read globals, files or the environment.
+A file is named by the digest of everything that a capture depends on. Only models of PyTorch and transformers with
+hydragraph's own losses are kept: versions determine them unless something is patched (`library_code`), while custom
+modules may read globals, files or the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hydragraph.frontend.library_code import LibraryCode
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-PROGRAMS = "programs"  # name of the folder
+PROGRAMS = "programs"
 MOST = 256  # files; those used longest ago are deleted
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 def path_of(
     model: nn.Module, dtype: torch.dtype, example: Mapping[str, Tensor] | None, loss: Loss | None, blocks: str | None
 ) -> Path | None:
-    """Return the path of a model's program, which may not exist yet; None: such programs are not kept."""
+    """Return the path of a model's program, which may not exist yet; None: it is not kept."""
     if not _of_libraries(model, loss):
         return None
     try:
@@ -63,5 +63,5 @@ def read_program(path: Path) -> Program | None:
 
 
 def keep_program(path: Path, program: Program) -> None:
-    """Write a program, unless its graphs cannot be represented as data."""
+    """Write a program if its graphs can be represented as data."""
     user_cache.write_packed(path, lambda: program_data(program), MOST)

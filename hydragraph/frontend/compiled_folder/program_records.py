@@ -72,7 +72,6 @@ def program_of(value: object) -> Program:
 
 
 def _check_program(program: Program) -> None:
-    """Reject blocks that do not match their templates, and parameters that are not in exactly one bucket."""
     for block in (*program.blocks, program.aux):
         where = f"program: block {block.name}"
         template = program.templates.get(block.template)
@@ -151,7 +150,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(_placeholders(graph)) != takes:
         raise Malformed(f"{where}: its graph has {len(_placeholders(graph))} placeholders for {takes} names")
-    # The content it was captured with: the rebuilt graph's text names size symbols differently.
+    # The rebuilt graph's text names size symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)
@@ -178,9 +177,6 @@ def variant_data(variant: Variant) -> Data:
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
     """Build a variant from data, which must match its spec.
 
-    Args:
-        where: description of the variant, for errors.
-
     Raises:
         Malformed: names the field that is wrong.
     """
@@ -198,7 +194,6 @@ def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
 
 
 def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
-    """Reject names that do not belong to the template, and graphs with the wrong number of inputs or outputs."""
     template = spec.template
     starts = [start_of(name) for name in variant.vocabulary]
     plain = [*template.parameters, *template.buffers, *template.inputs, *starts]
@@ -223,7 +218,6 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:
-    """Reject a forward whose parameters do not have the shapes of a rank's shards."""
     dtype = str(spec.dtype).removeprefix("torch.")
     inputs = [node for node in forward if node[1] == "placeholder"]
     for node, (name, parameter) in zip(inputs, spec.parameters.items(), strict=False):
@@ -239,7 +233,7 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
-    except Exception as error:  # raised by FX for a graph that it cannot print
+    except Exception as error:  # FX raises it for a graph that it cannot print
         first = (str(error).splitlines() or [""])[0]
         raise Malformed(f"{where}: no graph can be built of it ({type(error).__name__}: {first:.200})") from error
 

@@ -1,8 +1,8 @@
 """Schema of a compiled folder's data: every field is validated before anything is built from it.
 
-A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). The checks: names are plain
-and unique, a node depends only on earlier nodes, its target is on the allow-list and is called with valid arguments
-(`allowed_operators`), dtypes, devices and sizes are valid, and constants are small.
+A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). Names must be plain and
+unique, a node may depend only on earlier nodes, its target must be on the allow-list and its arguments valid
+(`allowed_operators`), dtypes, devices and sizes valid, and constants small.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 _FORMATS = frozenset({"contiguous_format", "preserve_format", "channels_last", "strided"})
 
-# JSON numbers can exceed the range of these operator argument types.
+# JSON numbers can exceed the range of these argument types.
 _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
 class Malformed(ValueError):  # noqa: N818
-    """Raised for data that does not match the schema of a compiled folder."""
+    """Data that does not match the schema of a compiled folder."""
 
 
 def _refuse(where: str, what: str) -> NoReturn:
@@ -61,7 +61,7 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Check that a value is a mapping with exactly these names, and return it."""
+    """Return a mapping with exactly these names, or raise Malformed."""
     if not isinstance(value, dict) or value.keys() != set(names):
         contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
         _refuse(where, f"expected the fields {', '.join(names)}, but there is {contents or 'nothing'}")
@@ -69,7 +69,7 @@ def fields(value: object, names: Collection[str], where: str) -> Mapping[str, An
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Check that a value is a mapping, and return it."""
+    """Return a mapping, or raise Malformed."""
     if not isinstance(value, dict):
         example = '{"NAME": ...}, as hydragraph compile writes it'
         _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
@@ -77,52 +77,52 @@ def mapping(value: object, where: str) -> Mapping[str, Any]:
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """Check that a value is a list, and return it."""
+    """Return a list, or raise Malformed."""
     if not isinstance(value, list):
         _refuse(where, f"expected a list, but it is {value!r:.80}")
     return value
 
 
 def text(value: object, where: str) -> str:
-    """Check that a value is a string, and return it."""
+    """Return a string, or raise Malformed."""
     if not isinstance(value, str):
         _refuse(where, f"expected a text, but it is {value!r:.80}")
     return value
 
 
 def texts(value: object, where: str) -> tuple[str, ...]:
-    """Check that a value is a list of strings, and return them as a tuple."""
+    """Return a list of strings as a tuple, or raise Malformed."""
     return tuple(text(element, where) for element in listed(value, where))
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
-    """Check that a value is an integer of at least `least`, and return it."""
+    """Return an integer of at least `least`, or raise Malformed."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
         _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Check that a value is a list of integers of at least `least`, and return them."""
+    """Return a list of integers as a tuple, or raise Malformed."""
     return tuple(whole(number, where, least) for number in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
-    """Check that a value is a bool, and return it."""
+    """Return a bool, or raise Malformed."""
     if not isinstance(value, bool):
         _refuse(where, f"expected true or false, but it is {value!r:.80}")
     return value
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return the dtype that a value names, if graphs may use it."""
+    """Return the named dtype if graphs may use it, or raise Malformed."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
 def record(kind: type[Record], value: object, where: str) -> Record:
-    """Build a dataclass from a mapping with exactly its fields, each of the annotated type."""
+    """Build a dataclass from a mapping with exactly its fields."""
     types = _types(kind)
     data = fields(value, types, where)
     parts = {name: built(types[name], data[name], f"{where}: {name}") for name in types}
@@ -173,7 +173,7 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:
         _refuse(where, f"expected {count} graphs, but there are {len(graphs)}")
-    size = functools.cache(functools.partial(size_of, hints=hints))  # few distinct sizes, but many values
+    size = functools.cache(functools.partial(size_of, hints=hints))
     for number, nodes in enumerate(graphs):
         _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
     return data
@@ -186,7 +186,6 @@ class _Graph:
         self._names: set[str] = set()
 
     def _size(self, size: object) -> int:
-        """Return a size's value in the traced example."""
         return self._size_of(size) if isinstance(size, str) else size_of(size, ())
 
     def check(self, nodes: object) -> None:
@@ -256,7 +255,7 @@ class _Graph:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with other arguments than that takes")
-        # The runtime's objects are the placeholders with reserved names; no other value has these methods.
+        # The runtime's objects are placeholders with reserved names.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES) != (target in ON_COLLECTIVES):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")
@@ -268,7 +267,6 @@ class _Graph:
             raise Malformed("an output returns something else than nodes")
 
     def _argument(self, value: Any) -> None:
-        """Check an argument: a plain value, a list, or a mapping of one tag to its content."""
         if isinstance(value, list):
             for element in value:
                 self._argument(element)

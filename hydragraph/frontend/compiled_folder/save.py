@@ -1,4 +1,4 @@
-"""Writing of a captured program and its variants as data that `hydragraph.frontend.compiled_folder.load` reads."""
+"""Writing of a captured program and its variants as data that `load` reads."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class NamedVariant:
     """Variant to be written.
 
     Attributes:
-        name: name of its file, `graphs/{name}.json`.
+        name: its file is `graphs/{name}.json`.
         keys: keys of all specs that it implements (`VariantSpec.key`).
-        blocks, kind: the blocks that use it, and the kind of their stage.
+        blocks, kind: for readers; as in `VariantEntry`.
         variant: its graphs, before compilation by a backend.
     """
 
@@ -51,7 +51,7 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the variants run by any rank of some strategies, each once; missing ones are compiled."""
+    """Return the variants of all ranks of some strategies, each once; missing ones are compiled."""
     program = variants.program
     # Blocks with the same sharding and trainable parameters run the same graphs.
     first: dict[Hashable, Block] = {}
@@ -69,7 +69,6 @@ def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[N
 
 
 def _of_kind(variants: Variants, block: Block, kind: StageKind, serving: Sequence[str]) -> Iterator[NamedVariant]:
-    """Yield the variants of the ranks of a kind of stage; several if their shards are unequal."""
     parts: dict[Variant, list[StagePart]] = {}
     for part in kind.parts():
         parts.setdefault(variants.get(block, part), []).append(part)
@@ -88,14 +87,14 @@ def save(
     ranks: int | None = None,
     arch: str | None = None,
 ) -> None:
-    """Write a program and variants into a folder, and finally a manifest of all files in the folder.
+    """Write a program, variants, and finally a manifest of all files in the folder.
 
     Args:
         folder: other files in it are kept, and listed in the manifest.
         model: record of the model; None: only callers that know the model may load the folder.
         check: results of the check, if it was made.
         ranks: number of ranks that the strategies in the folder are for; None: it has no strategies.
-        arch: GPU architecture that the folder's kernels were compiled for, such as sm_90; None: it has none.
+        arch: GPU architecture that the kernels were compiled for, such as sm_90; None: it has none.
 
     Raises:
         ValueError: a graph cannot be represented as data, or calls an operator that is not allowed.
@@ -119,7 +118,6 @@ def save(
 
 
 def _as_read(data: Mapping[str, Any]) -> Any:
-    """Return data as it would be read from a file."""
     return json.loads(json.dumps(data, allow_nan=False))
 
 
@@ -144,7 +142,6 @@ def _text(value: Any, depth: int) -> str:
 
 
 def _height(value: Any) -> int:
-    """Return the nesting depth of a value: 0 for an empty or plain value."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_height, inside)) if inside else 0
 

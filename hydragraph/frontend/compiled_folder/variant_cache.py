@@ -15,20 +15,20 @@ from hydragraph.frontend.compiled_folder.program_records import variant_data, va
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variant_spec import VariantSpec
 
-GRAPHS = "graphs"  # name of the folder
+GRAPHS = "graphs"
 MOST = 4096  # files; those used longest ago are deleted
 
 
 class VariantCache:
-    """Variants of every program, as the user's cache folder has them."""
+    """Variants of every program in the user's cache folder."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, before any backend compiled it, or None if none can be read."""
+        """Return a spec's variant before backend compilation, or None if none can be read."""
         path = _path(spec)
         return user_cache.read_packed(path, lambda content: variant_of(read_json(content, path.name), spec, path.name))
 
     def keep(self, spec: VariantSpec, variant: Variant) -> None:
-        """Write the variant of a spec, unless its graphs cannot be represented as data."""
+        """Write a spec's variant if its graphs can be represented as data."""
         user_cache.write_packed(_path(spec), lambda: variant_data(variant), MOST)
 
     def __str__(self) -> str:
