@@ -1,4 +1,1 @@
-"""Passes: pure functions on graphs (annotate, shard, differentiate) and on instructions (order, overlap, retain).
-
-Tracing of users' models is in `frontend/`; state and execution are in `runtime/`.
-"""
+"""Passes: pure functions on graphs (annotate, shard, differentiate) and on instructions (order, overlap, retain)."""

@@ -3,8 +3,8 @@
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-This saves two thirds of the memory traffic, and a second gradient. `total` is the sum over micro-batches, and `beta` is
-1, or 0 for the first one. For dW = t(mm(a, b)), `total` is transposed instead.
+This saves two thirds of the memory traffic, and a second gradient. `total` is the sum over micro-batches; `beta` is 1,
+or 0 for the first one. For dW = t(mm(a, b)), `total` is transposed instead.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds the gradients of `added` to given buffers, and returns the others.
+    """Return a variant whose backward adds some gradients (`added`) to buffers, and returns the others.
 
-    A gradient qualifies if it is a matrix product, possibly transposed, with no other reader, such as that of a linear
-    layer without a following collective.
+    A gradient qualifies if it is a matrix product, possibly transposed, without another reader.
     """
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The hidden state's gradient goes to the previous stage once per micro-batch, so it is not summed.
+    # The hidden state's gradient is sent once per micro-batch, so it is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
     # With the output in the graph, a gradient that only it returns has exactly one user.
     graph.output(results)
@@ -55,7 +54,6 @@ def accumulate(variant: Variant) -> Variant:
 
 
 def _product(node: fx.Node) -> _Product | None:
-    """Return the matrix product that a gradient is; None if it is something else or has other readers."""
     transposed = False
     while len(node.users) == 1:
         if node.target is aten.mm.default:
@@ -68,7 +66,7 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product: _Product) -> fx.Node:
-    """Make a product add to a new placeholder after the last one; return the placeholder of the content's factor."""
+    """Make a product add to a new placeholder; return the placeholder of beta."""
     with graph.inserting_after(last):
         total = graph.placeholder(f"total_{number}")
     total.meta = dict(gradient.meta)
@@ -81,7 +79,6 @@ def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Remove nodes that only the returned gradients needed, but not the products."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and node.target != "addmm_" and not node.users:
             graph.erase_node(node)

@@ -7,8 +7,8 @@
     communicate(y, "exit")        so the forward sums the parts here
     hidden + y
 
-Experts work on several rows per token, where more is sent: "enter" precedes the choice of rows, and "exit" follows the
-sum over a token's rows.
+Experts compute several rows per token, where communication would cost more. So "enter" precedes the choice of rows, and
+"exit" follows the sum over a token's rows.
 
     communicate(x, "enter") -> index, w1, w2 -> y            each rank has a part of every row
     y * communicate(weight, "enter")                         so the gradient of the router's weight is partial too
@@ -44,9 +44,9 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
     "enter" precedes every use, by an operator with a cut or a partial result, of a replicated value that has a
     gradient. "exit" follows every product that sums parts, or, for experts, what is linear in its result. A parameter
-    used whole needs none, unless operators on replicated values use it too.
+    used whole needs neither, unless operators on replicated values use it too.
     """
-    # `entered`: one placeholder per value, even with several cut users, so that its gradient is summed once.
+    # `entered`: one placeholder per value, so that its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
@@ -68,8 +68,8 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # A parameter's gradient is summed at the push; but operators on whole values add a whole one, so the partial
-        # one is summed before.
+        # The push sums a parameter's partial gradient. Operators on whole values add a whole one, so the partial one is
+        # summed before.
         whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
@@ -83,7 +83,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes whose values are parts of sums: from a row-parallel product of experts to its "exit"."""
+    """Return the nodes of parts of sums, from a row-parallel product of experts to its "exit"."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
@@ -93,7 +93,6 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
-    """Return whether an operator is linear in `operand` and every rank has all of its other operands."""
     # A parameter's gradient would be partial here, and whole elsewhere.
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False
@@ -110,7 +109,7 @@ def _chooses_rows(node: fx.Node) -> bool:
 
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
-    """Return the nodes whose values depend on a parameter or the hidden state, and so get a gradient."""
+    """Return the nodes that get a gradient, as they depend on a parameter or the hidden state."""
     learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
         depends = any(n in learning for n in node.all_input_nodes)
@@ -125,8 +124,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
-    """Return the operands of a cut operator that every rank uses whole."""
-    # A column-parallel product is cut along with its weight and bias.
+    # A column-parallel product's weight and bias are cut with it.
     operands = {n for n in node.all_input_nodes if n not in cuts.cut}
     parts = product(node) if node in cuts.columns else None
     return operands - {parts.given, parts.bias} if parts else operands

@@ -3,8 +3,7 @@
     before     _to_copy(x, dtype=torch.float32, device=cpu)      _tensor_constant0 on the CPU
     after      _to_copy(x, dtype=torch.float32, device=cuda:0)   _tensor_constant0 on cuda:0
 
-Traced graphs name the CPU, in files and between processes; a process binds the graphs that it runs. Fake values in
-`node.meta` remain those of the trace.
+Traced graphs name the CPU, in files and between processes. Fake values in `node.meta` stay those of the trace.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def bind(variant: Variant, device: torch.device) -> Variant:
-    """Return a variant whose graphs make every tensor on `device`; for the CPU, the same variant."""
+    """Return a variant with graphs for `device`; the CPU's is the variant itself."""
     if device.type == "cpu":
         return variant
     return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a graph whose device constants and attached tensors are on `device`; for the CPU, the same graph."""
+    """Return a graph with device constants and attached tensors on `device`; the CPU's is the graph itself."""
     if device.type == "cpu":
         return module
     graph = copy_of(module)

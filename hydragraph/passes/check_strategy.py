@@ -1,4 +1,4 @@
-"""Validation of a strategy against a program and a world, before lowering."""
+"""Validation of a strategy against a program and a world."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ REMEDY = "give its stages one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and a world, identically on every rank.
+    """Check that a strategy fits a model and a world, alike on every rank.
 
     Raises:
         ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
         Unsupported: a stage's degree cannot shard a parameter, or does not shard any, or its schedule cannot stream.
     """
     refuse_streams(strategy)
-    # `intervals` rejects a degree that a parameter cannot be sharded for, regardless of the index in the stage.
+    # `intervals` rejects a degree regardless of the index in the stage.
     strategy.check(program.layers, ranks, program.heads)
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
         for parameter in program.parameters.values():
@@ -39,7 +39,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
-    """Check that tensor parallelism shards every layer of a program, identically on every rank.
+    """Check that tensor parallelism shards every layer, alike on every rank.
 
     Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated intentionally.
 
@@ -64,8 +64,8 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
-    """Return a parameter of a template that cannot be sharded, and the reason."""
-    # A third dimension is the number of experts, or of the taps of a convolution; 1 only aligns a vector.
+    """Return a parameter that cannot be sharded, and the reason."""
+    # A third dimension is of experts, or of a convolution's taps; a size of 1 only aligns a vector.
     nodes = placeholders_of(template.graph)
     parameters = dict(zip(nodes, template.parameters, strict=False))
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())
@@ -84,6 +84,5 @@ def _problem(template: Template) -> tuple[str, str] | None:
 
 
 def _user(node: fx.Node) -> fx.Node:
-    """Return the first operator that computes with a value rather than moving its dimensions."""
     user = next(iter(node.users))
     return _user(user) if user.target in (aten.transpose.int, aten.permute.default, *VIEWS) and user.users else user

@@ -15,19 +15,18 @@ aten = torch.ops.aten
 
 GRAD_MODE = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
-# Operators that may be no-ops, for the dtype and device of this graph (`_is_no_op`).
 NO_OPS = frozenset(
     {
         *(aten.alias.default, aten.dropout.default, aten.contiguous.default, aten._to_copy.default),
         *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
-# Checks by the export for one example; `prove_sizes` proves the graph for all sizes.
+# The export checks these for one example; `prove_sizes` proves the graph for all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
 IMPURE = frozenset({"output", "placeholder"})
-# Aliases of operators: passes only know the primary name.
+# Aliases of operators -> the name that passes know.
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -53,7 +52,7 @@ SYNONYMS = {
 
 
 def clean(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a cleaned copy of a functional graph of `torch.export`, whose device constants become the CPU."""
+    """Return a cleaned copy of an exported functional graph, whose device constants become the CPU."""
     result = fx.GraphModule(graph, copy_of(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
@@ -64,7 +63,7 @@ def clean(graph: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
         elif node.target is aten.copy.default and _fills(node):
-            # Left over from functionalizing x[...] = y: it copies all of y over x, and has no derivative.
+            # x[...] = y became a copy of all of y over x, which has no derivative.
             node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
@@ -90,7 +89,7 @@ def copy_of(module: fx.GraphModule) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove every node that no output needs (graphs here are functional); placeholders stay."""
+    """Remove every node that no output needs, except placeholders, from a functional graph."""
     for node in reversed(list(graph.nodes)):
         if node.op not in IMPURE and not node.users:
             graph.erase_node(node)
@@ -104,7 +103,7 @@ def _is_no_op(node: fx.Node) -> bool:
     after = value_of(node)
     if before is None or after is None:
         return False
-    # The trace's meta device was not requested by the model.
+    # The trace chose the meta device.
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
@@ -116,12 +115,12 @@ def _fills(node: fx.Node) -> bool:
 
 
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
-    """Make a histogram of integers count floats, which is all that the CPU supports."""
+    """Make a histogram of integers count floats: the CPU supports no others."""
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
         return
-    # Counts below 2^24 are exact in fp32, and a micro-batch has fewer tokens.
+    # fp32 counts exactly up to 2^24, and a micro-batch has fewer tokens.
     with graph.inserting_before(node):
         floats = graph.call_function(aten._to_copy.default, (counted,), {"dtype": torch.float32})
     floats.meta = {**counted.meta, "val": value_of(counted).float()}
@@ -147,13 +146,13 @@ def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inline `with torch.no_grad():` regions, detaching their results, and regions with autocast disabled."""
+    """Inline `torch.no_grad()` regions, with detached results, and regions with autocast disabled."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue
         body, arguments = region(module, node)
         inline_regions(body)
-        # The first operand of such a region is the mode that it sets: False for no_grad, whose results are constants.
+        # The first operand is the mode that the region sets: False for no_grad.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
         inputs = placeholders_of(body)
         with module.graph.inserting_before(node):

@@ -1,7 +1,7 @@
 """Tensor-parallel collectives as operators of the forward graph; each has its own backward.
 
-They have no implementation: after differentiation they become calls on the `collectives` object of the runtime, so one
-graph serves any group of ranks.
+They have no implementation: after differentiation they become calls on the runtime's `collectives`, so one graph serves
+any group of ranks.
 
     R    the same value on every rank of the stage
     P    parts of a sum over ranks
@@ -28,7 +28,7 @@ from torch.library import define, register_autograd, register_fake
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
 from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
-# Collectives along a dimension, with its size times or divided by the number of ranks -> their backwards.
+# Collectives that multiply or divide a dimension by the number of ranks -> their backwards.
 _LONGER = {"tp_gather": "tp_scatter", "tp_join": "tp_split"}
 _SHORTER = {"tp_scatter": "tp_gather", "tp_split": "tp_join"}
 _HEAD = "Tensor hidden, Tensor weight, Tensor labels, Tensor start, SymInt ignored, SymInt rows"
@@ -82,10 +82,10 @@ register_fake("hydragraph::tp_head_loss", lambda hidden, weight, *_: like_gradie
 register_autograd("hydragraph::tp_head_loss", scale_gradients, setup_context=keep_gradients)
 
 register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses(hidden))
-# Its backward exchanges nothing, and the gradient of hidden is this rank's part (P).
+# Its backward does not communicate, and the gradient of hidden is this rank's part (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
-# Methods of the runtime's object that operators become once both directions are traced.
+# Methods of the runtime's object that replace the operators after differentiation.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

@@ -1,7 +1,7 @@
-"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that it must not touch.
+"""Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that stay unchanged.
 
-Collectives remain calls on the runtime's object, in order. Operators that sum rows in the order in which threads arrive
-remain PyTorch's, because Inductor's are not deterministic.
+Collectives stay in order. Operators that sum rows in thread-arrival order stay PyTorch's, because Inductor's are not
+deterministic.
 
     run      consecutive nodes without any that must stay unchanged
     piece    a run that is worth compiling (`GraphPiece`), for any number of tokens and sequences
@@ -12,7 +12,7 @@ remain PyTorch's, because Inductor's are not deterministic.
     view, t, mm                 run of 3     -> unchanged: views and a matrix product have nothing to fuse
     embedding_dense_backward    stays        -> the same operator
 
-Fake values (`values`) have the device and the strides of a real run, which Inductor's code depends on.
+Fake values have the device and the strides of a real run, which Inductor's code depends on.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# Number of tokens or sequences that Inductor tunes its kernels for.
+# Number of tokens or sequences to tune kernels for.
 TUNED = 2048
 # Maximum number of codes per piece: Inductor may distinguish small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
-# Operators that sum rows in thread-arrival order: Inductor's kernels for these are not deterministic.
+# They sum rows in thread-arrival order.
 UNORDERED = frozenset(
     {
         *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Products run on cuBLAS or oneDNN anyway, and NO_WORK changes no element: neither makes a run worth compiling.
+# Products run on cuBLAS or oneDNN anyway, and NO_WORK changes no element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return the backend for graphs, "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
+    """Return "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
 
     Raises:
         ValueError: `asked` is none of these.
@@ -84,7 +84,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Check that a strategy's schedule runs whole backwards, which are compiled as one graph."""
+    """Raise Unsupported if a schedule splits backwards, which are compiled as one graph."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
             f"schedule {strategy.schedule} with Inductor, which compiles whole backwards",
@@ -118,7 +118,7 @@ def compile_variant(
         backward = variant.backward
         if variant.gradients:
             backward, _ = _compile(variant.backward, [values.get(n) for n in variant.needs], strides, variant.needs)
-    except Exception as error:  # a compiler may raise anything
+    except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
         what = f"Inductor cannot compile it ({type(error).__name__}: {first_line})"
         raise Unsupported(what, where=where, remedy='pass backend="eager"; the cause is above') from error
@@ -132,7 +132,7 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
 def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # A number, such as the longest sequence or a vocabulary's first row, is read by Python, so it stays on the CPU.
+    # Python reads numbers, such as the longest sequence, so they stay on the CPU.
     number = value.dim() == 0 and not value.is_floating_point()
     return fake_like(value, torch.device("cpu") if number else device, strides)
 
@@ -156,7 +156,7 @@ class GraphPiece(nn.Module):
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
-        """Compute the piece."""
+        """Run compiled code, or the graph if there is none."""
         # Sizes without suitable code trigger a compilation, up to a limit.
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
@@ -172,8 +172,6 @@ class GraphPiece(nn.Module):
 
 @dataclass
 class _Outer:
-    """Graph under construction in which compiled pieces replace parts of `module`."""
-
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # node of the module -> node here
@@ -193,13 +191,13 @@ def _compile(
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
-    # Code is compiled for contiguous inputs, the strides of shards, and those of saved values' fakes.
+    # Code expects contiguous inputs, except shards and saved values.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # In the graph's own order: all ranks must call collectives in the same order.
+    # In the graph's order, since all ranks must call collectives alike.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -222,7 +220,7 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """Split a graph's nodes, in order, around those that stay unchanged; getitem nodes stay with their operator."""
+    """Split nodes around those that stay unchanged; getitem nodes stay with their operator."""
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -263,8 +261,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
-    """Return whether Inductor could fuse something in a run and supports its inputs and outputs."""
-    # Inductor does not speed up a lone operator, and calling a piece costs more than calling PyTorch.
+    # Calling a piece costs more than calling PyTorch, and a lone operator is not faster.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)

@@ -10,7 +10,7 @@ For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint 
     forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-A parameter that the backward needs unchanged is not saved but in `needs`, so that no micro-batch in flight holds it.
+A parameter that the backward needs is in `needs`, not saved, so that micro-batches in flight do not hold it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DECODING = threading.RLock()
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A template compiled for one rank of a stage.
+    """A template's graphs for one rank of a stage.
 
     Attributes:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
@@ -74,14 +74,14 @@ class Variant:
         return {**fields, "forward": None, "backward": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A rank runs only part of what ranks share, so graphs are built on demand.
+        # A rank runs only part of what ranks share.
         vars(self).update(
             {name: value for name, value in state.items() if name not in _GRAPHS}, _data=state["backward"]
         )
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # the check runs a stage's ranks as threads, which request the same graphs concurrently
+            with _DECODING:  # the check's threads request the same graphs concurrently
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
@@ -91,16 +91,16 @@ class Variant:
 
 
 def saved_names(count: int) -> tuple[str, ...]:
-    """Return the names of a forward's saved values as inputs of its backward: saved.0, saved.1, ..."""
+    """Return the names of saved values as inputs of a backward."""
     return tuple(f"saved.{i}" for i in range(count))
 
 
 @one_pass()
 @code_when_called()
 def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
-    """Trace forward and backward of a sharded template together over fake tensors, and split them.
+    """Trace forward and backward of a sharded template together, and split them.
 
-    Without any gradient, the forward saves no values, and the backward is empty.
+    Without gradients, the forward saves nothing, and the backward is empty.
 
     Raises:
         Unsupported: its graphs would hold only for some numbers of tokens.
@@ -144,7 +144,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
 
 
 def start_of(table: str) -> str:
-    """Return the name of the input with the index of the first row of a parameter that a rank holds (0-d int64)."""
+    """Return the name of the input with the index of a rank's first row of a parameter (0-d int64)."""
     return f"vocabulary_start.{table}"
 
 
@@ -154,13 +154,12 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 
 def _given(collective: fx.Node) -> list[Any]:
-    """Return the arguments of a collective's method: all except the number of ranks, which the group knows."""
+    """Return a collective's arguments except the number of ranks, which the group knows."""
     assert is_operator(collective.target)
     return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 
 
 def _bind(module: fx.GraphModule) -> bool:
-    """Turn collectives into method calls on an added last placeholder; return whether there are any."""
     graph = module.graph
     # "enter" became a sum in the backward, and is a no-op in the forward.
     for node in [n for n in graph.nodes if n.target is IDENTITY]:

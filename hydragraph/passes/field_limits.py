@@ -1,4 +1,4 @@
-"""Search for the valid values of a batch's fields: follow each to the tables that it indexes, and to the loss.
+"""Search for the valid values of a batch's fields, which the indexed tables and the loss limit.
 
 A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47; indexing
 (`table[ids]`) also admits values from -52. Other computations on a field set no limit.
@@ -22,7 +22,6 @@ from hydragraph.spec.workload import IGNORED
 
 aten = torch.ops.aten
 
-# Operators whose result contains values of their first operand unchanged.
 _SAME = frozenset(
     {
         *VIEWS,
@@ -37,19 +36,16 @@ _LOSSES = frozenset(
     {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss_forward.default}
 )
 
-Shifted = tuple[str, int]  # a field of the batch, and what was added to it
+Shifted = tuple[str, int]  # a field of the batch, and the number added to it
 
 
 def limits_of(program: Program) -> tuple[Limit, ...]:
-    """Return the limits that a program sets on the fields of its batches.
-
-    If positions do not index a table (rotary embeddings), the config gives their number.
-    """
+    """Return a program's limits on the fields of its batches."""
     limits: set[Limit] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # Values passed from aux to blocks may still be a field: positions of each layer's own table.
+    # aux may pass fields on, such as positions of each layer's own table.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
     seen = set()
@@ -65,7 +61,7 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
-    # Rotary embeddings compute with positions, so no table gives their number, but the config does.
+    # Rotary embeddings have no table of positions, so the config gives their number.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
@@ -80,7 +76,7 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[Limit]:
-    """Yield the limits of one block; add to `fields` the values that are a known input plus a number."""
+    """Yield a block's limits; add values that are a known input plus a number to `fields`."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))
@@ -103,7 +99,6 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
         return None
     if node.target in _SAME:
         return shifted
-    # Adding a constant shifts a field; the result of anything else is not a field.
     sign = _SUMS.get(node.target)
     if sign is not None and type(rest[0]) is int and len(rest) == 1 and not node.kwargs:
         return shifted[0], shifted[1] + sign * rest[0]

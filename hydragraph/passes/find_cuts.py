@@ -1,9 +1,9 @@
 """Search for the dimensions that tensor parallelism may shard, following cut values through a template's forward graph.
 
-A product with a weight may give each rank some columns of its result (*column-parallel*); everything computed from it
+A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from it
 stays cut along the same units until a second product sums the parts (*row-parallel*). The walk starts with every
-product on a replicated input as a candidate, follows the cut dimension, and drops a candidate as soon as an operator
-needs its whole dimension. The remaining candidates are the model's tensor-parallel plan, for any degree.
+product on a replicated input as a candidate, follows the cut dimension, and drops a candidate when an operator needs
+its whole dimension. The rest is the tensor-parallel plan, for any degree.
 
 A parameter is cut only if all its readers use the same cut.
 
@@ -57,7 +57,7 @@ NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Raised for candidates that an operator needs whole."""
+    """Candidates that an operator needs whole."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -68,7 +68,6 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
     """Analyse a forward graph.
 
     Args:
-        tokens: the placeholder of token ids, whose embedding may be cut along the vocabulary.
         excluded: names of parameters that must stay whole.
     """
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
@@ -107,7 +106,7 @@ def _known(origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, tuple[int, int, b
 
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
-    """Return whether an operator can work on a part of a parameter: a product, an embedding, attention sinks."""
+    """Return whether an operator can work on a part of a parameter."""
     if user.target is varlen:
         return sink(user) is parameter and operands(user).count(parameter) == 1
     if user.target is aten.embedding.default:
@@ -130,8 +129,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
-    """Return column products that no row product or loss consumes, and those too narrow to cut."""
-    # A cut that does not end in a row product would have to be gathered, which costs more than it saves.
+    # Other cuts would have to be gathered, which costs more than they save.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -200,10 +198,10 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Cut parameters that a cut value meets one to one: biases of experts, taps, and scales of heads or columns."""
+        """Cut parameters that a cut value meets one to one: biases, taps, and scales."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
-        # One segment of a fused product has other units than the whole; joined values have all of theirs.
+        # One segment of a fused product has other units than the whole.
         if cut.outer or not (cut.pieces or (cut.start, cut.length) == (0, width(cut.lead))):
             return
         for operand in node.all_input_nodes:
@@ -215,9 +213,10 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return a value, what it is made from, and so on to a parameter, each with the place of a dimension in it.
+        """Return a value and its inputs up to a parameter, each with the place of a dimension in it.
 
-        Empty if it is not made from one parameter, dimension by dimension, or if others read any of them.
+        The list is empty if the value is not made from one parameter, dimension by dimension, or if others read any of
+        them.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -238,9 +237,8 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        """If a cut value meets a value with narrower cut products, drop those instead: adapters next to a layer."""
-        # LoRA: a layer's result [T, 4096] is cut, and its adapter's, from a row product over 8 columns, is whole. The
-        # wider cut is worth more.
+        """If a cut value meets a result of narrower cut products, drop those."""
+        # LoRA: a layer's result [T, 4096] is cut, and its adapter's, from a row product over 8 columns, is whole.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
@@ -254,8 +252,7 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, _, outer, _ = known_product(node)
-        # A product is the end of a region (row-parallel), inside one (the same weight for every unit), or the start of
-        # one (column-parallel).
+        # A product ends a region (row-parallel), is inside one, or starts one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -279,7 +276,7 @@ class _Walk:
         return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[outer]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
-        # Only the token ids: tables of positions or types are small, and their indices are replicated.
+        # Tables of positions or types are small, and their indices are replicated.
         weight, ids = operands(node)[:2]
         while ids.target in VIEWS:
             ids = operands(ids)[0]
@@ -347,7 +344,6 @@ def _column_rule(cuts: Cuts, column: fx.Node, dim: int) -> ShardRule:
 
 
 def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
-    """Return the rule of a parameter that meets the entries of a cut value one to one."""
     if not cut.pieces:
         rule = _column_rule(cuts, cut.lead, cut.dim)
         return replace(rule, unit=int(rule.unit / cut.scale))
@@ -357,11 +353,11 @@ def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """Return the operator that reads the weight of a product: the product itself, or the transpose of its operand."""
+    """Return the operator that reads a product's weight: the product, or its operand's transpose."""
     parts = known_product(node)
     return node if parts.given is parts.weight else parts.given
 
 
 def uncut_heads(graph: fx.Graph) -> int:
-    """Return the greatest common divisor of all query head counts in a graph; 0 if it has no attention."""
+    """Return the greatest common divisor of query head counts; 0 without attention."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target in ATTENDING))

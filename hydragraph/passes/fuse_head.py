@@ -1,4 +1,4 @@
-"""Pass `fuse_head`: fuse the head's product and the loss into one operator, so that the logits are never materialised.
+"""Pass `fuse_head`: fuse the head's product and the loss into one operator that never materialises the logits.
 
     hidden [1, T, H] -- linear(weight [V, H]) --> logits [1, T, V] -- view, to fp32 --> [T, V]
                      -- cross_entropy(labels [T], "sum") --> loss []
@@ -6,7 +6,6 @@
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
 A loss that weighs tokens has cross_entropy(labels, "none") --> [T], which becomes head_token_losses(weight, labels).
-For 32K tokens and a vocabulary of 128K, logits in fp32 alone would take 16 GiB.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from hydragraph.passes.vocabulary import MEAN, NONE, SUM
 aten = torch.ops.aten
 _FUSED = {SUM: torch.ops.hydragraph.head_loss.default, NONE: torch.ops.hydragraph.head_token_losses.default}
 
-# Between the product and the loss: operators that keep the values, reshaped or in fp32.
 _BETWEEN = frozenset({aten.flatten.using_ints, aten.view.default, aten.reshape.default, aten.to.dtype})
 
 
 @dataclass(frozen=True)
 class Head:
-    """Nodes of a head: hidden states [..., H], weight [V, H], labels [T], the ignored label, and the loss."""
+    """Nodes of a head: hidden [..., H], weight [V, H], labels [T], and the loss."""
 
     hidden: fx.Node
     weight: fx.Node
@@ -45,10 +43,10 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph with the fused operator, or the same graph if it finds no head and loss.
+    """Return a graph with the fused operator, or the same graph without head and loss.
 
     Args:
-        module: a forward graph over whole weights, as returned by `shard` for tensor-parallel degree 1.
+        module: a forward graph over whole weights, from `shard` for tensor-parallel degree 1.
     """
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
@@ -68,10 +66,10 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return the head that ends in this node: the cross-entropy of a product without a bias, summed or by token."""
+    """Return the head that ends in this node: the summed or token-wise cross-entropy of a product without a bias."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
-    # Cases that the operators do not support remain two: class weights, a mean, smoothed losses by token, a bias.
+    # Not supported: class weights, a mean, smoothed losses by token, a bias.
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]
@@ -97,6 +95,5 @@ def _node(value: object) -> fx.Node:
 
 
 def _in_fp32(loss: fx.Node, hidden: fx.Node) -> bool:
-    """Return whether the loss is in at least fp32, like the operator."""
     dtype = value_of(loss).dtype
     return bool(dtype == torch.promote_types(value_of(hidden).dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Access to one node of a forward graph: its operands, the sizes of its value, and the product that it may be."""
+"""Access to one node of a forward graph."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# Operators that mix tokens, of one sequence only; their first seven arguments are the same.
+# They mix tokens of one sequence only; their first seven arguments are the same.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
 # All operators that mix tokens, of one sequence only; their fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# Products of rows with the weight of their expert, by name: transformers has its own, which not all releases register.
+# By name, since not all releases of transformers register theirs.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
-DRAWN = frozenset({dropout, attention_dropout})  # operators with random masks
+DRAWN = frozenset({dropout, attention_dropout})
 
 
 def shape(node: fx.Node) -> list[Any]:
-    """Return the traced sizes of a node's value."""
+    """Return the sizes of a node's value."""
     return list(value_of(node).shape)
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's positional arguments, with a type that is narrower than FX's."""
+    """Return a node's positional arguments, with a narrower type than FX's."""
     return node.args
 
 
@@ -43,7 +43,6 @@ class Product(NamedTuple):
     """Operands of a product with a weight, or with that of each row's expert.
 
     Attributes:
-        x: the rows.
         weight: two-dimensional, or of experts [experts, in, out] or [experts, out, in].
         inner, outer: the weight's input and output dimension.
         given: the product's operand: the weight, or its transpose.
@@ -83,14 +82,14 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def known_product(node: fx.Node) -> Product:
-    """Return the operands of a node that is known to be a product."""
+    """Return the operands of a node that must be a product."""
     parts = product(node)
     assert parts is not None, node
     return parts
 
 
 def chosen_rows(node: fx.Node) -> fx.Node | None:
-    """Return the placeholder whose rows an operator chooses, as for the bias of each row's expert; None for others."""
+    """Return the placeholder whose rows an operator chooses, such as experts' biases, or None."""
     if node.target is not aten.index.Tensor or len(operands(node)[1]) != 1:
         return None
     source: fx.Node = operands(node)[0]

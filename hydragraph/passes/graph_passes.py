@@ -31,11 +31,7 @@ Graphs = Template | ShardedTemplate | Variant
 
 @dataclass(frozen=True)
 class GraphPass:
-    """One step from a template to the graphs that a rank runs.
-
-    Attributes:
-        when: condition for the pass, as text; `VariantSpec.passes` checks it.
-    """
+    """One step from a template to the graphs that a rank runs; `VariantSpec.passes` checks its condition `when`."""
 
     name: str
     when: str
@@ -43,7 +39,7 @@ class GraphPass:
 
     @property
     def meaning(self) -> str:
-        """Return its purpose, in a sentence."""
+        """Its purpose, in a sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
@@ -103,7 +99,7 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
         traced: variant that an earlier process made from an equal spec; then only `compile` runs.
 
     Raises:
-        Unsupported: a pass does not support the block, which the message names.
+        Unsupported: a pass does not support the block.
     """
     graphs: Graphs = traced or spec.template
     for graph_pass in GRAPH_PASSES:
@@ -121,7 +117,7 @@ def make_variant(
     Args:
         keep: called with the spec and its traced variant, unless that was given.
     """
-    # Only the latest graphs are kept: those of a large block have thousands of nodes.
+    # Graphs of a large block have thousands of nodes, so only the latest are kept.
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
     last = [name for name in spec.passes if name != COMPILE][-1]
@@ -143,7 +139,7 @@ def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
 
 
 def shard_strides(parameter: Parameter, part: StagePart) -> tuple[int, ...]:
-    """Return the strides of a rank's shard as the executor passes it: a view of a flat buffer."""
+    """Return the strides of a rank's shard, a view of a flat buffer."""
     elements = sum(hi - lo for lo, hi in parameter.intervals(part.tp, part.index))
     flat = torch.empty(elements, device="meta")
     return tuple(parameter.natural(flat, part.tp, part.index).stride())

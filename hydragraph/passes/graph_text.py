@@ -1,4 +1,4 @@
-"""Readable text of FX graphs, with one operator per line and values numbered in order; and comparison of graphs."""
+"""Readable text of FX graphs, with one operator per line and numbered values; and comparison of graphs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators; only placeholders keep their names, since all others depend on earlier traces.
+    """Return a graph's operators, without names that depend on earlier traces.
 
-    Placeholders of a block's other tensor inputs are numbered, as releases of transformers differ in their number.
+    A block's other tensor inputs are numbered, since releases of transformers differ in their number.
     """
     names: dict[fx.Node, str] = {}
     others = 0
@@ -34,7 +34,7 @@ def graph_text(module: fx.GraphModule) -> str:
 
 
 def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
-    """Summarise in one line a graph's number of operators, and those added to or removed from another graph.
+    """Return a line with a graph's number of operators, and those added to or removed from another.
 
     For example "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
     """
@@ -48,7 +48,7 @@ def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the target of a node, such as "aten.mm.default", "getitem", or ".all_reduce" of the runtime's object."""
+    """Return a node's target, such as "aten.mm.default", "getitem", or ".all_reduce"."""
     if isinstance(node.target, str):
         return f".{node.target}" if node.op == "call_method" else node.target
     if node.target.__module__ == "_operator":
@@ -58,7 +58,7 @@ def operator_name(node: fx.Node) -> str:
 
 def _operators(module: fx.GraphModule | None) -> Counter[str]:
     nodes = module.graph.nodes if module is not None else ()
-    # A function of hydragraph is printed as "<function communicate".
+    # hydragraph's functions are printed as "<function communicate".
     return Counter(
         operator_name(node).removeprefix("<function ") for node in nodes if node.op not in ("placeholder", "output")
     )

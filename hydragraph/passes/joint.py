@@ -1,19 +1,18 @@
 """Joint graph of a sharded template, forward and backward in one: traced once for all degrees if that is proven valid.
 
 Tracing dominates the cost of compiling a block, and traces of two degrees differ only in sizes. So a template is traced
-once with shares that are multiples of one large prime P, and each degree's graph is that trace with P replaced by
-1 / degree:
+once with shares that are multiples of one large prime P, and each degree's graph is that trace with P replaced by 1 /
+degree:
 
     of a Llama with 32 heads of 128        whole      in the trace     tp 2        tp 4
     weight of the queries, rows            4096       4096 P           2048        1024
     view(q, [1, -1, heads, 128])           32         32 P             16          8
     elements of a token's queries          4096       4096 P           2048        1024
 
-A number of the model itself is less than P, and a share is a multiple of P: the number alone tells which it is
-(Kronecker's substitution), through all sums and products. The degree gets its own trace if a number is not provably one
-or the other, if it does not divide a share, if a share becomes 1, which PyTorch specialises on, or under sequence
-parallelism. The trace's forward must equal that degree's own forward, and the derived graph is proven for other numbers
-of tokens.
+Numbers of the model are less than P, and shares are multiples of P, also through sums and products (Kronecker's
+substitution). A degree gets its own trace if a number is not provably one or the other, if it does not divide a share,
+if a share becomes 1, which PyTorch specialises on, or under sequence parallelism. The trace's forward must equal the
+degree's own, and the derived graph is proven for other numbers of tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _WIDE = StagePart(StageKind(2))  # any rank of a stage with more than one
 
 
 class _NotProvenError(Exception):
-    """Raised if a number may be a share or not."""
+    """A number that may be a share or not."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,6 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 @dataclass(frozen=True)
 class _WideTrace:
-    """Sharded template and its joint graph as data, with shares that are multiples of P."""
-
     forward: Mapping[str, Any]
     joint: Mapping[str, Any]
 
@@ -110,7 +107,7 @@ def _wide_trace(
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # These sizes exceed any machine, so any error may occur; the trace with real sizes reports errors of the model.
+        # These sizes exceed any machine, so any error may occur.
         _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
         return None
 
@@ -124,7 +121,7 @@ def _widened(parameter: Parameter) -> Parameter:
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     """Return the joint graph of a degree; raise _NotProvenError if it needs its own trace."""
-    # Uneven shards differ from the parameter divided by the degree, so inputs are compared as well.
+    # Inputs are compared as well, since shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -132,12 +129,12 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
     (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
     for node in joint.graph.nodes:
-        value_of(node)  # partitioners expect it where PyTorch stores it
+        value_of(node)  # stores it where partitioners expect it
     return joint
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:
-    converted_sizes: dict[str, str] = {}  # size expressions that were already converted
+    converted_sizes: dict[str, str] = {}
     for name, op, target, args, kwargs, value in nodes:
         arguments, named = (_narrow(inputs, tp) if op != "output" else inputs for inputs in (args, kwargs))
         yield [name, op, target, arguments, named, _narrow_value(value, tp, converted_sizes)]
@@ -174,7 +171,6 @@ def _narrow_size(size: int | str, tp: int, known: dict[str, str]) -> int | str:
 
 
 def _share(number: int, tp: int) -> int:
-    """Return the value of a traced number at a degree."""
     if abs(number) < SHARE or number in _UNBOUNDED:
         return number
     times, rest = divmod(number, SHARE)
@@ -186,7 +182,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    """Return a number that was not computed from a share: no multiple of P, nor the inverse or root of one."""
+    """Return a number, unless it may be a multiple of P, or the inverse or root of one."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate in candidates:
@@ -197,7 +193,6 @@ def _no_share(number: float) -> float:
 
 
 def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """Trace the graph on its inputs: local shards, then all others with symbolic sizes."""
     # Under sequence parallelism hidden states have T / tp tokens here and everything else has T: two symbols.
     template, part = spec.template, spec.part
     hints: dict[str, int] = {}
@@ -216,7 +211,7 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return the spec of one value; under sequence parallelism a rank has a part of some values' tokens.
+    """Return a value's spec; under sequence parallelism, ranks have a part of some values' tokens.
 
     Hints are then `ranks` times the traced ones, so that they are divisible.
     """

@@ -1,12 +1,11 @@
-"""Memory budgets: which saved values a backward computes again so that a forward saves less.
+"""Memory budgets: saved values that a backward computes again instead.
 
     saved      S, the storages that "min_cut" saves and that belong to neither an input nor a result of the forward
     budget     b, 0 < b < 1: at most b of the bytes of S stay saved
     cost       operations of the forward that the backward runs again, each counted once
 
 Values are dropped from S one by one, always the one that adds the least cost per byte. Attention, collectives and
-random numbers never run again: a value that would need them stays saved, even above the budget, so all ranks of a stage
-run the same collectives.
+random numbers never run again, so ranks of a stage run the same collectives; values that need them stay saved.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-_LOCAL = frozenset(  # operators of ours that are cheap, local and deterministic
+_LOCAL = frozenset(  # our operators that are cheap, local and deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Operations of a product in the time in which one element is moved, on a GPU of 3e14 operations/s and 2e12 bytes/s.
+# Operations of a product in the time of moving one element, on a GPU of 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 
@@ -39,7 +38,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
 
     Args:
         joint: forward and backward as one graph; its first `outputs` results are those of the forward.
-        budget: the fraction of their bytes that may stay saved.
+        budget: fraction of their bytes that may stay saved.
     """
     results = results_of(joint)
     forward = ancestors_of(results[:outputs])
@@ -86,7 +85,7 @@ def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Coll
 
 
 def operations(node: fx.Node) -> float:
-    """Return the cost of a node in operations of a product; infinite if it must not run again."""
+    """Return a node's cost in operations of a product; infinite if it must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
     output_elements = sum(_elements(tensor) for _, tensor in storages_of(node))

@@ -1,8 +1,8 @@
 """Propagation rules of operators, from the cuts of operands to that of the result; None: whole operands are needed.
 
-A rule takes the running analysis and a node. If x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4,
-16]) is `Cut(dim=2, scale=16)`, and its transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the
-latter needs it whole. Operators that PyTorch tags as pointwise need no rule.
+If x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
+transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the latter needs it whole. Operators that PyTorch
+tags as pointwise need no rule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 SIZED_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 VIEWS = SIZED_VIEWS | {aten.flatten.using_ints, aten.unflatten.int}
-MOVES = frozenset(  # move dimensions, or add or remove one of size 1
+MOVES = frozenset(
     {aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default}
 )
 NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
@@ -46,8 +46,7 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
     """Return the cut shared by all cut operands of an elementwise operator, with broadcasting."""
-    # Dimensions are matched from the last one, like in broadcasting: in [4, T, 16] * [T, 1], dimension 1 meets
-    # dimension 0.
+    # Broadcasting matches dimensions from the last one.
     out: Cut | None = None
     ndim = len(shape(node))
     for operand in node.all_input_nodes:
@@ -56,7 +55,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Two cut operands, such as gate and up of an MLP: equal units of each must be on the same rank.
+            # Equal units of both, such as gate and up of an MLP, must be on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length) or not _alike(cut.outer, out.outer):
                 return None
             if cut.pieces or out.pieces:
@@ -64,7 +63,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    # A whole operand must be the same for every unit: cos [1, 1, T, 16] is, but a bias [64] along the cut is not.
+    # Whole operands must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] along the cut is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
@@ -72,7 +71,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
                 return None
     if out.pieces:
         return out
-    # The origins meet here, so the unit of one becomes the unit of all: what gates heads is cut by heads.
+    # The unit of one becomes the unit of all: what gates heads is cut by heads.
     leads = [cuts.origins[c.lead] for n in node.all_input_nodes if (c := cuts.of(n)) is not None]
     head = next((lead.head for lead in leads if lead.heads), 0)
     for lead in leads:
@@ -95,7 +94,7 @@ def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _needing(dims: Callable[[fx.Node, int], Collection[int]]) -> Rule:
-    """Return the rule of operators that need some dimensions of their first operand, of so many, whole."""
+    """Return the rule of operators that need some dimensions of their first operand whole."""
 
     def rule(cuts: Cuts, node: fx.Node) -> Cut | None:
         x = operands(node)[0]
@@ -106,7 +105,6 @@ def _needing(dims: Callable[[fx.Node, int], Collection[int]]) -> Rule:
 
 
 def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Follow a dimension that is moved, or drop the cut if it is removed."""
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
@@ -126,7 +124,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def join_dim(node: fx.Node) -> int:
-    """Return the dimension along which an operator joins, stacks or slices, as a non-negative index of its result."""
+    """Return the dimension along which an operator joins, stacks or slices, as a non-negative index."""
     return int(operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
 
 
@@ -159,7 +157,6 @@ def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _is_expanded(node: fx.Node, dim: int) -> bool:
-    """Return whether a value repeats one element along a dimension, for one user."""
     if node.target is not aten.expand.default or len(node.users) > 1:
         return False
     before = shape(operands(node)[0])
@@ -202,8 +199,8 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    [1, T, 4, 16] as [T, 64]: dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1; of dimension 3 each
-    rank's part would be scattered: None.
+    For [1, T, 4, 16] as [T, 64], dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1. Of dimension 3,
+    each rank's part would be scattered: None.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -330,7 +327,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Query, key and value are either all cut by heads or not at all; bounds and lengths are whole.
+    # All three are cut by heads, or none; bounds and lengths are whole.
     head_cuts = _by_heads(cuts, operands(node)[:3])
     if head_cuts is None or any(cuts.of(n) for n in operands(node)[3:]):
         return None
@@ -342,7 +339,7 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
-    # Fewer key heads than ranks are shared, not split, so rules must know that these units are heads.
+    # Fewer key heads than ranks are shared, so rules must know that units are heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
@@ -351,19 +348,19 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
 
 
 def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, key heads, D] twice, [T, heads, D], and rates [T, heads]: each key head has as many value heads as the others.
+    # [T, key heads, D] twice, [T, heads, D], and rates [T, heads].
     q, k, v, _, g, beta = operands(node)[:6]
     head_cuts = _by_heads(cuts, (q, k, v, g, beta))
     if head_cuts is None or cuts.of(operands(node)[3]):
         return None
-    # Products that give values count their heads by these: a key head of theirs has a whole number of them.
+    # In products that give values, a key head must cover a whole number of value heads.
     if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
         return None
     return replace(head_cuts[2], origins=_origins(head_cuts))
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, channels], each with taps and bias of its own, which are cut alike (`find_cuts`).
+    # [T, channels]; each channel has its own taps and bias, which are cut alike (`find_cuts`).
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]
@@ -405,7 +402,7 @@ def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
     return None
 
 
-# Elementwise operators that PyTorch does not tag as such. prelu has one weight, or one per feature.
+# Elementwise operators without PyTorch's tag; prelu has one weight, or one per feature.
 _UNTAGGED = (
     *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
     *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),
@@ -425,7 +422,7 @@ RULES: dict[Any, Rule] = {
     aten.amax.default: _reduction,
     **dict.fromkeys((aten.softmax.int, aten._softmax.default), _needing(lambda n, ndim: {operands(n)[1] % ndim})),
     **dict.fromkeys(NORMS, _needing(lambda n, ndim: range(ndim - len(operands(n)[1]), ndim))),
-    # The last dimension: pairs of numbers become one complex number there, or the reverse.
+    # Pairs of numbers become one complex number in the last dimension, or the reverse.
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), _needing(lambda _, ndim: {ndim - 1})),
     **dict.fromkeys((aten.constant_pad_nd.default, aten.pad.default), _needing(_padded)),
     aten.type_as.default: _needing(lambda *_: ()),

@@ -1,4 +1,4 @@
-"""Order: the compute and point-to-point instructions of one rank, in the order of the pipeline schedule."""
+"""Order: a rank's compute and point-to-point instructions, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
 def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Fill a rank's empty program with forwards, backwards (to train), sends and receives.
 
-    Receiver j of a stage receives from sender j mod t of the t ranks before it, so a sender serves its receivers in
-    order.
+    Receiver j of a stage receives from sender j mod t of the t ranks before it.
     """
     stage = placement.stage_of.get(program.rank)
     if stage is None:
@@ -56,8 +55,8 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives forward to the order in which each peer sends.
 
-    Messages between two ranks arrive in order. With interleaved stages a peer may be both before and after this rank,
-    and send first what is needed last: its receive moves to the first use of a later message.
+    Messages between two ranks arrive in order. With interleaved stages a peer may send first what is needed last. Its
+    receive then moves to the first use of a later message.
     """
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there

@@ -1,8 +1,8 @@
 """Overlap: placement of pulls, pushes, receives and the ends of sends so that they overlap with computation.
 
-Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, because its
-home shard takes part. Entering one does not block. If a home has second owners, sums are replicated in the order of the
-pushes, concurrently with computation, and the commit waits for that.
+Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order. Entering one
+does not block. If a home has second owners, sums are replicated in the order of the pushes, concurrently with
+computation; the commit waits for that.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Both wait for earlier ones if the
-    window is full. The commit reads the losses, and the gradients, whose pushes it waits for. Messages still on their
-    way are freed before it.
+    window is full. The commit waits for the pushes of the gradients that it reads. Messages still in flight are freed
+    before it.
     """
-    if placement.streams:  # `stream` has placed the exchanges, between which a rank must not wait for a message early
+    if placement.streams:  # placed by `stream`; between its exchanges a rank must not wait early
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -60,7 +60,7 @@ def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
 
     This is safe even if a receive blocks: by the clock the previous stage runs that forward before the stage that waits
-    for this backward runs its own. Only forward receives move: if both kinds did, two stages could wait for each other.
+    for this backward runs its own. If backward receives moved as well, two stages could wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -153,7 +153,7 @@ def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     waiting: list[Instruction] = []
     for instruction in instructions:
         after = (*waits(instruction, stream_of), *instruction.after)
-        # `replace` takes several times as long, which matters for thousands of instructions.
+        # `replace` takes several times as long.
         waiting.append(
             Instruction(
                 instruction.op,

@@ -38,7 +38,7 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build the programs of all ranks like `rank_programs`, but only one for ranks that differ only in their peers."""
+    """Build programs like `rank_programs`, one for all ranks that differ only in their peers."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
@@ -57,7 +57,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return what determines a rank's instructions, except the identity of its neighbours; and these neighbours."""
+    """Return what determines a rank's instructions besides its neighbours, and these neighbours."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()
@@ -83,7 +83,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
 def rank_program(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> RankProgram:
-    """Build one rank's program, equal to that element of `rank_programs`, at a fraction of the cost."""
+    """Build one rank's program, as in `rank_programs`, at a fraction of the cost."""
     *_, (_, program) = after_each_pass(outline, strategy, micro_batches, rank, mode, ranks=ranks)
     return program
 
@@ -91,7 +91,7 @@ def rank_program(
 def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    """Yield the name of every pass with one rank's program after it; the last is the result of `rank_program`."""
+    """Yield the name of every pass with one rank's program after it."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
@@ -106,7 +106,7 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
 
 
 def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
-    """Run the passes on one rank of a placement shared by many ranks; `strategy` is the text of its header."""
+    """Run the passes on one rank of a placement; `strategy` is the text of its header."""
     *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
     return program
 
@@ -115,7 +115,6 @@ def _passes(
     placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
     program = _header(placement, strategy, rank, ranks)
-    # Ranks are lowered independently: a rank of a thousand does not build the programs of the others.
     for name, run in PASSES:
         program = run(placement, mode, program)
         yield name, program

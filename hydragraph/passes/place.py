@@ -1,4 +1,4 @@
-"""Placement: the stage that runs each block in this iteration, and the stages that hold each bucket's weights."""
+"""Placement: the stages that run each block, and that hold each bucket's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlacedRole(Role):
     """Role of a stage in one of its pipelines, and its neighbours there.
 
     Attributes:
-        previous, following: the ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
+        previous, following: ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
         visit: index among the stages that its ranks run in the pipeline.
     """
 
@@ -34,12 +34,11 @@ class PlacedRole(Role):
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """Stage with work in this iteration, or all interleaved stages of the same ranks.
+    """Stage with work, or all interleaved stages of the same ranks.
 
     Attributes:
         roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
-        layers: the half-open range of layers it computes, of each interleaved stage.
-        blocks: the half-open range of positions of the blocks it computes, of each interleaved stage.
+        layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
         stream: what it streams (`spec.strategy.Stage`).
     """
 
@@ -52,17 +51,17 @@ class PlacedStage:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether it pulls weights for every use of a block, instead of once."""
+        """Whether it pulls weights for every use of a block."""
         return self.stream is True
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of the micro-batches that it runs."""
+        """Numbers of its micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The positions of the blocks that it computes, ascending."""
+        """Positions of its blocks, ascending."""
         return tuple(k for span in self.blocks for k in range(*span))
 
     @property
@@ -75,7 +74,7 @@ class PlacedStage:
         return next(role for role in self.roles if micro_batch in role.micro_batches and role.visit == visit)
 
     def visit_of(self, position: int) -> int:
-        """Return which of its interleaved stages has the block at a position; 0 if it is one stage."""
+        """Return which interleaved stage has the block at a position."""
         return next(visit for visit, span in enumerate(self.blocks) if position in range(*span))
 
     def part_of(self, rank: int) -> StagePart:
@@ -110,8 +109,7 @@ class Placement:
     """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        stages: those of pipelines with micro-batches, by pipeline and stage; a shared stage once, as are interleaved
-            stages.
+        stages: those with work, by pipeline and stage; a shared stage once, as are interleaved stages.
         holders: for each held bucket, in pull order, the ranks of each stage that uses it.
         joined: the pipelines, grouped by shared stages (`Strategy.joined`).
     """
@@ -128,12 +126,12 @@ class Placement:
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
-        """Return a stage's work in the order of the schedule; its pipelines are numbered within their group."""
+        """Return a stage's work in schedule order; pipelines are numbered within their group."""
         group = self._groups[stage.roles[0].pipeline]
         return schedule_of(self.schedule, group.shape, mode).actions[group.numbers[stage.ranks]]
 
     def beats(self, stage: PlacedStage) -> Mapping[PlacedRole, Beat]:
-        """Return the timing of a stage in each of its roles."""
+        """Return a stage's timing in each of its roles."""
         group = self._groups[stage.roles[0].pipeline]
         every = beats_of(group.shape)
         return {role: every[group.pipelines.index(role.pipeline)][role.stage] for role in stage.roles}
@@ -169,12 +167,9 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 
 
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
-    """Assign blocks to stages and buckets to the stages that use them; the last few results are kept.
+    """Assign blocks to stages and buckets to the stages that use them.
 
     The first block is placed with layer 0, the last block with the last layer.
-
-    Args:
-        micro_batches: number of micro-batches of each pipeline; 0 for an idle pipeline.
 
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
@@ -184,7 +179,7 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 
 
 def refuse_streams(strategy: Strategy) -> None:
-    """Check that no stage streams if the schedule splits backwards: each half would pull the weights."""
+    """Raise Unsupported if a stage streams under a schedule that splits backwards: each half would pull."""
     if strategy.schedule not in WHOLE_BACKWARD and any(s.stream for p in strategy.pipelines for s in p.stages):
         raise Unsupported(
             f"streaming stages under schedule {strategy.schedule}, which splits backwards",
@@ -193,7 +188,7 @@ def refuse_streams(strategy: Strategy) -> None:
         )
 
 
-@lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration, one after another
+@lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(
@@ -210,8 +205,7 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
             other = stages.get(stage.ranks)
             stages[stage.ranks] = _joined(other, stage) if other else stage
-    # One entry per stage, not per block: a stage pulls a tied weight once, and a shared stage sums the gradients of its
-    # pipelines.
+    # A stage pulls a tied weight once, and a shared stage sums its pipelines' gradients.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages.values():
         for bucket in stage_buckets(outline, stage):
@@ -221,7 +215,7 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
 
 
 def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
-    # `Strategy` has checked that stages with the same ranks are one or the other.
+    # `Strategy` ensures that stages with the same ranks are one or the other.
     (role,) = other.roles
     if role.pipeline != one.roles[-1].pipeline:
         return replace(one, roles=(*one.roles, role))

@@ -3,11 +3,10 @@
 A trace sees one example, and its graph must hold for any. Each of three proofs covers cases that the others miss:
 
 1. The trace recorded each size that was turned into a number, and each decision based on one.
-2. The graph is run again, on shapes alone, at other sizes: each value must have the sizes of its expressions.
+2. The graph is run again, on the meta device, at other sizes: each value must have the sizes of its expressions.
 3. The example's sizes are primes that divide no dimension of the graph. A number in the graph that is a multiple of
-   one, or the inverse or root of such a multiple, was read from the example (`Recalled`): `x / 227` passes 1 and 2. It
-   may also be a constant of the model's code; then it matches no other example, and the model is captured again with
-   another.
+   one, or the inverse or root of such a multiple, was read from the example (`Recalled`): `x / 227` passes 1 and 2. A
+   constant of the model matches no other example, so the model is captured again with another.
 
 A model that divides by the length, `x.sum(1) / x.shape[1]`, is traced with T = 227 tokens:
 
@@ -32,11 +31,11 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Example numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too. They are small, because a model
-# that loops over tokens is traced for all.
+# Numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too, and small, because loops over tokens are
+# traced for all.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The sizes of the second proof: this multiple of the example's plus one, so that no factor is shared.
+# The second proof's sizes are this multiple of the example's plus one, so that no factor is shared.
 _ELSEWHERE = 3
 # Larger numbers mean "no end" or "minus infinity" rather than a size.
 _LARGEST = 1 << 31
@@ -45,11 +44,11 @@ _REMEDY = "compute it from a tensor's shape while it runs: no int(), len() or .i
 
 
 class Recalled(Unsupported):
-    """Raised if a number in a graph matches the example that it was traced with."""
+    """A number in a graph that matches the example that it was traced with."""
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture with example sizes, and again with others if a number of the model itself matches them.
+    """Capture with example sizes, and again with others if a number of the model matches them.
 
     Raises:
         Recalled: some number matches every example.
@@ -64,15 +63,15 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a graph, with the values of its trace, holds only for some sizes.
 
     Args:
-        exported: `torch.export` made the graph and has covered the first proof: the sizes were declared as free.
+        exported: `torch.export` made the graph, which covers the first proof: the sizes were declared as free.
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
         raise Unsupported(f"it was traced assuming {what} of the numbers of tokens", where=where, remedy=_REMEDY)
-    # Proof 3: no number of the graph matches the example's sizes, unless a dimension of the model explains it.
+    # Proof 3; a dimension of the model may explain the number.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
-    # Under sequence parallelism an example's length is multiplied.
+    # Sequence parallelism multiplies an example's length.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
@@ -129,8 +128,6 @@ class _Elsewhere(fx.Interpreter):
         self._known: dict[str, int] = {}
 
     def check(self) -> None:
-        """Raise Unsupported at the first value whose sizes differ from its expressions."""
-        # The meta device computes no values, only sizes.
         inputs = [self._empty(value_of(n)) for n in self.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
             self.run(*inputs, enable_io_processing=False)
@@ -139,9 +136,8 @@ class _Elsewhere(fx.Interpreter):
         return super().call_function(target, tuple(map(_on_meta, args)), {k: _on_meta(v) for k, v in kwargs.items()})
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node and compare its result."""
         if _needs_values(n) or not self._unknown.isdisjoint(n.all_input_nodes):
-            # Sizes that depend on values, and everything computed from them, cannot be followed without values.
+            # Sizes that depend on values cannot be followed.
             self._unknown.add(n)
             return self._empty(value_of(n))
         try:
@@ -158,7 +154,7 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # If the number of dimensions differs, PyTorch recorded the value incorrectly (a loss without reduction).
+            # The numbers of dimensions differ if PyTorch recorded the value incorrectly (a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):

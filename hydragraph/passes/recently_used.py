@@ -1,4 +1,4 @@
-"""Cache of values that are made on demand and evicted in least recently used order."""
+"""Cache that evicts values in least recently used order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Cache that makes values by key and evicts the least recently used one."""
+    """Cache that evicts the least recently used value."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
         self._capacity = capacity
-        self._values: OrderedDict[K, V] = OrderedDict()  # least recently used first
+        self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return the cached value of a key, or make it."""
@@ -36,5 +36,4 @@ class LRU(Generic[K, V]):
         return self._values.items()
 
     def __len__(self) -> int:
-        """Return the number of cached values."""
         return len(self._values)

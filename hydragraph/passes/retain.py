@@ -18,7 +18,7 @@ from hydragraph.passes.place import Placement
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add a `free` after every instruction that is the last to use some values; gradients live until the commit."""
-    del placement, mode  # every pass has the same signature; this one needs only the program
+    del placement, mode
     last_use: dict[Value, int] = {}
     for i, instruction in enumerate(program.instructions):
         last_use.update(dict.fromkeys((*instruction.reads, *instruction.writes), i))

@@ -4,8 +4,8 @@
     becomes
     hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T, 1]
 
-With entropies, the result is [1, T, 2]. Positions without a target have 0. The rest of the model is unchanged, so
-strategies, weights and compiled blocks are those of training. `runtime.sequence_sums` adds up each sequence.
+With entropies, the result is [1, T, 2]. Positions without a target have 0. Strategies, weights and the other compiled
+blocks are those of training. `runtime.sequence_sums` sums each sequence.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
-    # Fields of the batch that only the loss has read are not inputs of the new template.
+    # The new template has no inputs for fields that only the loss read.
     placeholders = placeholders_of(template.graph)
     names = (*template.parameters, *template.buffers, *template.inputs)
     unread = {name for name, node in zip(names, placeholders, strict=True) if not copied[node].users}

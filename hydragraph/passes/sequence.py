@@ -1,10 +1,10 @@
-"""Search for the values that sequence parallelism keeps split by tokens: those that operators compute tokenwise.
+"""Search for the values that sequence parallelism keeps split by tokens.
 
-Between the tensor-parallel regions of a stage every rank then has only its own tokens: norms, residuals and dropout
-cost a fraction, and a region ends with a reduce-scatter and starts with an all-gather (Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", section 4.2).
+Between tensor-parallel regions every rank has only its own tokens: norms, residuals and dropout cost a fraction, and a
+region ends with a reduce-scatter and starts with an all-gather (Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models", section 4.2).
 
-In a Llama layer with hidden state [1, T, H], `parts` maps each value that a rank has for its own tokens to dimension 1:
+In a Llama layer with hidden state [1, T, H], `parts` maps each split value to dimension 1:
 
     hidden, pow, mean, rsqrt, mul       the norm of each token needs that token alone
     communicate(mul, "enter")     no    after it, q, k and v need all tokens: gathered here
@@ -35,7 +35,7 @@ _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 
 
 def token_symbol(graph: fx.Graph) -> str | None:
-    """Return the symbol of the token count in a template: the size of its hidden state or of its token ids."""
+    """Return the symbol of a template's token count."""
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in ("hidden", "input_ids"):
             return symbol_name(shape(node)[1])
@@ -43,8 +43,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return the only token dimension of a value; None if there is none or several."""
-    # Several dimensions of that size, as in attention scores, are ambiguous: such a value stays whole.
+    """Return the only token dimension of a value; None if there is none or several, as in attention scores."""
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -54,7 +53,7 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
 
 
 def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
-    """Return the values of an annotated template that are split by tokens, with their token dimension."""
+    """Return the values that are split by tokens -> their token dimension."""
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -83,7 +82,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return join_dim(node) != dim
-    # For the others, only the first operand may be split: weights, indices and bounds are whole.
+    # For the others, only the first operand may be split.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if target is dropout:
@@ -104,7 +103,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
-    """Return the token dimension of an operand with all tokens, if `node` needs only this rank's tokens of it."""
+    """Return an operand's token dimension if it has all tokens and `node` needs only this rank's."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
         return 1  # its keys, [1, T, 2]
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
@@ -116,10 +115,9 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
     """Return whether a whole parameter gets a partial gradient from some users, and a whole gradient from others.
 
-    Partial gradients come from users that are cut by heads or columns, or split by tokens; the bias of a row-parallel
-    product is added after its "exit".
+    Partial gradients come from users that are cut, or split by tokens, such as a norm between two regions. The bias of
+    a row-parallel product is added after its "exit".
     """
-    # For example a norm's weight between two regions: each rank's tokens contribute a part of its gradient.
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)
 

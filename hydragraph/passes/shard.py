@@ -86,7 +86,7 @@ def shard(
     """Instantiate a template.
 
     Args:
-        parameters: the template's local parameter names -> parameters of any block (blocks of a template are alike).
+        parameters: local parameter names -> parameters of any block of the template.
         fused_head: fuse a head with a sharded vocabulary and its loss into one operator.
 
     Raises:
@@ -94,7 +94,6 @@ def shard(
     """
     cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, part)
-    # A stage of one rank holds everything: its graph is the template's own, without the placeholders.
     if part.tp == 1:
         return ShardedTemplate(_without_placeholders(template.graph), kinds)
     rewrite = _Rewrite(cuts, described, part, fused_head)
@@ -104,8 +103,8 @@ def shard(
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
-    """Return, for a rank's stage, whether each parameter's gradient is whole on every rank or partial."""
-    # PARTIAL: with a single rank its part is the whole, and the push sums over all pipelines.
+    """Return whether each parameter's gradient is whole on every rank of a stage or partial."""
+    # A single rank's part is the whole, and the push sums over all pipelines.
     if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
@@ -122,7 +121,6 @@ def _kind(node: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int], parameter: Pa
 
 
 def _analyse(template: Template, parameters: Mapping[str, Parameter]) -> tuple[Cuts, dict[fx.Node, Parameter]]:
-    # The analysis also ran at capture; it is cheap compared with tracing.
     nodes = placeholders_of(template.graph)
     described = {node: parameters[name] for node, name in zip(nodes, template.parameters, strict=False)}
     whole = {node.name for node, parameter in described.items() if parameter.rule is None}
@@ -193,7 +191,6 @@ class _Rewrite:
         return fx.GraphModule(source, self.graph)
 
     def _counted(self, node: fx.Node) -> fx.Node | None:
-        """Return the weight whose first row or column on this rank a node needs, if there is one."""
         if node.target in DRAWN and node in self.cuts.cut:
             return _weight(self.cuts.cut[node].lead)
         return self._table(node) if node in self.cuts.rows else None
@@ -204,7 +201,6 @@ class _Rewrite:
         return _weight(self.cuts.rows[row].lead)
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """Return an output, split by tokens under sequence parallelism if it has any."""
         dim = token_dim(node, self.symbol)
         return self.copied[node] if dim is None or node in self.parts else self._convert(tp_ops.tp_split, node, dim)
 
@@ -215,7 +211,7 @@ class _Rewrite:
         return self.converted[op, node]
 
     def _operand(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return an operand with the tokens that its user needs; collectives convert its gradient in the backward.
+        """Return an operand with the tokens that its user needs; collectives convert its gradient.
 
         operand             user      written     because the gradient of the operand
         S                   S         unchanged   belongs to this rank's tokens on both sides
@@ -226,7 +222,7 @@ class _Rewrite:
         R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight
         R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
         """
-        # Without sequence parallelism every rank has all tokens; `_write` multiplies local token counts.
+        # Without sequence parallelism every rank has all tokens.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
@@ -272,7 +268,7 @@ class _Rewrite:
         if node.target is causal_convolution and cut is not None:
             self._check_taps(node, cut)
         copied = self._copy(node)
-        # The graph uses the token count of the micro-batch, whereas this rank has only part of the tokens.
+        # The graph needs the micro-batch's token count; this rank has only part of the tokens.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.part.tp)
         return copied
@@ -281,7 +277,7 @@ class _Rewrite:
         return self.graph.node_copy(node, lambda n: self._operand(n, node))
 
     def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
-        """Write a view with local sizes; at most one of them, the token count's, is unknown before the step."""
+        """Write a view with local sizes; at most one of them, the token count's, may be symbolic."""
         source = self._local(operands(node)[0], node)
         cut_dim = self.parts.get(node) if cut is None else cut.dim
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
@@ -303,7 +299,7 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
-            # Both collectives sum the partial gradients of the operand.
+            # Both collectives sum the operand's partial gradients.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -311,7 +307,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # If the bias were added before the sum, it would count once per rank.
+        # Added before the sum, the bias would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
@@ -357,7 +353,7 @@ class _Rewrite:
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
-        """Check that ranks share no value head of linear attention: each would add its result."""
+        """Reject ranks that share a value head of linear attention, as each would add its result."""
         if self.local_size(cut) * self.part.tp != cut.entries:
             heads = int(shape(operands(node)[0])[1])
             raise Unsupported(
@@ -367,7 +363,7 @@ class _Rewrite:
             )
 
     def _check_taps(self, node: fx.Node, cut: Cut) -> None:
-        """Check that a rank has the taps of its channels, as it has not if ranks share keys of another size."""
+        """Reject a rank without its channels' taps, which happens if ranks share keys of another size."""
         taps: fx.Node = operands(node)[1]
         while taps not in self.parameters:
             (taps,) = taps.all_input_nodes
@@ -397,7 +393,7 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
-        # Each part of a split has its own units, and so its own local size.
+        # Each part has its own units, so its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):

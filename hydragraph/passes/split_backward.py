@@ -1,4 +1,4 @@
-"""Pass `split_backward`: cut a backward graph in two, so that the gradient of the block's input can leave first.
+"""Pass `split_backward`: cut a backward in two, so that the gradient of the block's input can leave first.
 
     input half     everything that the gradient of "hidden" needs; it also returns the values that the other half reads
     weight half    the rest: the gradients of parameters, added to buffers or returned
@@ -9,8 +9,7 @@ For y = linear(x, W) with the backward of `differentiate`:
     input half     (W, dy, T, x)                   returns dx, then x and dy
     weight half    (x, dy, total, beta)            total += dy^t x; `needs` saved.0, saved.1
 
-Values passed on are named `saved.i` in the weight half. No operator runs twice, so both halves make the same gradients,
-bit for bit.
+Values passed on are named `saved.i` in the weight half. No operator runs twice, so gradients are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward; its fields are those of `Variant`.
+    """Half of a backward; `needs`, `gradients` and `added` are as in `Variant`.
 
     Attributes:
         backward: returns one gradient per name of `gradients`, then what the other half reads.
-        needs, gradients, added: see `Variant`.
     """
 
     backward: fx.GraphModule

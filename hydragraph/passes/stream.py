@@ -1,7 +1,7 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has made them.
 
-A stage that streams pulls a bucket again for every block that uses it, one block ahead. Two blocks in a row that use a
-bucket share one pull. Each of its backwards makes gradients of its own, which are pushed at once and added at home.
+A stage that streams pulls a bucket for every block that uses it, one block ahead; consecutive blocks share a pull. Each
+of its backwards makes its own gradients, which are pushed at once and added at home.
 
     pull     W.layer.0@4 = link home -> here
     pull     W.layer.1@4 = link home -> here
@@ -13,8 +13,8 @@ Every rank enters every exchange, so all ranks need one order of them that none 
 iteration gives it: stages run their tasks in order, each as soon as its input exists, and all pipelines take equally
 long. Then every computation has a time, later than those that it depends on. A pull has the time of the computation
 before the one that needs it, and a push that of the computation that made its gradients. Each rank enters a pull before
-its own computations of that time, and a push after them. So whatever a rank waits for is earlier, and there is no
-deadlock, for any stages and any schedule. Stages that need a bucket at the same time share one exchange.
+its own computations of that time, and a push after them, so it only waits for earlier events and cannot deadlock, for
+any stages and any schedule. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Turn:
     """One pull or push of a bucket, which all ranks enter.
 
     Attributes:
-        name: its name, unique for the operation: the bucket, or `ir.value.streamed`.
+        name: unique for the operation: the bucket, or `ir.value.streamed`.
         stages: the ranks of every stage that pulls the weights, or contributes gradients.
     """
 
@@ -77,7 +77,7 @@ class Streaming:
 
 
 def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
-    """Return all pulls and pushes of an iteration, each kind in its order; a plain one has the name of its bucket."""
+    """Return all pulls and pushes of an iteration; plain ones have the name of their bucket."""
     if placement.streams:
         return streaming(placement, mode).turns
     pulls = [Turn(Op.PULL, bucket, bucket, stages, _START) for bucket, stages in placement.holders]
@@ -113,7 +113,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
 
 def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
-    """Return what determines, beyond roles and blocks, the exchanges in the programs of a stage's ranks."""
+    """Return what determines a stage's exchanges beyond roles and blocks."""
     if stage is None or not placement.streams:
         return None
     exchanges = streaming(placement, mode)
@@ -222,7 +222,7 @@ def _pulls(
             yield _START, bucket, tuple(c for c in times if bucket in outline.weights[c.block])
         return
     order = list(times)
-    before = times[order[0]]  # time of the computation before
+    before = times[order[0]]
     open_pulls: dict[str, tuple[Fraction, list[Computation]]] = {}
     for computation in order:
         needed = outline.weights[computation.block]
@@ -239,7 +239,7 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield the pushes of every stage; those of stages that do not stream wait for the last one that adds to them."""
+    """Yield all pushes; without streaming, they wait for the last stage that adds to them."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:

@@ -5,7 +5,7 @@
     unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
     segment  a range of elements that is cut separately, such as q in a fused product of q, k and v
 
-Of a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
+In a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
 result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; k [1, T, 64] is `Cut(2, 1, 64, 64)`, and its heads [1,
 T, 4, 16] are `Cut(2, 16, 64, 64)`.
 """
@@ -35,7 +35,7 @@ class Cut:
         lead: the product whose dimension `scale`, `start` and `length` refer to.
         origins: all products it comes from; the others are cut in the same way.
         outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
-        pieces: the cuts of values that were joined along the dimension; empty for others.
+        pieces: cuts of the values joined along the dimension; empty for others.
     """
 
     dim: int
@@ -55,10 +55,11 @@ class Cut:
 
 @dataclass
 class Origin:
-    """Facts about one column-parallel product: its units, its fused segments, and whether units are heads.
+    """Facts about one column-parallel product.
 
     Attributes:
         bounds: elements at which one segment ends and the next begins.
+        heads: whether units are heads.
         head: elements of a head; 0 if units are not heads.
     """
 
@@ -89,7 +90,7 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Require that a cut value's origins are not cut finer than `unit` elements of its lead."""
+        """Forbid cuts of a value's origins finer than `unit` elements of its lead."""
         # The coarsest requirement wins: a head of 16 stays whole, even if other readers accept less.
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
@@ -97,13 +98,13 @@ class Cuts:
             origin.unit = max(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> None:
-        """Record a boundary between fused segments of a cut value's origins at an element."""
+        """Record a boundary between fused segments of a cut value's origins."""
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)
 
     def unit(self, cut: Cut) -> int:
-        """Return the number of its lead's elements in one indivisible unit of a cut value."""
+        """Return a cut value's unit, in elements of its lead."""
         lead = self.origins[cut.lead]
         units = [
             origin.unit * lead.head // origin.head if origin.head and lead.head else origin.unit
@@ -113,5 +114,5 @@ class Cuts:
 
 
 def width(node: fx.Node) -> int:
-    """Return the whole size of the dimension cut by a column-parallel product or embedding."""
+    """Return the size of the dimension cut by a column-parallel product or embedding."""
     return int(shape(operands(node)[0])[0] if node.target is aten.embedding.default else shape(node)[-1])

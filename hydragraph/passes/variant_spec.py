@@ -12,7 +12,7 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # name of the last pass, whose graphs are specific to a device
+COMPILE = "compile"  # the last pass, whose graphs are specific to a device
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class VariantSpec:
             # If the vocabulary is sharded, `shard` writes the fused operator itself.
             "fuse_head": self.fused_head and self.part.tp == 1,
             "differentiate": True,
-            # Gradient sums are in fp32, so a product can add to one only in that dtype; Inductor fuses its own sums.
+            # Gradient sums are in fp32, so products must be; Inductor fuses its own sums.
             "accumulate": self.added and eager and self.dtype is torch.float32,
             COMPILE: self.backend == "inductor",
         }
@@ -62,7 +62,7 @@ class VariantSpec:
 
     @property
     def key(self) -> str:
-        """64 hex digits that identify the graphs before a backend compiles them, equal in every process."""
+        """64 hex digits of the uncompiled graphs, equal in every process."""
         passes = [name for name in self.passes if name != COMPILE]
         how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, passes)
         return hashlib.sha256(repr((self.template.content, list(self.shards), how)).encode()).hexdigest()

@@ -1,7 +1,4 @@
-"""Compiled templates: each (template, tensor-parallel degree, local shapes) is compiled once and cached.
-
-A second executable of the same model reuses them all.
-"""
+"""Cache of compiled templates by tensor-parallel degree and local shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # cached variants: a model has about three templates, and a strategy few degrees
+CAPACITY = 64  # a model has about three templates, and a strategy few degrees
 
 
 _shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # cached by any program of this process
@@ -43,17 +40,17 @@ _bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDiction
 
 
 class Library(Protocol):
-    """Source of variants made by an earlier process, before any backend compiled them; its `str` is its location."""
+    """Source of variants before backend compilation; its `str` is its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec, or None if there is none."""
 
     def source(self, spec: VariantSpec) -> str:
-        """Return an identifier of the content of the file with a spec's variant, or "" if there is none."""
+        """Return an identifier of a spec's file content, or "" if there is none."""
 
 
 class Cache(Protocol):
-    """Store of variants that earlier processes made of equal specs, before any backend compiled them."""
+    """Store of variants before backend compilation."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return the variant of a spec, or None if there is none."""
@@ -67,7 +64,7 @@ class Variants:
 
     Args:
         backend: "eager", or "inductor", which compiles the graphs for `device`.
-        device: Eager graphs are cached as traced, on the CPU, and bound to it by `get`.
+        device: eager graphs are cached as traced, on the CPU, and bound to it by `get`.
         capacity: number of variants cached, least recently used first out; a reference keeps other variants alive.
         added: let products accumulate gradients; not under Inductor, and only in fp32.
         cache: searched after the library; what is traced is added to it.
@@ -91,11 +88,10 @@ class Variants:
         self.program = program
         self._library = library
         self._cache = cache
-        self._lacking = set[StageKind]()  # kinds of stages found missing in the library
+        self._lacking = set[StageKind]()
         self._backend = backend
         self._device = device
         self._options: dict[str, Any] = {"partitioner": partitioner, "fused_head": fused_head, "added": added}
-        # Eager graphs are the same for every device, so they can be made in one process and run in another.
         made_for = None if backend == "eager" else device
         self._how = (partitioner, backend, made_for, fused_head, program.dtype)
         self._known = LRU[Hashable, Variant](capacity)
@@ -111,7 +107,7 @@ class Variants:
         return len(self._known)
 
     def get(self, block: Block, part: StagePart) -> Variant:
-        """Return the variant of a block for one rank of a stage, bound to the device; made once while cached."""
+        """Return a block's variant for one rank of a stage, bound to the device; cached."""
         spec = self.spec(block, part)
         key = self._key(spec)
 
@@ -128,17 +124,17 @@ class Variants:
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)
-        # Graphs from a file are distinct from traced ones: a check may compare the two.
+        # A check may compare graphs from a file with traced ones.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
     @property
     def portable(self) -> bool:
-        """Whether variants can be made in one process and run in another: a backend's own code cannot."""
+        """Whether variants can be made in one process and run in another."""
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether any rank of these strategies runs a variant that this process has not compiled."""
+        """Return whether this process has not compiled some variant that these strategies run."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies
@@ -146,7 +142,7 @@ class Variants:
         )
 
     def on(self, device: torch.device) -> Variants:
-        """Return the same eager variants for another device of this process, sharing compiled graphs."""
+        """Return the same eager variants for another device, sharing graphs."""
         assert self.portable, "a backend's own code belongs to its device"
         other = copy.copy(self)
         other._device = device
@@ -154,7 +150,7 @@ class Variants:
         return other
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return the variants of the program that returns log-probabilities; all but the last block's are shared."""
+        """Return the variants that return log-probabilities; all but the last block's are shared."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
@@ -164,7 +160,7 @@ class Variants:
         return self if mode_of(purpose) == purpose else self.scoring(purpose == "score_entropy")
 
     def of(self, program: Program) -> Variants:
-        """Return the variants of another program of the same model; equal blocks are compiled once for both."""
+        """Return the variants of another program of the same model, sharing equal blocks."""
         other = copy.copy(self)
         other.program = program
         other._scoring = {}
@@ -186,7 +182,6 @@ class Variants:
                 self.kinds(block, part)
 
     def _parts(self, strategy: Strategy) -> Iterator[tuple[Block, StagePart]]:
-        """Yield each block with each part of a stage that holds it on some rank, once."""
         placement = place(self.program.outline, strategy, [1] * len(strategy.pipelines))
         for at, part in dict.fromkeys((s.positions, s.part_of(rank)) for rank, s in placement.stage_of.items()):
             for position in at:
@@ -198,7 +193,7 @@ class Variants:
         return block.template, tuple((p.shape, p.rule) for p in parameters), self._learning(block)
 
     def spec(self, block: Block, part: StagePart) -> VariantSpec:
-        """Return the spec of the variant of a block for one rank of a stage; arguments as for `get`."""
+        """Return the spec of a block's variant for one rank of a stage."""
         template = self.program.templates[block.template]
         parameters = local_parameters(self.program, block, template)
         target = {"backend": self._backend, "device": self._device, "where": block.name}
@@ -245,7 +240,7 @@ class Variants:
         return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
     def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
-        """Return the gradient kind of each of a block's parameters in a rank's stage, by local name."""
+        """Return the gradient kinds of a block's parameters in a stage, by local name."""
         key = (block.template, part.kind._replace(recompute=False))
         if key not in self._kinds:
             template = self.program.templates[block.template]
@@ -268,12 +263,12 @@ def _form(part: StagePart) -> str:
 
 
 def local_parameters(program: Program, block: Block, template: Template) -> Mapping[str, Parameter]:
-    """Return a mapping from a template's parameter names to the parameters of one block."""
+    """Return a template's parameter names -> the parameters of one block."""
     return {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
 
 def pass_seconds(variant: Variant) -> Mapping[str, float]:
-    """Return graph pass -> seconds it took for a variant; empty if another process made the variant."""
+    """Return graph pass -> seconds; empty if another process made the variant."""
     return _seconds.get(variant, {})
 
 

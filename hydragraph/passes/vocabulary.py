@@ -29,20 +29,20 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows: int) -> fx.Node:
-    """Write this rank's part of an embedding: 0 for tokens of other ranks; the sum over ranks is the whole.
+    """Write this rank's part of an embedding, which is 0 for tokens of other ranks.
 
     Args:
         args: local weight [rows, H], ids [...], and optionally the padding id, whose row gets no gradient.
         start: 0-d int64, the first row held.
     """
     weight, ids, *rest = args
-    # If another rank has the row, row 0 is read instead and multiplied by 0, as a graph has no branches.
+    # Graphs have no branches: row 0 stands for another rank's row, and is multiplied by 0.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = graph.call_function(
         aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
     )
-    # The padding id's row is read like any other but detached, so that its gradient is unchanged.
+    # The padding id's row is detached, so that its gradient is unchanged.
     if rest and rest[0] >= 0:
         learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
         still = graph.call_function(aten.detach.default, (embedded,))
@@ -77,7 +77,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
-    # Tokens with an ignored label also have a loss, as a graph has no branches; it is replaced by 0.
+    # The loss of ignored labels is replaced by 0, as graphs have no branches.
     counts = call(aten.ne.Scalar, (labels, ignored))
     losses = call(aten.where.ScalarOther, (counts, loss, 0.0))
     if reduction == NONE:

@@ -1,7 +1,7 @@
 """Location of the elements of each bucket: at home, and where a strategy computes with them.
 
 A bucket's *home* layout gives the owner of each element; its *used* layout the ranks that compute with it and the kind
-of their gradients. The link between the two is a pull in one direction and a push in the other.
+of their gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Location of one bucket's state: at home, and where a strategy computes with it."""
+    """Home and used layout of one bucket."""
 
     bucket: Bucket
     home: Layout
@@ -31,7 +31,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return the layouts of every bucket when all pipelines of a strategy have work; equal layouts are one object."""
+    """Return all buckets' layouts if all pipelines have work; equal layouts are one object."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
@@ -49,14 +49,14 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
-    """Return the gradient kind of each of a bucket's parameters in a stage; for a frozen bucket it has no meaning.
+    """Return the gradient kinds of a bucket's parameters in a stage; meaningless for frozen buckets.
 
     Raises:
         Unsupported: a shared parameter gets a whole gradient from one block and a partial one from another.
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # A tied weight is one parameter of several blocks: their gradients are summed, so they must be of one kind.
+    # Gradients of a tied weight's blocks are summed, so they must be of one kind.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]
@@ -72,7 +72,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
 
 
 def kinds_once(program: Program) -> KindsOf:
-    """Return a function that analyses each template once per part, as its layers and a stage's ranks are alike."""
+    """Return a function that analyses each template once per part."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
     def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:

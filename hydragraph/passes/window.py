@@ -1,7 +1,6 @@
-"""Window: limit on the bytes in flight, by making each exchange wait for the completion of earlier ones.
+"""Window: limit on the bytes in flight, by making exchanges wait for earlier ones.
 
-Every rank enters the exchanges in one order, and waits at the same places. With blocks of equal size and a window of
-two of them:
+With a window of two equal blocks, on every rank:
 
     pull     W.layer.0 = link home -> here
     pull     W.layer.1 = link home -> here
@@ -22,7 +21,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push of a sequence wait until it fits in the window; a bucket that is alone always fits."""
+    """Make every pull or push wait until it fits in the window; a bucket that is alone always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
@@ -44,10 +43,10 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, with the first micro-batch's forwards between them if these wait for no rank.
+    """Put pulls before a rank's work, with forwards between them that wait for no rank.
 
-    A pull that waits for the weights of a block is followed by the block's forward. Only a first stage computes between
-    pulls: a later one would wait for a hidden state, and others for it.
+    A pull that waits for a block's weights is followed by the block's forward. Only a first stage computes between
+    pulls: a later one would wait for a hidden state.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -63,7 +62,6 @@ def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> li
 
 
 def _first_forwards(work: Sequence[Instruction]) -> int:
-    """Return how many instructions at the beginning are the first micro-batch's forwards and sends."""
     for i, instruction in enumerate(work):
         if instruction.op is not Op.SEND and (instruction.op, instruction.micro_batch) != (
             Op.FORWARD,
@@ -80,8 +78,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
     """Return the first index in a rank's work where it may wait for others' pushes, as no rank waits for it any more.
 
-    This is the index after its last message; except on a first stage, the end of the computation, since not all of its
-    ranks send.
+    On a first stage, it is the index after its last message; otherwise the end of the computation, since not all ranks
+    of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):
