@@ -1,6 +1,6 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-Adjacent parameters whose weights, gradients and states are all adjacent in memory are updated by one launch.
+One launch updates adjacent parameters whose weights, gradients and states are all adjacent in memory.
 
 Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
@@ -24,7 +24,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # elements: Triton uses wide accesses if it knows that a length is a multiple of this, i.e. of 16 floats
+UNIT = 16  # elements: Triton uses wide accesses for lengths that are multiples of 16
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -67,7 +67,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalars for one step, counted from 1, computed in double precision."""
+        """Return the kernel's scalars for one step, counted from 1, in double precision."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -79,7 +79,7 @@ class Shard:
     """One flat parameter with its AdamW state: 1-D contiguous fp32 tensors of one length.
 
     Attributes:
-        weight, gradient, moment, square: the parameter, its gradient, and the running means of g and of g^2.
+        moment, square: running means of g and of g^2.
         copy: destination of the new weight in 16 bits, or None.
     """
 
@@ -91,7 +91,7 @@ class Shard:
     step: int
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors."""
+        """Return its tensors, without a missing copy."""
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
@@ -134,17 +134,17 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's own fused operator on checked shards on a CPU, such that a weight's bits depend only on its values.
+    """Run PyTorch's own fused operator on a CPU, such that a weight's bits depend only on its values.
 
-    The operator rounds the last elements of a vector, fewer than one register holds, differently: two owners of one
-    weight would compute different bits. So the last elements of all shards are updated as parts of one longer vector.
+    The operator rounds a vector's last elements, fewer than one register holds, differently, so owners of one weight
+    would differ. So the last elements of all shards are updated as parts of one longer vector.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
     for shard in shards:
         size = shard.weight.numel()
         body = size // UNIT * UNIT
-        # No views are made of shards without a remainder, as small shards take most of their time in Python.
+        # No views of shards without a remainder: small shards take most of their time in Python.
         if body == size:
             bodies.append(shard)
             continue
@@ -169,7 +169,7 @@ def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     if not shards:
         return
-    steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}  # read-only
+    steps = {step: torch.tensor(float(step)) for step in {shard.step for shard in shards}}
     torch.ops.aten._fused_adamw_(*_columns(shards), [], [steps[shard.step] for shard in shards], **_options(settings))
 
 
@@ -195,7 +195,7 @@ def _options(settings: AdamWSettings) -> dict[str, Any]:
 
 
 def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Join adjacent shards: those of equal steps whose tensors are all adjacent in the same storages."""
+    """Join shards of equal steps whose tensors are all adjacent in the same storages."""
     run: list[Shard] = []
     for shard in shards:
         if run and not _follows(run[-1], shard):
@@ -215,7 +215,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
             parts = [x[low:high] for x in shard.tensors()]
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
-                parts[-1],  # without a copy this is some tensor, never written through this argument
+                parts[-1],  # without a copy, some tensor that is never written
                 high - low,
                 *settings.numbers(shard.step),
                 MAXIMIZE=settings.maximize,
@@ -226,7 +226,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants launched in training, on shards of many elements."""
+    """Yield the variants launched in training."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
@@ -295,7 +295,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the result of the closure, if there is one."""
+        """Update every parameter that has a gradient; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

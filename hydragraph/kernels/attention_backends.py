@@ -1,7 +1,7 @@
-"""Backends of `varlen_attention`: one of four, chosen by the tensors or forced by name.
+"""Backends of `varlen_attention`, chosen by the tensors or forced by name.
 
 On CUDA it is the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU it
-is a loop over sequences. All of them save the same log-sum-exp, so any backend can differentiate the output of another.
+is a loop over sequences. All save the same log-sum-exp, so any backend can differentiate the output of another.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -70,7 +70,7 @@ class Backend(Protocol):
 
 @contextmanager
 def attention_backend(name: str | None) -> Iterator[None]:
-    """Force the backend of every `varlen_attention` in this context, including its backward pass.
+    """Force the backend of `varlen_attention`, including its backward, in this context.
 
     Args:
         name: "flash_attn", "torch", "triton" or "loop"; None restores the choice by the tensors.
@@ -93,7 +93,7 @@ def forced() -> str | None:
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Backend:
-    """Return the forced backend, or the first that accepts the tensors and settings; log each choice once.
+    """Return the forced backend, or the first that accepts the call; log each choice once.
 
     Raises:
         Unsupported: the forced backend does not support the tensors, or none does.
@@ -135,7 +135,7 @@ class _Flash(ABC):
 
     @abstractmethod
     def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
-        """Return the output and log-sum-exp, first of all."""
+        """Return a tuple that starts with the output and the log-sum-exp."""
 
     @abstractmethod
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
@@ -190,7 +190,7 @@ class _TorchFlash(_Flash):
         return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
-        # Without dropout the kernel reads neither the random state nor the following tensor.
+        # Without dropout the kernel reads neither of these.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -229,7 +229,7 @@ class _Triton:
 
 
 class _Loop:
-    """Backend with PyTorch's CPU flash kernel, called once per run of equally long sequences."""
+    """Backend with PyTorch's CPU flash kernel, one call per run of equally long sequences."""
 
     name = "loop"
 
@@ -286,7 +286,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield [begin, end) and the number of sequences of every run of equally long neighbours, without empty ones."""
+    """Yield [begin, end) and the number of sequences of every run of equally long neighbours."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)
@@ -325,7 +325,7 @@ def _needs_tiles(scoring: Scoring, length: int) -> bool:
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
     """Return bounds and longest lengths of queries and keys, and no dropout."""
     bounds = call.starts.to(torch.int32)
-    most = int(call.longest) or int(call.starts.diff().max())  # unless the caller passed it, this waits for the device
+    most = int(call.longest) or int(call.starts.diff().max())  # without `longest`, this waits for the device
     return bounds, bounds, most, most, 0.0
 
 

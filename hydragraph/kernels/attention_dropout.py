@@ -1,8 +1,8 @@
 """Attention over packed sequences with dropout of its probabilities, in plain PyTorch on any device.
 
 The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and a feature is
-the head and the position of the key. Scores of one sequence and head exist as a whole, and the backward computes them
-again. Shapes as in `hydragraph.kernels.varlen_attention`.
+the head and the position of the key. Scores of one sequence and head are materialised, again in the backward. Shapes as
+in `hydragraph.kernels.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
     Args:
         keys: of the queries' tokens, [L, 2].
-        heads: numbers of the heads, increasing, [heads] int64.
+        heads: increasing, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
@@ -43,7 +43,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of one sequence: its rows, and softmax and mask of its scores, [L, L] each."""
+    """One head of one sequence; softmax and mask of its scores are [L, L]."""
 
     rows: slice
     query: int
@@ -72,7 +72,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float,
     keys: Tensor | None, block: Tensor | None, first: Tensor | None, p: float, call: int, unit: int,
 ) -> Tensor:  # fmt: skip
-    """Compute attention whose probabilities are dropped with probability p, and otherwise divided by 1 - p.
+    """Compute attention and drop its probabilities with probability p.
 
     Args:
         keys, block, call: as for `hydragraph::dropout`.

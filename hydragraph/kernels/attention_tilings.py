@@ -12,7 +12,7 @@ LARGEST = 256  # head size
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiling of a kernel: query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
+    """Query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
 
     Attributes:
         stages: number of tiles that are loaded ahead of use.
@@ -42,8 +42,8 @@ class Tilings:
     keys: Tiling
 
 
-# Padded head size -> tilings that, as checked by compiling, neither spill registers nor exceed a multiprocessor's
-# shared memory: 227 KB on Hopper and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on.
+# Padded head size -> tilings that, as checked by compiling, neither spill registers nor exceed the shared memory: 227
+# KB on Hopper and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -63,11 +63,11 @@ _ANY_FP32_LIMITED = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 8, 1)),
     256: _ANY_FP32[256],
 }
-INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))  # small, as tests are
+INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
-    """Return padded head size -> tilings for one element type on GPUs of one compute capability.
+    """Return padded head size -> tilings of one dtype and compute capability.
 
     Args:
         plain: the kernels have neither a window nor a cap.
@@ -78,5 +78,5 @@ def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Map
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """Return the head size of a tile: the next one with a tiling, a power of two."""
+    """Return the head size of a tile: the next power of two with a tiling."""
     return max(128 if dtype == torch.float32 else 64, 1 << (size - 1).bit_length())

@@ -25,7 +25,7 @@ def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, 
 
 @torch.library.custom_op("hydragraph::causal_convolution", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Convolve each channel with the tokens before, within each of the packed sequences; return [T, C].
+    """Convolve each channel with the tokens before, within each sequence; return [T, C].
 
     Args:
         x: [T, C].

@@ -1,4 +1,4 @@
-"""Registers and stack of a compiled kernel, as `cuobjdump` reads them from its machine code."""
+"""Registers and stack of a compiled kernel, from `cuobjdump`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Usage:
     """Resources of each thread of a kernel.
 
     Attributes:
-        stack_bytes: bytes of stack; of a kernel without arrays, these are spilled registers.
+        stack_bytes: in a kernel without arrays, these are spilled registers.
     """
 
     registers: int
@@ -23,7 +23,7 @@ class Usage:
 
 
 def usage(cubin: bytes) -> Usage:
-    """Return what the one kernel in a cubin uses."""
+    """Return the usage of the only kernel in a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,7 +1,7 @@
 """Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
 
 The place is (seed, step, call in the model, number of the sequence in the mini-batch, position, feature), see
-`hydragraph.kernels.philox`. So ranks, packing, recomputation and a resumed run all draw the same mask, and so does the
+`hydragraph.kernels.philox`. So the mask is the same for all ranks, packings, recomputations, resumed runs and the
 backward.
 
 Shapes: x has T tokens along one dimension; its other dimensions, in order, are the F features of a token. A rank that
@@ -134,7 +134,7 @@ def _dropout(
     Args:
         keys: numbers of the tokens, [1, T, 2] int64; None only while a model is traced.
         block: 0-d int64 on the CPU, the number of the block of the model.
-        first: 0-d int64 on the CPU: where this rank's part of dimension `dim` begins, times `scale`; None: x is whole.
+        first: 0-d int64 on the CPU: start of this rank's part of dimension `dim`, times `scale`; None: x is whole.
         dim, whole: dimension that ranks share, and its size on all of them; ignored if x is whole.
     """
     if keys is None or block is None:

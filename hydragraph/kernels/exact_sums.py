@@ -2,10 +2,9 @@
 
     x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both by rounding to nearest; rest: dropped
 
-A float64 has 53 bits. As long as a sum of multiples of 2^-24 stays below 2^29 it is not rounded, so it does not depend
-on the grouping of the summands, and neither does that of the low parts. A float32 above 2^-38 (4e-12) is exact, a
-smaller one is off by less than 2^-62 (2e-19). This is the binned sum of Demmel and Nguyen ("Fast reproducible
-floating-point summation", 2013), with fixed bins.
+A float64 has 53 bits, so a sum of multiples of 2^-24 is exact below 2^29, whatever the grouping of the summands;
+likewise the sum of low parts. A float32 above 2^-38 (4e-12) is exact, a smaller one is off by less than 2^-62 (2e-19).
+This is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point summation", 2013), with fixed bins.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RUN_DEVICE = 2**24
 
 
 def _shift(grid: float) -> float:
-    """Return the number that rounds to multiples of a power of two when added and subtracted again."""
+    """Return the number that, added and subtracted again, rounds to multiples of `grid`."""
     return 1.5 * 2.0**52 * grid
 
 
@@ -58,13 +57,13 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Write the values of exact sums to a tensor of another dtype, and return it; `parts` is overwritten."""
+    """Write exact sums to a tensor of another dtype, and return it; `parts` is overwritten."""
     high, low = parts
     return into.copy_(high.add_(low))
 
 
 def split(value: Tensor, grids: Sequence[float]) -> Tensor:
-    """Return [len(grids)] float64: the parts of one number (0-d) on some grids, for exact summation."""
+    """Return the parts of a 0-d number on some grids, [len(grids)] float64."""
     rest = value.double()
     parts = []
     for grid in grids:
@@ -85,7 +84,7 @@ def scale_of(largest: float) -> float:
 
 
 def squares(vectors: Sequence[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Return [3] float64: the sum of (scale x)^2 on each of SQUARE_GRIDS, over all elements of some 1-D tensors.
+    """Return [3] float64: the sum of (scale x)^2 on each of SQUARE_GRIDS, over all elements of 1-D tensors.
 
     If `scale` brings the elements below 1, the sums of any partition add up to the total exactly.
     """

@@ -1,7 +1,7 @@
-"""Gated delta rule by the Triton kernels of flash-linear-attention, on GPUs where that package is installed.
+"""Gated delta rule by the Triton kernels of flash-linear-attention, if that package is installed.
 
-Both functions compute in 16 bits with sums in fp32. The backward runs the forward again, since an operator keeps its
-arguments alone.
+Both directions compute in 16 bits with sums in fp32. The backward runs the forward again, since an operator saves only
+its arguments.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 _LARGEST_KEY = 256  # features of a key that the kernels hold at once
-_OLDEST = "0.6"  # the first version that takes fewer heads of keys than of values
+_OLDEST = "0.6"  # the first version that supports fewer heads of keys than of values
 
 
 def usable(k: Tensor) -> bool:
-    """Return whether the package computes these keys [T, Hk, K]."""
+    """Return whether the package supports these keys [T, Hk, K]."""
     fits = k.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] <= _LARGEST_KEY
     return k.is_cuda and fits and _function() is not None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the rule; arguments and result as of `hydragraph::gated_delta_rule`."""
+    """Compute the rule; arguments and result as for `hydragraph::gated_delta_rule`."""
     return _apply([x.unsqueeze(0) for x in (q, k, v, g, beta)], cu_seqlens).squeeze(0)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, g and beta, each in the dtype of its argument."""
+    """Return the gradients of q, k, v, g and beta, in their dtypes."""
     leaves = [x.unsqueeze(0).detach().requires_grad_() for x in (q, k, v, g, beta)]
     with torch.enable_grad():
         out = _apply(leaves, cu_seqlens)
@@ -50,7 +50,7 @@ def _apply(leaves: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _function() -> Any:
-    """Return the package's function; None: it is not installed, too old, or serves other devices only."""
+    """Return the package's function, or None if it is missing, too old, or serves only other devices."""
     try:
         version = import_module("fla").__version__
         function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

@@ -10,9 +10,8 @@ e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
 
-Time and memory are linear in the length. The backward computes the states before each chunk again, and then goes from
-the last chunk to the first. Plain PyTorch, on every device; on GPUs, 16-bit heads run in the kernels of
-flash-linear-attention where it is installed (`fla_delta_rule.py`).
+The backward computes the states before each chunk again, and then proceeds from the last chunk to the first. This is
+plain PyTorch; on GPUs, flash-linear-attention computes 16-bit heads if it is installed (`fla_delta_rule.py`).
 """
 
 from __future__ import annotations
@@ -56,13 +55,12 @@ class _Heads:
         return _Chunk.of(self.q[:, rows], self.k[:, rows], self.v[:, rows], self.g[:, rows], self.beta[:, rows])
 
     def start(self) -> Tensor:
-        """Return the state before a sequence, [H, K, V]."""
         return self.v.new_zeros(self.v.shape[0], self.k.shape[-1], self.v.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some tokens of one sequence: what depends on them alone.
+    """Quantities that depend only on some tokens of one sequence.
 
     Attributes:
         q, k, v: rows [H, n, size].
@@ -118,12 +116,12 @@ class _Chunk:
         dkeys = dkeys + dkeys.mT
         dv = self.rate * dright_side
         dread, drecalled = self.since * dout, -self.since * dv
-        dleft = (written @ dnext.mT) * self.k  # summed over features below
+        dleft = (written @ dnext.mT) * self.k
         dq = (dpairs * self.decays) @ self.k + dread @ state.mT
         dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + drecalled @ state.mT
         dk = dk + self.left * (written @ dnext.mT)
         dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ drecalled
-        # Every decay is an exponential, so its gradient is itself times that of the sum.
+        # Decays are exponentials.
         ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
         dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + drecalled * recalled).sum(-1)
         moved = (self.left * dleft).sum(-1)
@@ -154,7 +152,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta
 
 @torch.library.custom_op("hydragraph::gated_delta_rule", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the gated delta rule within each of the packed sequences; return [T, H, V], in the dtype of v.
+    """Compute the gated delta rule within each sequence; return [T, H, V], in the dtype of v.
 
     Args:
         q, k: queries and keys [T, Hk, K], which are scaled to length 1 here.
@@ -175,7 +173,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_others: Tensor) -> Tensor:
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, g and beta, each in the dtype of its argument, in plain PyTorch."""
+    """Compute `hydragraph::gated_delta_rule_backward` in plain PyTorch; gradients have the dtypes of the arguments."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]

@@ -1,4 +1,4 @@
-"""GPU architectures that graphs are compiled for without a GPU, and the published figures of one GPU of each."""
+"""GPU architectures, and the published figures of one GPU of each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ class GpuArch:
     """Architecture of an NVIDIA GPU.
 
     Attributes:
-        gpu: the GPU whose figures these are, as its driver names it.
+        gpu: the GPU with these figures, as its driver names it.
         shared_bytes: maximum shared memory of one block of threads.
         flops_per_s: dense bf16 products on tensor cores.
-        memory_bytes_per_s: bandwidth of the device memory.
         link_bytes_per_s: bandwidth of NVLink in each direction.
     """
 
@@ -45,11 +44,7 @@ ARCHS = {
 
 
 def arch_of(name: str) -> GpuArch:
-    """Return an architecture by name.
-
-    Raises:
-        ValueError: hydragraph has no figures of it.
-    """
+    """Return an architecture by name; raise ValueError if it is unknown."""
     if name not in ARCHS:
         raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
     return ARCHS[name]

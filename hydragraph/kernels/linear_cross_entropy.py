@@ -1,16 +1,15 @@
 """Fused product and loss of the head, by chunks of tokens: the [T, V] logits are never materialised.
 
-Logits of a chunk are computed, reduced to a loss, turned into their own gradient in place, and multiplied into the
-gradients of the hidden states and of the head: three matrix products, as many as without fusion. The idea is that of
-Liger-Kernel (Hsu et al., 2024) and of Cut Cross-Entropy (Wijmans et al., 2024). The gradients are those of a sum over
-tokens: backward only scales them.
+Logits of a chunk are computed, reduced to a loss, turned into their gradient in place, and multiplied into the
+gradients of the hidden states and of the head: three matrix products, as without fusion (Liger-Kernel, Hsu et al.,
+2024; Cut Cross-Entropy, Wijmans et al., 2024). Backward only scales the gradients.
 
 If the vocabulary is sharded, each rank has the rows [first, first + V) of the head. Per token it computes the largest
 logit, the sum of exp(logit - largest), and the label's logit if the rank has it; `exchange` combines those of all ranks
 (see `combine`), chunk by chunk in the same order.
 
 Label smoothing s over N classes, as in `torch.nn.functional.cross_entropy`, replaces the label's logit by the mean
-logit of the smoothed target, a sum over the vocabulary too:
+logit of the smoothed target:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 
@@ -104,10 +103,7 @@ def target_of(smoothing: float, classes: int) -> Target:
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and its gradients of hidden and weight: an operator for ranks with the whole vocabulary.
-
-    All three come from one pass over the logits.
-    """
+    """Return the loss and its gradients of hidden and weight, for ranks with the whole vocabulary."""
     rows = weight.shape[0]
     return loss_and_gradients(hidden, weight, labels, ignored, rows, target=target_of(smoothing, rows))
 
@@ -156,7 +152,7 @@ def loss_and_gradients(
 def token_losses(
     logits: Tensor, labels: Tensor, ignored: int, first: int, exchange: Exchange | None, target: Target = ONE_HOT
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, 0 for an ignored token, and the lse of each token of a chunk."""
+    """Return a chunk's losses, 0 for ignored tokens, and lse."""
     statistics = statistics_of(logits, labels, first, target)
     if exchange is not None:
         statistics = exchange(statistics)
@@ -171,14 +167,14 @@ def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the gradients that were computed with the loss for backward."""
+    """Save the gradients that were computed with the loss."""
     ctx.save_for_backward(*output[1:])
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the precomputed gradients times the loss's own, for an operator of hidden, weight and further inputs."""
+    """Return the saved gradients times the loss's own, and None for further inputs."""
     d_hidden, d_weight = ctx.saved_tensors
-    # In the gradients' own dtype: an fp32 scale would make them fp32 as well.
+    # An fp32 scale would make the gradients fp32.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
     return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
 
@@ -196,7 +192,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -10
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """Combine the statistics [R, 3, C] of R ranks, in their order, into the [3, C] that `exchange` returns."""
+    """Combine the statistics [R, 3, C] of R ranks, in order, as `exchange` must."""
     largest = statistics[:, 0].amax(0)
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
@@ -204,7 +200,7 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the bytes taken in addition to the results: those of a chunk, and of the head's fp32 gradient."""
+    """Return the bytes of a chunk and of the head's fp32 gradient."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == wide_dtype(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * wide_dtype(dtype).itemsize
@@ -219,7 +215,7 @@ def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
 
 
 def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Return a rank's statistics of one chunk: [3, C] as for `Exchange`, from logits [C, V]."""
+    """Return a chunk's statistics, [3, C] as for `Exchange`, from logits [C, V]."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         return reference_statistics(logits, labels, first, target)
     statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -229,7 +225,7 @@ def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = O
 
 
 def reference_statistics(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Return a rank's statistics of one chunk in plain PyTorch: [3, C] as for `Exchange`, from logits [C, V]."""
+    """Reference of `statistics_of` in plain PyTorch."""
     wide = logits.to(wide_dtype(logits.dtype))
     largest = wide.amax(1)
     mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
@@ -240,7 +236,6 @@ def reference_statistics(logits: Tensor, labels: Tensor, first: int, target: Tar
 
 
 def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return which labels are among this rank's rows, and their local rows."""
     local = labels - first
     here = (local >= 0) & (local < rows)
     return here, torch.where(here, local, 0)
@@ -249,7 +244,7 @@ def _local(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
 def to_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> None:
-    """Turn the logits of one chunk into softmax(logits) - target in place, 0 for ignored tokens."""
+    """Turn logits into softmax(logits) - target in place, 0 for ignored tokens."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         logits.copy_(reference_gradient(logits, labels, lse, first, ignored, target))
         return
@@ -260,7 +255,7 @@ def to_gradient(
 def reference_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> Tensor:
-    """Return softmax(logits) - target of one chunk in plain PyTorch, 0 for ignored tokens, in fp32 or fp64."""
+    """Reference of `to_gradient` in plain PyTorch, in fp32 or fp64; returns the result."""
     of_label, of_each = target
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])

@@ -1,7 +1,7 @@
 """Fused product and loss of the head for losses that weigh tokens: one cross-entropy per token, by chunks of tokens.
 
-Here the factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So
-the forward keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
+The factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So the
+forward keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
 
     forward     logits of a chunk -> losses, lse                                         one matrix product
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients      three matrix products
@@ -23,7 +23,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
 def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each token, 0 for ignored ones, and its lse: for ranks with the whole vocabulary."""
+    """Return each token's cross-entropy, 0 for ignored ones, and its lse, for ranks with the whole vocabulary."""
     return losses_of(hidden, weight, labels, ignored, weight.shape[0])
 
 
@@ -36,11 +36,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [T] and lse [T] of each token, in fp32 (fp64 for fp64).
-
-    Args:
-        rows: approximate number of the head's rows per rank, equal on all ranks, which exchange the same chunks.
-    """
+    """Return the loss [T] and lse [T] of each token, in fp32 (fp64 for fp64); arguments as for `loss_and_gradients`."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
@@ -92,7 +88,7 @@ def _like_gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: 
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save what the backward computes logits from; for an operator of hidden, weight, labels, maybe start, ignored."""
+    """Save the operands of the backward, for an operator of hidden, weight, labels, maybe start, ignored."""
     hidden, weight, labels, *rest = inputs
     start = rest[0] if isinstance(rest[0], Tensor) else None
     ctx.ignored = rest[start is not None]

@@ -1,7 +1,6 @@
-"""Copy of thousands of ranges on a CPU in one call: a loop of memcpy, which numba compiles once per installation.
+"""Copy of thousands of ranges on a CPU: a loop of memcpy that numba compiles.
 
-Python takes half a microsecond per range. numba takes a quarter of a second to import, so this module is imported only
-if there are thousands of ranges.
+Python takes half a microsecond per range; importing numba takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[NDArray[np.int64], ...]) -> None:
-    """Copy ranges of one CPU buffer to ranges of another of the same element size that does not overlap it.
+    """Copy ranges between CPU buffers of one element size that do not overlap.
 
     Args:
         source, target: 1-D and contiguous; not checked.

@@ -1,4 +1,4 @@
-"""Tensors that kernels make: results like their operands, and the dtype of sums."""
+"""New tensors of kernels: results like their operands, and the dtype of sums."""
 
 from __future__ import annotations
 

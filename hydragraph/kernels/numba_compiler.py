@@ -1,7 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
-On its own, numba fails to import a module if nothing can be cached, raises pickle errors for a truncated file, runs
-machine code with a flipped bit, and keeps running the former code of functions that a function imports.
+numba's own cache fails an import if nothing can be cached, raises pickle errors for a truncated file, runs machine code
+with a flipped bit, and keeps running old code of functions that a function imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numba.core.types import unliteral
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 
-# Warnings of this process, and whether it has announced a compilation.
+# Warnings of this process, and folders of announced compilations.
 _said: list[str] = []
 _announced: list[str] = []
 
@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
     Args:
         quick: compilation takes a second at most, so it is not announced.
     """
-    # numpy's error model: a division by zero is infinite, as in the formulas, and the loops contain no checks.
+    # A division by zero is infinite, as in the formulas, and loops have no checks.
     dispatcher: Any = njit(error_model="numpy")(function)
     called = dispatcher.get_call_template
 
@@ -41,17 +41,17 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # Compiled callers would otherwise compile a function once for every combination of constants that they pass.
+    # Callers would compile a function for every combination of constants.
     dispatcher.get_call_template = without_constants
     try:
-        dispatcher._cache = _Cache(function, quick)  # set by njit(cache=True), here with our class
+        dispatcher._cache = _Cache(function, quick)
     except (RuntimeError, OSError):
         _say("numba finds no place to keep what it compiles: every process compiles again (set NUMBA_CACHE_DIR)")
     return dispatcher
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether a decorated function is compiled on disk, for any types, as its file is now."""
+    """Return whether a function's current file is compiled on disk, for any types."""
     cache = getattr(function, "_cache", None)
     try:
         return isinstance(cache, _Cache) and bool(cache._cache_file._load_index())
@@ -60,10 +60,8 @@ def is_compiled(function: Any) -> bool:
 
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
-    """Cache files with a hash appended, which pickle does not read."""
-
     def _dump(self, value: Any) -> bytes:
-        # pickle stops at the end of its data, so a file with an appended hash can still be read by numba itself.
+        # pickle ignores the hash, so numba itself can still read the file.
         data: bytes = super()._dump(value)
         return data + hashlib.sha256(data).digest()
 
@@ -84,21 +82,20 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Return the code compiled for a signature, or None if it has to be compiled."""
+        """Return the code compiled for a signature, or None if it must be compiled."""
         try:
             overload = super().load_overload(*arguments)
             if overload is None and not self._quick:
                 _announce(self.cache_path)
             return overload
-        except Exception as error:  # a damaged pickle may raise anything
+        except Exception as error:
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
-            # Without its index, the damaged entry is not read again by the next process.
+            # The next process does not read the damaged entry again.
             with suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, *arguments: Any) -> None:
-        """Store compiled code if possible."""
         try:
             super().save_overload(*arguments)
         except Exception as error:
@@ -106,7 +103,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    """Return a digest of a function's file and of what numba copies from other modules into its machine code.
+    """Return a digest of a function's file and of what numba copies from other modules.
 
     Args:
         source: time and size of the file.
@@ -133,7 +130,6 @@ def _say(sentence: str) -> None:
 
 
 def _announce(folder: str) -> None:
-    """Announce the first compilation; compiling everything takes up to a minute."""
     if not _announced:
         _LOG.warning("compiling the planner's search, once: up to a minute of one core; it is kept in %s", folder)
     _announced.append(folder)

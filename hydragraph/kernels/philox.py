@@ -1,4 +1,4 @@
-"""Random words that depend only on their place: Philox4x32-10, a counter-based generator, in plain PyTorch.
+"""Random words that depend only on their place: Philox4x32-10 in plain PyTorch.
 
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). One evaluation turns a counter of four 32-bit words
 and a key of two into four random words, whichever rank draws them, in any order.
@@ -7,8 +7,8 @@ and a key of two into four random words, whichever rank draws them, in any order
     key       64 bits from the seed and the step (`key_of`)
     result    the words of features 4 i to 4 i + 3
 
-The numbers of a token travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32
-plus its position. A negative second number switches dropout off.
+A token's numbers travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32 plus its
+position. A negative second number switches dropout off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOGETHER = 1 << 16  # evaluations whose intermediate words stay in a CPU's cach
 
 
 def key_of(seed: int, step: int) -> int:
-    """Return the key of a step, a signed 64-bit number: different for all steps below 2**32 of one seed."""
+    """Return the key of a step, a signed 64-bit number that differs for all steps below 2**32 of one seed."""
     key = (seed ^ (step << 32)) & (2**64 - 1)
     return key - 2**64 if key >= 2**63 else key
 
@@ -79,8 +79,7 @@ def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
 
 
 def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
-    """Return the words of whole groups of four features, [T, 4 G] int64."""
-    # Words are kept in int64, whose products wrap around modulo 2**64 as unsigned ones do.
+    # Products of int64 wrap around modulo 2**64 as unsigned ones do.
     k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
     position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
     c0: Tensor = groups[None, :]

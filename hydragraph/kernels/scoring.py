@@ -1,4 +1,4 @@
-"""Settings of an attention call: which keys a query attends to, and how scores are computed."""
+"""Settings of an attention call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scoring:
 
 
 def visible(rows: Tensor, columns: Tensor, scoring: Scoring) -> Tensor:
-    """Return which keys each query attends to, bool [rows, columns], from positions within one sequence."""
+    """Return which keys queries attend to, bool [rows, columns], from positions within one sequence."""
     distance = rows[:, None] - columns[None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
     before, after = scoring.sides()
@@ -49,8 +49,8 @@ def visible(rows: Tensor, columns: Tensor, scoring: Scoring) -> Tensor:
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Cut sequences after every `chunk` tokens: attention within the parts is attention within chunks.
 
-    The number of parts depends on the lengths, which are on the device, so the result has room for the most there can
-    be: sequence n has its parts from index starts[n] // chunk + n on. Parts beyond a sequence's end are empty.
+    Lengths are on the device, so the result has room for the maximum number of parts: sequence n has its parts from
+    index starts[n] // chunk + n on. Parts beyond a sequence's end are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then T.

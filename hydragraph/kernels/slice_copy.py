@@ -4,8 +4,8 @@ A `SliceTable` is made once per link: it cuts ranges into tiles that no two prog
 allow 16-byte accesses. Ranges with the same target are summed in the order of the table, so results are bitwise
 reproducible.
 
-On a CPU ranges are moved as raw memory, a few in Python and many in a compiled loop: a PyTorch operator takes
-microseconds to start, which dominates for ranges of kilobytes.
+On a CPU ranges are moved as raw memory, a few in Python and many in a compiled loop, since starting a PyTorch operator
+takes longer than copying kilobytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNIT = 8  # elements in one 16-byte access to a 16-bit buffer
 WIDE = 4096  # elements of an aligned tile: 32 per thread keep enough bytes in flight to hide the latency of memory
-NARROW = 512  # elements of any other tile: scalar accesses cost registers, so fewer of them at once
+NARROW = 512  # elements of any other tile: fewer, since scalar accesses cost registers
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-RUN = 2**17  # elements that are gathered before they are cast or summed, to fit in a core's cache
-MANY = 256  # ranges: with this many or more, Python would take longer than the copy itself
+RUN = 2**17  # elements that are gathered before a cast or sum, to fit in a core's cache
+MANY = 256  # ranges; with as many, Python takes longer than the copy
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # element types by size, for plain moves
 
 Offsets = NDArray[np.int64]
@@ -43,7 +43,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Ranges with ascending targets, with or without gaps between them.
+    """Ranges with ascending targets.
 
     Attributes:
         origins, places, lengths: [R] int64: source offset, target offset and length of each, in elements.
@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def whole(self) -> slice | None:
-        """The part of the target that they fill without gaps; None if there are gaps."""
+        """The part of the target that they fill; None if there are gaps."""
         first = int(self.places[0])
         end = int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
@@ -141,7 +141,7 @@ class SliceTable:
         """The ordered ranges in batches that fit in a core's cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
-        # Ranges within a batch may not overlap: it ends where the next range does not come after.
+        # A batch ends where the next range does not come after: ranges within one may not overlap.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
         batches: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):
@@ -212,7 +212,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
 
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Reference in plain PyTorch: process one range after the other."""
+    """Reference in plain PyTorch, one range after the other."""
     for a, b, n in table.ranges.T.tolist():
         part = target[b : b + n]
         value = source[a : a + n].to(target.dtype)
@@ -223,12 +223,12 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Compute on a CPU the same bits as the reference: gather, cast or sum many ranges at once, and scatter."""
+    """Compute the reference's bits on a CPU: gather, cast or sum many ranges at once, and scatter."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few
     if table.ranges.shape[1] >= MANY:
-        from hydragraph.kernels.memory_ranges import copy_ranges  # imports numba, which is not worth it for a few
+        from hydragraph.kernels.memory_ranges import copy_ranges  # imports numba
 
         copy = copy_ranges
     if not accumulate and source.dtype == target.dtype:
@@ -257,7 +257,6 @@ def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) ->
 
 
 def _copy_few(source: Tensor, target: Tensor, offsets: tuple[Offsets, ...]) -> None:
-    """Copy ranges like `memory_ranges.copy_ranges`, in Python."""
     reads = _memory(source)
     writes = _memory(target)
     for origin, place, length in zip(*(column.tolist() for column in offsets), strict=True):
@@ -268,7 +267,6 @@ def _copy_few(source: Tensor, target: Tensor, offsets: tuple[Offsets, ...]) -> N
 
 
 def _memory(buffer: Tensor) -> Any:
-    """View a buffer as integers of its element size."""
     array: Any = buffer.view(torch.uint8).numpy()
     return memoryview(array.view(_MEMORY[buffer.dtype.itemsize]))
 
@@ -289,7 +287,7 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants launched in training: the cast of a pull, moves between equal dtypes, the sum of a push."""
+    """Yield the variants launched in training: casts of pulls, moves, and sums of pushes."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:

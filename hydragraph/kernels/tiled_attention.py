@@ -1,8 +1,8 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
 A tile of R queries meets only the C keys that one of them attends to, so the cost of a window grows with length *
-window. Tiles without a cap are computed by PyTorch's CPU kernel with a mask, others by the formulas of
-`triton_attention`. Shapes: N sequences of L tokens, H heads of size D.
+window. PyTorch's CPU kernel computes tiles without a cap, with a mask; the formulas of `triton_attention` compute
+others. Shapes: N sequences of L tokens, H heads of size D.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hydragraph.kernels.scoring import Scoring, visible
 
 aten = torch.ops.aten
 
-# Queries in a tile: fewer make products slow, and more meet keys outside their window.
+# Fewer queries make products slow, and more meet keys outside their window.
 _ROWS = 128
-# Maximum number of scores in memory at a time, approximately: 16 MB in fp32.
+# Approximate number of scores in memory at a time: 16 MB in fp32.
 _SCORES = 1 << 22
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], as PyTorch's CPU kernel does.
+    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], like PyTorch's CPU kernel.
 
     Args:
         q, k, v: [N, H, L, D].
@@ -51,7 +51,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; the arguments are those and the results of `forward`."""
     dq = torch.empty_like(q)
-    # Keys belong to several tiles, whose gradients are summed.
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, columns in _tiles(q, scoring):
         tile = grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]

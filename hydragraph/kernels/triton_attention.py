@@ -6,8 +6,8 @@ grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^
 and dv share one over key tiles, which sums over query heads: no two programs write the same element.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
-The grid depends only on T and N, so that no length has to be copied from the GPU: sequence n has the slots from
-starts[n] // tile + n on; programs in unused slots exit immediately.
+The grid depends only on T and N, so that no length is copied from the GPU: sequence n has the slots from starts[n] //
+tile + n on; programs in unused slots exit immediately.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ _MAX_STRIDE = 2**23  # elements: offsets within a tile of 256 tokens stay below 
 
 @dataclass(frozen=True)
 class _Options:
-    """Options for which kernels are compiled separately."""
-
     window: bool
     cap: bool
 
@@ -52,7 +50,7 @@ def _options(scoring: Scoring) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return a slot's sequence, its first token, and the token after its last."""
+    """Return a slot's sequence, and its first and end token."""
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -64,7 +62,7 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-unt
 
 @Inlined
 def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return where the columns of a tile of rows begin, where their tiles need a mask from, and where they end."""
+    """Return where a tile's columns begin, where they need a mask from, and where they end."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
@@ -77,7 +75,7 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @Inlined
 def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Load a tile, which goes past the tokens only at the edge, and past the dimensions only if it is not full."""
+    """Load a tile, masked past the tokens at the edge, and past the dimensions if it is not full."""
     if EDGE:
         tile = tl.load(at, mask=tokens & dims, other=0.0)
     elif FULL:
@@ -303,7 +301,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why these kernels do not support such tensors, or None."""
+    """Return why these kernels do not support these tensors, or None."""
     if reason := why_not(q.device):
         return reason
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -348,7 +346,7 @@ def backward(
     starts: Tensor,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each contiguous; the arguments are those and the results of `forward`."""
+    """Return the gradients of q, k and v, each contiguous."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -388,7 +386,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield every configuration launched on GPUs of one compute capability, such as (9, 0); fp16 is like bf16."""
+    """Yield every configuration launched on GPUs of one compute capability; fp16 is like bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for options in _OPTIONS:

@@ -18,8 +18,8 @@ from hydragraph.errors import Unsupported
 class Kernel:
     """Function in Triton's language, passed to Triton on its first launch.
 
-    The function's module imports `triton.language` as `tl` only for type checkers; it is added before Triton compiles,
-    as are the compiled forms of the module's `Inlined` functions.
+    Its module imports `triton.language` as `tl` only for type checkers; `tl` and compiled `Inlined` functions are added
+    to it before compilation.
 
     Attributes:
         unspecialized: run-time integers whose value must not trigger another compilation (Triton specialises on
@@ -41,7 +41,6 @@ class Kernel:
         return triton.jit(self.function, do_not_specialize=self.unspecialized)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """Return the launcher for a grid: `kernel[grid](*args)`."""
         return self.compiled[grid]  # type: ignore[no-any-return]
 
 
@@ -52,18 +51,18 @@ class Inlined:
     function: Callable[..., Any]
 
     def __call__(self, *_: Any) -> Any:
-        """Never run: in kernels, Triton's form of the function has replaced this one."""
+        """Never run: in kernels, Triton's form replaces this one."""
         raise AssertionError(f"{self.function.__name__} runs only in kernels")
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorator: make a `Kernel` from a function."""
+    """Return a decorator that makes a `Kernel` from a function."""
     return lambda function: Kernel(function, unspecialized)
 
 
 @dataclass(frozen=True, eq=False)
 class KernelVariant:
-    """One configuration of a kernel, which can be compiled for a GPU without having one.
+    """One configuration of a kernel, which can be compiled without a GPU.
 
     Attributes:
         signature: run-time argument -> Triton's name of its type, such as "*bf16" or "i64".
@@ -88,13 +87,13 @@ def why_not(device: torch.device) -> str | None:
 
 
 def use_kernel(device: torch.device, where: str) -> bool:
-    """Return whether an operator launches its Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
+    """Return whether to launch a Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
 
     Raises:
         Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
-        return False  # first, because looking for Triton's files takes 0.4 ms, as long as moving a bucket
+        return False  # first: looking for Triton's files takes 0.4 ms, as long as moving a bucket
     if device.type == "cuda" and (reason := why_not(device)):
         raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
     return device.type == "cuda" or why_not(device) is None
@@ -109,11 +108,7 @@ def _interpreted() -> bool:
 
 
 def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Check that all tensors are on one device.
-
-    Raises:
-        Unsupported: they are not; the message names them.
-    """
+    """Raise Unsupported if the tensors are on several devices."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise Unsupported(devices, where=where, remedy="move them to one device")

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the only operator that mixes tokens, so that packing cannot leak between sequences.
+"""Attention over packed sequences: the only operator that mixes tokens, so packing cannot leak between sequences.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -41,9 +41,9 @@ def varlen_attention(
         q: [T, Hq, D]. k, v: [T, Hk, D].
             All three of one dtype.
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
-        causal: a token attends to itself and to earlier ones; otherwise to its whole sequence.
+        causal: a token attends to itself and earlier ones; otherwise to its whole sequence.
         scale: scale of the scores; default 1 / sqrt(D).
-        max_length: 0-d int64 on the CPU, the longest sequence (a run-time value; only GPU kernels read it).
+        max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
         window: token i attends to tokens j with |i - j| < window only.
         chunk: a token attends within its chunk only, of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).
@@ -137,8 +137,7 @@ def _call(starts: Tensor, longest: Tensor, tokens: int, scoring: Scoring, chunk:
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a score without a value to each softmax."""
-    # A backward kernel recomputes p = exp(s - lse) and rowsum(out * grad), and both hold with these two values.
+    # A backward kernel recomputes p = exp(s - lse) and rowsum(out * grad), which hold with these two values.
     mass = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
 
