@@ -1,7 +1,6 @@
 """Compilation for a GPU that this machine does not have: the code of a graph is written to Inductor's cache.
 
-PyTorch's CUDA module and Triton's driver answer with the published figures of an architecture, and kernels are not
-loaded into the driver.
+PyTorch's CUDA module and Triton's driver report published figures, and kernels are not loaded.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ class BuiltKernel:
     """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
 
     Attributes:
-        cubin: the GPU's machine code.
         shared_bytes: shared memory per block of threads.
-        configurations: number of configurations that a GPU would choose from by timing them.
+        configurations: number of configurations that a GPU would time to choose one.
         bytes: device memory that a launch reads and writes, for the sizes that the graph was tuned for.
     """
 
@@ -74,10 +72,9 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an architecture, with a cache of its own.
+    """Let Inductor compile for an architecture, with a separate cache.
 
     Args:
-        arch: the architecture.
         kernels: source of a kernel -> the kernel; every compiled kernel is added.
 
     Raises:
@@ -96,8 +93,8 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     from torch._inductor.utils import fresh_cache
 
     guard()
-    traffic: dict[str, int] = {}  # name of a kernel of the graph at hand -> bytes
-    binaries: list[Any] = []  # configurations of the kernel at hand
+    traffic: dict[str, int] = {}  # name of a kernel of the current graph -> bytes
+    binaries: list[Any] = []  # configurations of the current kernel
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
@@ -155,14 +152,13 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
 
 def share_cache(arch: str) -> None:
-    """Let this process find code in Inductor's cache by the GPU's architecture instead of its name."""
+    """Key Inductor's cache by the GPU's architecture instead of its name."""
     from torch._inductor.codecache import CacheBase
 
     CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]
 
 
 def _system(arch: str) -> Callable[[], Any]:
-    """Return what tells systems apart in the keys of Inductor's cache: architecture, CUDA and Triton."""
     from torch._inductor.codecache import CacheBase
 
     uncached: Any = inspect.unwrap(CacheBase.get_system)
@@ -178,7 +174,6 @@ def _system(arch: str) -> Callable[[], Any]:
 
 
 def _answers(arch: GpuArch) -> dict[str, Callable[..., Any]]:
-    """Return functions of `torch.cuda` as they would answer on a machine with one such GPU."""
     major, minor = arch.capability
     properties = SimpleNamespace(
         name=arch.gpu,
@@ -216,7 +211,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _driver(arch: GpuArch) -> SimpleNamespace:
-    """Return Triton's driver of an absent GPU: it knows the target, and cannot load or launch."""
+    """Return a driver that knows the target, and cannot load or launch."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     major, minor = arch.capability
@@ -230,7 +225,7 @@ def _driver(arch: GpuArch) -> SimpleNamespace:
 
 @functools.cache
 def guard() -> None:
-    """Let PyTorch select an absent GPU, which its views and copies do, and its builds for CPUs refuse."""
+    """Let PyTorch select an absent GPU, as its views and copies do; its builds for CPUs would refuse."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return

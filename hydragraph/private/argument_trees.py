@@ -1,4 +1,4 @@
-"""Nested arguments as flat lists and back, and the dispatch mode: private modules in all releases.
+"""Nested arguments as flat lists and back, and the dispatch mode.
 
 PyTorch 2.15 has no public name for either; their functions have not changed since 2.1.
 """

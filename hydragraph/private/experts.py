@@ -1,7 +1,7 @@
 """Traceable grouped product of experts.
 
-Until a release after 5.20 the backward of transformers' own operator is a loop over token counts, which cannot be
-traced; this module registers the operator that later releases have for it.
+Until after 5.20, the backward of transformers' operator is a loop over token counts, which cannot be traced. This
+module registers the operator of later releases.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hydragraph.private.tracing import hint_of, new_symbol
 
-SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes that appear in graphs but are not documented by PyTorch
+SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes in graphs that PyTorch does not document
 
 # A value as data: a number or expression; or ("tensor", dtype, shape, strides, storage); or a list of values; or None.
 Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return an identifier of the storage of a tensor, fake or real: the same for all views of it."""
+    """Return an identifier of a tensor's storage, fake or real, which all of its views share."""
     number: int = value.untyped_storage()._cdata
     return number
 
@@ -40,10 +40,10 @@ class ValueEncoder:
     _storages: dict[int, int] = field(default_factory=dict)
 
     def value(self, value: object, storages: Iterable[int] = ()) -> Data:
-        """Return a node's value as data; None for values that no reader of a graph needs (such as symbolic floats).
+        """Return a node's value as data; None for unneeded values, such as symbolic floats.
 
         Args:
-            storages: identifier of the storage of each tensor, if the tensors do not have it.
+            storages: identifier of each tensor's storage, if the tensors do not have it.
 
         Raises:
             ValueError: a size depends on values.
@@ -72,19 +72,15 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decoder of data into values of a new trace.
-
-    Args:
-        hints: the hints of a `ValueEncoder`.
-    """
+    """Decoder of data into values of a new trace; `hints` are those of a `ValueEncoder`."""
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
-        self._known: dict[str, Any] = {}  # expressions that were already evaluated
+        self._known: dict[str, Any] = {}
         self._mode: FakeTensorMode | None = None
 
     def value(self, data: Data) -> Any:
-        """Return the value that was encoded; storages are identified by `storages`, not by the tensors."""
+        """Return the encoded value; storages are identified by `storages`, not by the tensors."""
         if not isinstance(data, list):
             return self._size(data)
         if data[0] == "list":
@@ -110,15 +106,15 @@ class ValueDecoder:
         return self._known[size]
 
 
-LARGEST_SIZE = 1 << 48  # of a dimension or a stride that is decoded: far above any memory size
-_LONGEST = 500  # characters of an expression that is decoded
+LARGEST_SIZE = 1 << 48  # far above any memory size
+_LONGEST = 500  # characters of a decoded expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
     """Return the value of a size in the traced example, from unvalidated data.
 
     Raises:
-        ValueError: it is not a size, or not one of a tensor that could exist.
+        ValueError: it is not a size of a tensor that could exist.
     """
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
@@ -135,11 +131,7 @@ def size_of(size: object, hints: Sequence[int]) -> int:
 
 
 class TensorForm(NamedTuple):
-    """Dtype and sizes of a tensor.
-
-    Attributes:
-        sizes: sizes of its dimensions: integers if they are fixed, anything else otherwise.
-    """
+    """Dtype and sizes of a tensor; sizes are integers if they are fixed, anything else otherwise."""
 
     dtype: torch.dtype
     sizes: tuple[Any, ...]
@@ -190,7 +182,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def _evaluated(node: ast.AST, symbols: Mapping[str, Any]) -> Any:
-    """Evaluate an expression of sizes; only sums, products, quotients, powers and extremes are supported."""
     match node:
         case ast.Constant(value=int(value)):
             return value

@@ -1,4 +1,4 @@
-"""Features that a model adds to PyTorch and no trace records: module and tensor hooks, and custom backwards."""
+"""Features that no trace records: module and tensor hooks, and custom backwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
-# Hooks that transformers leaves on a model that was run: they only record outputs on request.
+# transformers leaves these on a model that was run; they only record outputs on request.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
@@ -34,14 +34,14 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own hooks with their kinds, except those that only record outputs or reparametrise."""
+    """Yield a module's hooks and kinds, except those that record outputs or reparametrise."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks of a parameter or buffer with their kinds."""
+    """Yield a tensor's hooks with their kinds."""
     return _hooks(tensor, _OF_TENSORS)
 
 
@@ -78,7 +78,6 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         raise refuse("a gradient hook on a tensor, which is not traced", "remove it from forward")
 
     def refused_if(owner: Any, name: str, changes: Callable[..., bool], what: str, remedy: str) -> Any:
-        """Patch a function that a model may call only without a change."""
         original = getattr(owner, name)
 
         def guarded(*arguments: Any, **keywords: Any) -> Any:
@@ -122,7 +121,7 @@ def own_backward_refused(name: str) -> tuple[str, str]:
 
 
 def own_backward_of(result: Tensor) -> str | None:
-    """Return the custom torch.autograd.Function that a result was computed with, however it was called."""
+    """Return the custom torch.autograd.Function that computed a result, or None."""
     pending = [result.grad_fn]
     seen = set()
     while pending:
@@ -138,15 +137,13 @@ def own_backward_of(result: Tensor) -> str | None:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Return whether a Function belongs to PyTorch, or was made by torch.library for a registered gradient."""
+    """Return whether a Function is PyTorch's or made by torch.library."""
     place = kind.__module__
     importable = getattr(sys.modules.get(place), kind.__name__, None) is kind
     return place.startswith("torch.") and (importable or place.startswith("torch._library"))
 
 
 class _HookedNode:
-    """Proxy of an autograd node for a model's forward, which rejects hooks."""
-
     def __init__(self, node: Any, hook: Callable[..., Any]) -> None:
         self._node = node
         self.register_hook = hook
@@ -157,7 +154,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return the class of a tensor that overrides PyTorch's operators, or None."""
+    """Return a tensor's class if it overrides PyTorch's operators, or None."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -180,17 +177,17 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Return how many hooks a module has itself; called at every step, so it is quick."""
+    """Return the number of a module's own hooks; called at every step, so it is quick."""
     own = module.__dict__
     return sum(len(own[name]) for name in _OF_MODULES)
 
 
 def number_of_tensor_hooks(tensor: Any) -> int:
-    """Return how many hooks a parameter or buffer has."""
+    """Return the number of hooks of a parameter or buffer."""
     gradient, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return (len(gradient) if gradient else 0) + (len(accumulated) if accumulated else 0)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the counter of a tensor's changes in place (not through `tensor.data`); -1: it has none."""
+    """Return a tensor's counter of changes in place (not through `tensor.data`); -1: it has none."""
     return -1 if tensor.is_inference() else tensor._version

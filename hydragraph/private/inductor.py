@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # of a size: PyTorch's symbols are never 0 or 1, and compiled code may rely on that
+LEAST = 2  # PyTorch's symbols are never 0 or 1, and compiled code may rely on that
 
 Code = Callable[[list[Any]], Sequence[Any]]  # takes its inputs as a list, which it empties
 Condition = Callable[[Sequence[int]], bool]  # takes the run-time sizes
@@ -42,7 +42,7 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a fake tensor with another's trace, shape and dtype; contiguous, unless strides are given."""
+    """Return a fake tensor like another; contiguous, unless strides are given."""
     assert isinstance(value, FakeTensor)
     with value.fake_mode:
         if strides is None:
@@ -63,7 +63,7 @@ def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode)
 
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
-    """Return the symbols in the sizes and strides of fake values, in the order of their names."""
+    """Return the symbols in the sizes and strides of fake values, by name."""
     symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
     return sorted(symbols, key=str)
 
@@ -90,7 +90,7 @@ def _sizes(value: object) -> list[torch.SymInt]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """New trace without assumptions on sizes, with its own symbol for each symbol of an earlier trace."""
+    """New trace without assumptions on sizes, with a symbol for each of an earlier trace."""
 
     mode: FakeTensorMode
     symbols: Mapping[sympy.Symbol, torch.SymInt]
@@ -121,7 +121,6 @@ def compile_graph(
     """Compile a functional graph of tensor operators, with symbolic sizes; return None if strides would change.
 
     Args:
-        graph: returns a tuple.
         inputs, outputs: its fake values, from any trace.
         hints: symbol of that trace -> the size to tune for. The code takes the symbols' values before the inputs.
     """
@@ -145,7 +144,7 @@ def compile_graph(
 
 
 def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace a graph into the operators that Inductor supports; its results keep their current strides."""
+    """Trace a graph into operators that Inductor supports, keeping the results' strides."""
     from torch._inductor.decomposition import select_decomp_table
 
     def function(sizes: list, inputs: list) -> tuple:

@@ -6,21 +6,20 @@ from typing import Any
 
 from torch import nn
 
-# The base classes of all batch norms and of all instance norms.
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def table_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the table of a module's children itself: it can be written to, and it includes duplicates."""
+    """Return a module's own table of children, which is writable and includes duplicates."""
     return module._modules
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the tables of a module's parameters, buffers and children themselves."""
+    """Return a module's own tables of parameters, buffers and children."""
     own = module.__dict__
     return own["_parameters"], own["_buffers"], own["_modules"]
 
 
 def empty_tables() -> dict[str, Any]:
-    """Return the attributes that hold a module's tensors and submodules, all empty."""
+    """Return empty tables of a module's tensors and submodules, by attribute."""
     return {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}

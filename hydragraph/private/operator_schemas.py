@@ -1,6 +1,6 @@
 """Operators registered with PyTorch: their type, properties, arguments and results.
 
-Their class and schema have no public name in releases 2.11 to 2.15, though none of these changed them.
+Their class and schema have no public name in releases 2.11 to 2.15, and did not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class OperatorArgument(NamedTuple):
 
     Attributes:
         aliased: whether the result is or contains a view of it, or the operator writes into it.
-        written: whether the operator writes into it.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Signature(NamedTuple):
 
     Attributes:
         names: names of its arguments, in order; those from `positional` on are keyword-only.
-        positional: number of positional arguments.
         required: names of the arguments without a default.
         types: types of its arguments in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
         pure: whether it writes into none of its arguments.
@@ -68,7 +66,7 @@ def signature_of(target: object) -> Signature:
 
 
 def is_operator(target: object) -> bool:
-    """Return whether a node's target is an operator, rather than a Python function, a method or a module."""
+    """Return whether a target is an operator, not a Python function, a method or a module."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -79,12 +77,12 @@ def full_name(target: object) -> str:
 
 
 def has_tag(target: object, *tags: torch.Tag) -> bool:
-    """Return whether a node's target is an operator with any of some tags."""
+    """Return whether a node's target is an operator with any of these tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield the arguments that a node passes to an operator, with their schema."""
+    """Yield the arguments that a node passes to an operator."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -94,7 +92,7 @@ def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """Return the first argument with one of these names that an operator takes, or its default; None if it has none."""
+    """Return the first argument with one of these names, or its default; None if the operator has none."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             if argument.name in names:
@@ -103,7 +101,7 @@ def argument_of(node: fx.Node, *names: str) -> Any:
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:
-    """Return whether a node's target is an operator of a namespace whose results are tensors with their own memory."""
+    """Return whether an operator is of a namespace and returns tensors with their own memory."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != namespace:
         return False
     tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]

@@ -7,7 +7,7 @@ from torch.optim import optimizer as module
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> str:
-    """Return a description of hooks that run around an optimizer's step; "" if it has none."""
+    """Return a description of hooks around an optimizer's step; "" if it has none."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     everywhere = module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks
     return "a step hook" if own else "a step hook of all optimizers" if everywhere else ""

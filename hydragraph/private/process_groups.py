@@ -13,11 +13,10 @@ from torch.distributed import distributed_c10d
 
 
 def drop_all() -> None:
-    """Forget all process groups, including the default one, so that new ones can be made; this does not wait.
+    """Forget all process groups, including the default one, without waiting, so that new ones can be made.
 
     gloo's destructor waits for pending operations, which may never end, so a separate thread waits. Group names are
-    counted
-    from 0 again, as ranks that meet must count alike.
+    counted from 0 again: ranks that meet must count alike.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -27,7 +26,7 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Release process groups on a separate thread; the caller keeps no reference, so the list is cleared."""
+    """Release process groups on a separate thread; the list is cleared, so that the caller keeps no reference."""
     kept = list(groups)
     groups.clear()
 
@@ -36,7 +35,7 @@ def drop(groups: list[Any]) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Make groups inside the context that do not inherit the device bound by `init_process_group(device_id=)`."""
+    """Make groups without the device bound by `init_process_group(device_id=)` in this context."""
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     if default is None or bound is None:

@@ -1,4 +1,4 @@
-"""PyTorch modes of the caller: their silent effects are undone, or rejected."""
+"""PyTorch modes of the caller, whose silent effects are undone or rejected."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _ALIASES = aten_operators("detach alias")  # autograd leaves the first behind un
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of a graph input: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
+    """A graph input: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -44,7 +44,7 @@ def hint_of(size: int | torch.SymInt) -> int:
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size with its symbols replaced by the given numbers, or by 7 if not named."""
+    """Return the value of a size with its symbols replaced by these numbers, or by 7 if not named."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -52,11 +52,7 @@ def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
 
 
 def assumptions(values: Iterable[object]) -> list[str]:
-    """Return the assumptions of a trace: symbols set equal to a number or to each other, and decisions on sizes.
-
-    Args:
-        values: some values of the trace.
-    """
+    """Return the assumptions of a trace: symbols set equal to a number or to each other, and decisions on sizes."""
     fakes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
     env = next((mode.shape_env for mode in fakes if mode.shape_env is not None), None)
     if env is None:
@@ -90,7 +86,7 @@ def is_counted(size: int | torch.SymInt) -> bool:
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return n if a size is n times a symbol, or None if it is something else."""
+    """Return n if a size is n times a symbol, otherwise None."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]
@@ -117,7 +113,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a tensor of the current trace, if it was created as a constant and possibly cast."""
+    """Return the number that fills a tensor of the current trace, if it is a constant, or a cast of one."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -165,14 +161,14 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Make PyTorch's own passes generate the Python code of graphs on their first call, not after each change."""
+    """Make PyTorch's passes generate graphs' code on their first call, not after each change."""
     with _use_lazy_graph_module(True):
         yield
 
 
 @contextlib.contextmanager
 def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Make symbols without recording the line of code that requested them: it imports Inductor, half a second."""
+    """Make symbols without recording the requesting line: that imports Inductor, half a second."""
 
     def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
         return SLoc(framework_loc, None), ""
@@ -182,7 +178,7 @@ def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
-    """Return a new symbolic size of a trace, without assumptions about it; `number` identifies it."""
+    """Return a new symbolic size of a trace, without assumptions; `number` identifies it."""
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
     with _of_no_place(mode.shape_env):
@@ -196,8 +192,8 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 def meta_as_cpu() -> Iterator[None]:
     """Make the meta device, where models are traced, behave like the CPU.
 
-    transformers asks in rotary embeddings whether it autocasts. PyTorch's Python kernel of nll_loss confuses its
-    arguments there, so that a loss per token has the shape of their sum (seen in 2.13).
+    Rotary embeddings of transformers ask whether it autocasts. PyTorch's Python kernel of nll_loss confuses its
+    arguments on meta, so that a loss per token has the shape of their sum (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
@@ -279,8 +275,8 @@ def writes(node: fx.Node) -> bool:
 
 
 def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace a graph again without in-place operators, which some derivatives contain and partitioners cannot assign."""
-    with torch.no_grad():  # gradients are already part of it
+    """Trace a graph again without in-place operators, which some derivatives contain and partitioners reject."""
+    with torch.no_grad():
         functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
     functional.graph.eliminate_dead_code()
     return functional
@@ -294,7 +290,7 @@ def partition(
     results = joint.graph.output_node().args[0]
     for node in ancestors_of(results[:outputs]):  # tag used by the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
-    # Imported late: it imports much of Inductor, and a rank that starts from a folder does not partition.
+    # Imports much of Inductor, and a rank that starts from a folder does not partition.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
 
     cut = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}[partitioner]
@@ -304,7 +300,7 @@ def partition(
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Eliminate common subexpressions, as the partitioners expect; two results must not become the same tensor."""
+    """Eliminate common subexpressions; two results must not become the same tensor."""
     results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
     first_by_key: dict[Any, fx.Node] = {}
@@ -357,13 +353,13 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
     """Copy the nodes that some outputs need.
 
     Args:
-        keep: prefix of the placeholders that are kept even if unused; "": none.
+        keep: prefix of placeholders that are kept even if unused; "": none.
         given: names of nodes that become placeholders.
     """
     graph = fx.Graph()
     copied = {}
     nodes = [node for node in joint.graph.nodes if node.op != "output"]
-    for node in nodes:  # placeholders come first
+    for node in nodes:
         if node.op == "placeholder" or node.name in given:
             copied[node] = graph.placeholder(node.name)
             copied[node].meta = dict(node.meta)
@@ -381,7 +377,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return some results and the nodes that they depend on, of those that `through` admits: no placeholders."""
+    """Return results and the nodes that they depend on, of those that `through` admits."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:
