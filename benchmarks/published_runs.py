@@ -20,6 +20,7 @@ formula of the system's own paper, without a fitted constant:
                   section 2.2)
     overlapped    a tensor-parallel collective is cut into t pieces, one for each rank; all but the first overlap with
                   the products of the other pieces (Transformer Engine's user buffers)
+    sums wait     Megatron-LM of 2021, which BLOOM and AMP used, computes weight gradients after the backward's sums
     context       c ranks that share each sequence's tokens compute as much as c ranks with whole sequences
     budget        torchtitan's selective recomputation saves every second product: `recompute: 0.5`
 """
@@ -68,6 +69,7 @@ MOST_RANKS = 1100  # larger runs take minutes to simulate each
 FIRST_FLASH = 0.325 / (0.6 * 0.75)
 # Beginnings of the names of runs of 2021 and 2022, before attention was fused.
 BEFORE_FUSED = ("K22", "N21", "BS", "AMP")
+BEFORE_OVERLAP = ("N21", "BS", "AMP")  # whose sums wait
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Otherwise:
         again: its backward computes attention again.
         interleaved: stages on each device.
         overlapped: tensor-parallel collectives overlap with products.
+        sums_wait: the backward's sums do not overlap with weight gradients.
         context: ranks that share a sequence and are counted as tensor parallel in the file.
         budget: memory budget of recomputation, or 0.
         streamed: weights are gathered for each block (ZeRO-3).
@@ -90,6 +93,7 @@ class Otherwise:
     again: bool = False
     interleaved: int = 1
     overlapped: bool = False
+    sums_wait: bool = False
     context: int = 1
     budget: float = 0.0
     streamed: bool = False
@@ -108,6 +112,7 @@ class Otherwise:
             again=scores and selective,
             interleaved=int(interleaved[1]) if interleaved else 1,
             overlapped=bool(re.search(r"tp (and dp )?overlap", said)),
+            sums_wait=record["tp"] > 1 and record["id"].startswith(BEFORE_OVERLAP),
             context=int(context[1]) if context else 1,
             budget=0.5 if selective and not scores else 0.0,
             streamed="ZeRO-3" in said,
@@ -120,6 +125,7 @@ class Otherwise:
             "attention again": self.again,
             f"interleaved x{self.interleaved}": self.interleaved > 1,
             "tp overlapped": self.overlapped,
+            "sums wait": self.sums_wait,
             f"context parallel {self.context}": self.context > 1,
             f"recompute {self.budget}": self.budget > 0,
             "streamed (ZeRO-3)": self.streamed,
@@ -149,6 +155,7 @@ class Otherwise:
                 backward=backward,
                 seconds=Constants.sum([(1, forward), (1, backward)]),
                 reduced=reduced,  # type: ignore[arg-type]
+                windows=() if self.sums_wait or self.overlapped or self.context > 1 else piece.windows,
             )
 
         def of(each: Profile) -> Profile:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hydragraph.cluster.collectives import StartsAtOnce
 from hydragraph.ir.graph_data import value_of
 from hydragraph.kernels import triton_jit
 from hydragraph.kernels.slice_copy import SliceTable
@@ -32,7 +33,7 @@ from hydragraph.runtime.exchange import Exchange
 GPU = torch.device("cuda:0")
 
 
-class FakeCollectives:
+class FakeCollectives(StartsAtOnce):
     """Collectives of one rank of a stage; values have the right shapes and devices, and no content."""
 
     def __init__(self, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hydragraph.kernels.linear_token_losses import losses_of
 
 Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
+Result = TypeVar("Result")
 
 # Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; these are the break-even sizes.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
@@ -32,6 +33,36 @@ class Gathers(Protocol):
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A collective that has been started.
+
+    Attributes:
+        result: waits for its end, and returns its result; called once.
+        operands: tensors that it reads, which are kept until then.
+    """
+
+    result: Callable[[], Tensor]
+    operands: object = None
+
+
+class StartsAtOnce:
+    """Mixin for collectives that have ended when they start."""
+
+    def start_all_reduce(self, x: Tensor) -> Started:
+        return self._ended("all_reduce", x)
+
+    def start_all_gather(self, x: Tensor, dim: int) -> Started:
+        return self._ended("all_gather", x, dim)
+
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
+        return self._ended("reduce_scatter", x, dim)
+
+    def _ended(self, method: str, *arguments: Any) -> Started:
+        result = getattr(self, method)(*arguments)
+        return Started(lambda: result)
 
 
 def head_loss(
@@ -72,7 +103,7 @@ class Collectives:
     """Collectives within one stage.
 
     All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
-    tensor; reductions give the same bits on every rank.
+    tensor; reductions give the same bits on every rank. A `start_` method returns before its collective has ended.
 
     Attributes:
         ranks: in tensor-parallel order, the order of parts.
@@ -99,30 +130,40 @@ class Collectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the stage; exchanges add half precision in fp32."""
+        return self.start_all_reduce(x).result()
+
+    def start_all_reduce(self, x: Tensor) -> Started:
+        """Start `all_reduce`."""
         if self._exchanges(x):
-            return _sum(self._exchange([x] * self.size))
+            return self._exchange([x] * self.size, _sum)
         return self._native_all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum over the stage."""
         if self._exchanges(x):
-            return torch.stack(self._exchange([x] * self.size)).amax(0)
-        return self._native_all_reduce(x, dist.ReduceOp.MAX)
+            return self._exchange([x] * self.size, lambda parts: torch.stack(parts).amax(0)).result()
+        return self._native_all_reduce(x, dist.ReduceOp.MAX).result()
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
-        if self.size == 1:
-            return x.clone()
+        return self.start_all_gather(x, dim).result()
+
+    def start_all_gather(self, x: Tensor, dim: int) -> Started:
+        """Start `all_gather`."""
         if self._exchanges(x):
-            return torch.cat(self._exchange([x] * self.size), dim)
+            return self._exchange([x] * self.size, lambda parts: torch.cat(parts, dim))
         assert self.group is not None
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
         with torch.no_grad(), self.guard():
             work = all_gather(out.view(-1), x.view(-1), self.group)
-        self.wait(Message(work))
-        places = sorted(self.ranks)  # the group's own order
-        return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
+
+        def result() -> Tensor:
+            self.wait(Message(work))
+            places = sorted(self.ranks)  # the group's own order
+            return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
+
+        return Started(result, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part along `dim` of the sum over the stage.
@@ -130,22 +171,23 @@ class Collectives:
         Raises:
             ValueError: `dim` does not divide into equal parts.
         """
+        return self.start_reduce_scatter(x, dim).result()
+
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
+        """Start `reduce_scatter`."""
         if x.shape[dim] % self.size:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
-        if self.size == 1:
-            return x.clone()
         parts = list(x.chunk(self.size, dim))
-        if not self.native:
+        if self.size == 1 or not self.native:
             # At every size: gloo's transfers no less, and this adds in a fixed order.
-            return _sum(self._exchange(parts))
+            return self._exchange(parts, _sum)
         assert self.group is not None
         # The group's order is ascending, not the stage's.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
             work = reduce_scatter(out.view(-1), by_group.view(-1), self.group)
-        self.wait(Message(work))
-        return out
+        return Started(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's contiguous part along `dim` of a tensor that every rank has.
@@ -164,33 +206,34 @@ class Collectives:
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
         return self.size == 1 or (not self.native and x.numel() * x.element_size() <= limit)
 
-    def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Started:
         out = x.clone(memory_format=torch.contiguous_format)
         with torch.no_grad(), self.guard():
             work = dist.all_reduce(out, operation, group=self.group, async_op=True)
-        assert work is not None
-        self.wait(Message(work))
-        return out
+        return Started(lambda: self._ended([work], out))
 
-    def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Send `parts[i]` to the stage's rank i; return the parts received, in the stage's order."""
+    def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> Started:
+        """Send `parts[i]` to the stage's rank i; combine the parts received, in the stage's order."""
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
-        sent = [part.contiguous() for part in parts]  # named to keep them alive until the sends are done
+        sent = [part.contiguous() for part in parts]
         works: list[dist.Work | None] = []
         with torch.no_grad(), self.guard():
             for place, rank in enumerate(self.ranks):
                 if rank != self.rank:
                     works.append(dist.irecv(received[place], rank, self.group))
                     works.append(dist.isend(sent[place], rank, self.group))
+        return Started(lambda: combine(self._ended(works, received)), sent)
+
+    def _ended(self, works: Sequence[dist.Work | None], result: Result) -> Result:
         for work in works:
             assert work is not None
             self.wait(Message(work))
-        return received
+        return result
 
 
-class StagedCollectives:
-    """The same collectives for GPU tensors, through host memory."""
+class StagedCollectives(StartsAtOnce):
+    """The same collectives for GPU tensors, through host memory, which block."""
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host

@@ -19,6 +19,7 @@ from hydragraph.kernels.cubin import usage
 from hydragraph.passes.compile_with_inductor import NO_WORK, TUNED, GraphPiece
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.graph_passes import modules_of
+from hydragraph.passes.overlap_collectives import RESULT
 from hydragraph.private.absent_gpu import BuiltKernel, launches
 from hydragraph.private.operator_schemas import makes_tensors
 from hydragraph.spec.record import from_record
@@ -141,7 +142,8 @@ def _launched(module: fx.GraphModule, built: Mapping[str, BuiltKernel]) -> tuple
     library = 0
     counts: dict[tuple[str, str], int] = {}
     for node in module.graph.nodes:
-        library += node.op in ("call_function", "call_method") and (_is_library(node) or _is_ordinary(node))
+        called = node.op in ("call_function", "call_method") and node.target != RESULT
+        library += called and (_is_library(node) or _is_ordinary(node))
         piece = getattr(module, str(node.target)) if node.op == "call_module" else None
         for launch in launches(piece.codes[0][0]) if isinstance(piece, GraphPiece) and piece.codes else ():
             if launch.source:

@@ -23,11 +23,11 @@ def list_passes() -> Iterator[str]:
     """Yield a line for each pass, in order."""
     yield "graph passes: from a block's template to the graphs that one rank of a stage runs"
     for number, graph_pass in enumerate(GRAPH_PASSES, start=1):
-        yield f"{number}. {graph_pass.name:<15}{graph_pass.meaning} ({graph_pass.when})"
+        yield f"{number}. {graph_pass.name:<20}{graph_pass.meaning} ({graph_pass.when})"
     yield "program passes: from a placed strategy to the instructions of each rank"
     for number, (name, function) in enumerate(PASSES, start=1):
         meaning = (function.__doc__ or "").strip().split("\n")[0]
-        yield f"{number}. {name:<15}{meaning}"
+        yield f"{number}. {name:<20}{meaning}"
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:

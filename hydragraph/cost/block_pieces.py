@@ -52,6 +52,7 @@ class BlockPiece:
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
         reduced: number of hidden states that its tensor-parallel ranks sum in forward and backward, if these seconds
             exclude the sums.
+        windows: seconds per token of the weight gradients during which each of the backward's sums runs.
         held: its memory in more detail, if known.
     """
 
@@ -64,6 +65,7 @@ class BlockPiece:
     forward: Curve | None = None
     backward: Curve | None = None
     reduced: tuple[int, int] = (0, 0)
+    windows: tuple[float, ...] = ()
     held: MemoryLines | None = None
 
     @classmethod

@@ -7,16 +7,13 @@ head's ranks on its loss are left out.
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, fx
+from torch import fx
 
 from hydragraph.cost.footprint import MicroBatch, Sizes
-from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.spec.stage_kind import StagePart
 
-_TIMES = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}
+_TIMES = {"all_reduce_max": 2, "start_all_reduce": 2, "start_all_gather": 1, "start_reduce_scatter": 1}
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
@@ -30,10 +27,5 @@ def _moved(node: fx.Node, sizes: Sizes) -> int:
     """Return the bytes of a collective's whole tensor, twice for an all-reduce; 0 for other operators."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # A reduce-scatter's operand is whole and its result a part; an all-gather's the reverse.
-    return _TIMES[str(node.target)] * max(_bytes(sizes, node.args[1]), _bytes(sizes, node))
-
-
-def _bytes(sizes: Sizes, node: Any) -> int:
-    value = value_of(node)
-    return sum(sizes.storages(node).values()) if isinstance(value, Tensor) else 0
+    # A reduce-scatter's operand is whole and its result a part; an all-gather's the reverse. A start's value is both.
+    return _TIMES[str(node.target)] * max(*sizes.storages(node).values(), *sizes.storages(node.args[1]).values())

@@ -13,6 +13,7 @@ With `efficiency`, all operations reach one fraction of the peak instead.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,7 @@ class Roofline:
     launch_s: float = 4e-6
 
 
+Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
 ROOFLINE = Roofline()
 KERNELS = 2  # of the forward per product: itself, and the fused element-wise operators before it
 # Kind of run -> number of published runs, and the mean absolute error of their predicted seconds, as a fraction
@@ -204,6 +206,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         parameters=work.parameters,
         frozen=work.frozen,
         reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
+        windows=tuple(sum(times * rates.product(n, k) for times, n, k in each) for each in work.windows),
     )
 
 
@@ -215,12 +218,15 @@ class Operations:
         attention: operations per pair of tokens, by reach.
         products: weights [n, k] that tokens are multiplied with: (how often, n, k).
         parameters, frozen: elements of its weights, all and frozen ones.
+        windows: for each sum of the backward, the products of trained weights that follow its place in the forward;
+            their gradients are computed during the sum.
     """
 
     attention: Mapping[Reach, float]
-    products: tuple[tuple[float, int, int], ...]
+    products: tuple[Product, ...]
     parameters: int
     frozen: int
+    windows: tuple[tuple[Product, ...], ...] = ()
 
     @property
     def linear(self) -> float:
@@ -230,8 +236,10 @@ class Operations:
     def divided(self, parts: int) -> Operations:
         """Return an equal part of the work."""
         attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
-        products = tuple((times / parts, n, k) for times, n, k in self.products)
-        return Operations(attention, products, self.parameters // parts, self.frozen // parts)
+        products, *windows = (
+            tuple((times / parts, n, k) for times, n, k in each) for each in (self.products, *self.windows)
+        )
+        return Operations(attention, products, self.parameters // parts, self.frozen // parts, tuple(windows))
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
@@ -239,17 +247,22 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     graph = program.templates[block.template].graph.graph
     # An embedding is not multiplied.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
-    nodes = [n.name for n in graph.nodes if n.op == "placeholder"]
     rows = _rows_of_experts(graph)
-    products: list[tuple[float, int, int]] = []
+    products: list[Product] = []
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
+    windows: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first: before any
     parameters = 0
     frozen = 0
-    for node, name in zip(nodes, block.parameters, strict=False):
+    for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
         local = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
         parameters += math.prod(local)
         frozen += 0 if name in program.learning else math.prod(local)
-        if len(local) > 1 and node not in looked_up:
-            products.append((rows.get(node, math.prod(local[:-2])), local[-2], local[-1]))
+        if len(local) > 1 and node.name not in looked_up:
+            products.append((rows.get(node.name, math.prod(local[:-2])), local[-2], local[-1]))
+            # The head computes its weight's gradient before the sum.
+            if name in program.learning and block is not program.blocks[-1]:
+                windows[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
     attention: dict[Reach, float] = {}
     for node in graph.nodes:
         if node.target is delta_rule:
@@ -257,9 +270,8 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
         if node.target in ATTENDING:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
-    return Operations(
-        {reach: per_pair / tp for reach, per_pair in attention.items()}, tuple(products), parameters, frozen
-    )
+    parts = {reach: per_pair / tp for reach, per_pair in attention.items()}
+    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, windows[1:])))
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:

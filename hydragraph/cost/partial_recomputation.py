@@ -67,6 +67,7 @@ def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) ->
         fixed=max(plain.fixed, full.fixed),
         frozen=plain.frozen,
         reduced=plain.reduced,
+        windows=plain.windows,
         held=memory_lines,
     )
 

@@ -213,12 +213,18 @@ class Pricing:
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
         """Return how many hidden states a stage's ranks sum in forward and backward, if curves exclude these sums."""
-        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), stage.kind)
-        counts = [pieces[t].reduced for t in self.profile.blocks[slice(*span)]]
+        counts = [piece.reduced for piece in self._blocks(stage, span)]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
 
+    def _blocks(self, stage: Stage, span: tuple[int, int]) -> list[BlockPiece]:
+        pieces = self.pieces(self.cluster.type_of(stage.devices[0]), stage.kind)
+        return [pieces[template] for template in self.profile.blocks[slice(*span)]]
+
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the rings of these sums in forward and backward; None if there are none."""
+        """Return the rings of a stage's sums in forward and backward; None if there are none, or curves include them.
+
+        Each of the backward's sums runs while weight gradients are computed (`passes/overlap_collectives.py`).
+        """
         if stage.tp == 1:
             return None
         forward, backward = self.sums(stage, span)
@@ -226,7 +232,9 @@ class Pricing:
             return None
         size = self.sizes.hidden_bytes
         link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
-        return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link)
+        one = Ring(stage.tp, 1, size, link).token_seconds(1 / link.bytes_per_s)
+        hidden = sum(min(one, window) for piece in self._blocks(stage, span) for window in piece.windows)
+        return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
         """Return the messages from a stage to a neighbouring one."""

@@ -85,8 +85,9 @@ def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
             k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
     )
-    rest = {"seconds": read_constants(data["seconds"]), "reduced": tuple(data.get("reduced", (0, 0))), "held": details}
-    return BlockPiece(**{**data, **rest, **curves})
+    pairs = {name: tuple(data[name]) for name in ("reduced", "windows") if name in data}
+    rest = {"seconds": read_constants(data["seconds"]), "held": details}
+    return BlockPiece(**{**data, **rest, **pairs, **curves})
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:

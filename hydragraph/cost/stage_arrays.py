@@ -161,9 +161,7 @@ def _per_byte(link: Interconnect, span: Span) -> float:
 
 
 def _ring(ring: Ring, span: Span) -> Floats:
-    messages = ring.times * 2 * (ring.ranks - 1)
-    per_token = ring.token_bytes / ring.ranks * _per_byte(ring.link, span)
-    return messages * np.array([0.0, per_token, ring.link.latency_s])
+    return np.array([0.0, ring.token_seconds(_per_byte(ring.link, span)), ring.latency_s])
 
 
 def _hop(hop: Hop | None, span: Span) -> Floats:

@@ -22,18 +22,31 @@ class Ring:
         times: number of hidden states summed for one micro-batch.
         token_bytes: of one token's hidden state.
         link: the slowest link between neighbours.
+        hidden: seconds per token that overlap with weight gradients; latencies never do.
     """
 
     ranks: int
     times: float
     token_bytes: int
     link: Interconnect
+    hidden: float = 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds for empty messages."""
+        return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds for a micro-batch."""
+        """Return the seconds for a micro-batch, without what is hidden."""
         if not self.times:
             return 0.0
-        return self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
+        sent = self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
+        return max(self.latency_s, sent - tokens * self.hidden)
+
+    def token_seconds(self, per_byte: float) -> float:
+        """Return the seconds per token, without latencies and what is hidden, at `per_byte` seconds per byte."""
+        sent = self.times * 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
+        return max(0.0, sent - self.hidden)
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class StageCost:
         )
         rings = self.rings and (
             replace(self.rings[0], times=factor * self.rings[0].times),
-            replace(self.rings[1], times=factor * self.rings[1].times),
+            replace(self.rings[1], times=factor * self.rings[1].times, hidden=factor * self.rings[1].hidden),
         )
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
@@ -120,9 +133,8 @@ class StageCost:
             c = whole.c
             # Rings are linear in the tokens.
             for ring in self.rings or ():
-                messages = ring.times * 2 * (ring.ranks - 1)
-                b += messages * ring.token_bytes / ring.ranks / ring.link.bytes_per_s
-                c += messages * ring.link.latency_s
+                b += ring.token_seconds(1 / ring.link.bytes_per_s)
+                c += ring.latency_s
             by_rank_kind.append(replace(whole, b=b, c=c))
         return max(by_rank_kind, key=lambda k: (k.b, k.a, k.c))
 

@@ -31,6 +31,7 @@ from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.passes.bind import bind
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.overlap_collectives import RESULT
 from hydragraph.private.inductor import (
     LEAST,
     Code,
@@ -247,6 +248,8 @@ def _run(outer: _Outer, run: Sequence[fx.Node], mode: Any) -> dict[fx.Node, Any]
     for node in run:
         if node.op == "call_function":
             values[node] = run_fake(node, values, mode)
+        elif node.op == "call_method" and node.target == RESULT:
+            values[node] = values[node.all_input_nodes[0]][0]
         elif node.op == "call_method":
             values[node] = _received(value_of(node), values[node.all_input_nodes[1]].device)
         else:

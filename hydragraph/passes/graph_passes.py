@@ -3,7 +3,7 @@
 Template   a captured block, cleaned and annotated
   shard, fuse_head
 Sharded    a rank's own forward graph
-  differentiate, accumulate, compile
+  differentiate, accumulate, overlap_collectives, compile
 Variant    its forward and its backward
 """
 
@@ -22,6 +22,7 @@ from hydragraph.passes.accumulate import accumulate
 from hydragraph.passes.compile_with_inductor import compile_variant
 from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
+from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.passes.variant_spec import COMPILE, VariantSpec
 from hydragraph.spec.stage_kind import StagePart
@@ -76,6 +77,12 @@ def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     return accumulate(graphs)
 
 
+def _overlap_collectives(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Start collectives early and end them late, so that they overlap with weight gradients."""
+    assert isinstance(graphs, Variant)
+    return overlap_collectives(graphs)
+
+
 def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Let Inductor compile what lies between collectives and between operators that must stay PyTorch's."""
     assert isinstance(graphs, Variant)
@@ -88,6 +95,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("fuse_head", "fused head, uncut vocabulary", _fuse_head),
     GraphPass("differentiate", "always", _differentiate),
     GraphPass("accumulate", "eager graphs in fp32", _accumulate),
+    GraphPass("overlap_collectives", "tensor parallelism", _overlap_collectives),
     GraphPass(COMPILE, "backend inductor", _compile),
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.cluster.collectives import StartsAtOnce
 from hydragraph.commands.readable_graphs import backward_code, forward_code
 from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant
@@ -29,7 +30,7 @@ SIZES = {
 }
 
 
-class Collectives:
+class Collectives(StartsAtOnce):
     """Two ranks with the same values."""
 
     def all_gather(self, value: Tensor, dim: int) -> Tensor:
@@ -118,7 +119,7 @@ def test_names_and_sizes_are_the_models(program: Program) -> None:
     assert text.startswith('"""One layer.\n')
     assert 'self_attn_q_proj_weight: "float32[8, 16]",  # self_attn.q_proj.weight' in text
     assert 'hidden: "float32[1, T, 16]",\n' in text
-    assert "collectives.all_gather(" in text
+    assert "collectives.start_all_gather(" in text
     assert '"float32[1, 2*T, 16]"' in text
     assert ",  # the output" in text
     back = backward_code(variant, "One layer.")

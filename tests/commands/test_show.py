@@ -12,8 +12,9 @@ def test_show_lists_the_passes() -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     passes = [line.split()[1] for line in lines if line[0].isdigit()]
-    assert passes[:5] == ["shard", "fuse_head", "differentiate", "accumulate", "compile"]
-    assert passes[5:8] == ["order", "stream", "overlap"]
+    assert passes[:4] == ["shard", "fuse_head", "differentiate", "accumulate"]
+    assert passes[4:6] == ["overlap_collectives", "compile"]
+    assert passes[6:9] == ["order", "stream", "overlap"]
     assert [line.partition(":")[0] for line in lines if not line[0].isdigit()] == ["graph passes", "program passes"]
     assert all(len(line.split()) > 4 for line in lines), "each says what it does"
 
@@ -29,10 +30,10 @@ def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
     assert cut.exit_code == 0, cut.stderr
     layer = cut.stdout.partition("# layer.0, place 1 of tp 2\n")[2].partition("\n# ")[0]
     steps = [line.split()[2] for line in layer.splitlines() if line.startswith("## after")]
-    assert steps == ["shard", "differentiate", "differentiate", "accumulate", "accumulate"]
+    assert steps == ["shard", "differentiate", "differentiate", *["accumulate"] * 2, *["overlap_collectives"] * 2]
     assert "+2 hydragraph.tp_sum.default" in layer
     assert "hydragraph.tp_sum.default(" in layer, "its text is printed, too"
-    assert "accumulate" in layer.rpartition("## after")[2], "the last pass comes last"
+    assert "overlap_collectives" in layer.rpartition("## after")[2], "the last pass comes last"
     instructions = cut.stdout.partition("# rank 1 of 2 under ")[2]
     steps = [line.split()[2] for line in instructions.splitlines() if line.startswith("## after")]
     assert steps == ["order", "stream", "overlap", "retain"]

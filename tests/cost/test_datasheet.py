@@ -95,10 +95,23 @@ def test_with_a_window_a_long_sequence_takes_no_longer_than_short_ones(
 def test_tensor_parallel_ranks_share_the_work_and_add_up_parts() -> None:
     found = work(Strategy.parse("<tp2,pp1>", 2), [TOKENS], cluster(2, 1.0, 2.0))
     ring = 2 * (0.5 + HIDDEN_BYTES / 2 / 100)  # each of two ranks sends two halves
+    # The slower rank's pace; of the backward's sums, only latencies do not overlap with weight gradients.
     assert found.seconds[Op.FORWARD, "layer.0", 0, 0] == pytest.approx(FORWARD / 2 + 2 * ring)
-    assert found.seconds[Op.BACKWARD, "layer.0", 1, 0] == pytest.approx(FORWARD + 2 * ring)  # the slower rank's pace
+    assert found.seconds[Op.BACKWARD, "layer.0", 1, 0] == pytest.approx(FORWARD + 2 * 2 * 0.5)
     assert found.seconds[Op.FORWARD, "head", 0, 0] == pytest.approx(2 * 64 * 51 * TOKENS)  # 51 of 101 words
     assert found.seconds[Op.FORWARD, "embed", 0, 0] == pytest.approx(ring)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.0, 100.0, 1e4])
+def test_sums_of_the_backward_run_while_weight_gradients_are_computed(bytes_per_s: float) -> None:
+    devices = Cluster(cluster(2, 4.0, 4.0).devices, Interconnect(bytes_per_s, 0.0), Interconnect(bytes_per_s, 0.0))
+    found = work(Strategy.parse("<tp2,pp1>", 2), [TOKENS], devices)
+    sums = HIDDEN_BYTES / bytes_per_s  # two ranks: half of the hidden state, there and back
+    attention, mlp = (2 * TOKENS * matrices / 2 / 4 for matrices in (2 * 64 * 64 + 2 * 32 * 64, 3 * 102 * 64))
+    exposed = max(0.0, sums - attention) + max(0.0, sums - mlp)
+    forward = FORWARD / 2 / 4
+    assert found.seconds[Op.FORWARD, "layer.0", 0, 0] == pytest.approx(forward + 2 * sums)
+    assert found.seconds[Op.BACKWARD, "layer.0", 0, 0] == pytest.approx(2 * forward + exposed)
 
 
 def test_recomputation_runs_the_forward_again() -> None:

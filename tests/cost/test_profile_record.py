@@ -46,7 +46,12 @@ def test_a_measured_profile_is_saved_whole(tmp_path: Path) -> None:
 
 def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
     piece = BlockPiece.apart(
-        Table(((1, 10, 1.0),)), Constants(1e-9, 1e-6, 1e-3), parameters=7, held=HELD, reduced=(2, 3)
+        Table(((1, 10, 1.0),)),
+        Constants(1e-9, 1e-6, 1e-3),
+        parameters=7,
+        held=HELD,
+        reduced=(2, 3),
+        windows=(1e-6, 2e-6),
     )
     sizes = ModelSizes.of(captured("llama")[0])
     one = measured(

@@ -43,7 +43,10 @@ def spec(part: StagePart = StagePart(), **settings: object) -> VariantSpec:  # n
         ({"dtype": torch.bfloat16}, ["shard", "differentiate"]),
         ({"backend": "inductor"}, ["shard", "differentiate", "compile"]),
         ({"fused_head": True}, ["shard", "fuse_head", "differentiate", "accumulate"]),
-        ({"fused_head": True, "part": StagePart(StageKind(2))}, ["shard", "differentiate", "accumulate"]),
+        (
+            {"fused_head": True, "part": StagePart(StageKind(2))},
+            ["shard", "differentiate", "accumulate", "overlap_collectives"],
+        ),
     ],
 )
 def test_a_spec_says_which_passes_apply(changed: dict[str, Any], names: list[str]) -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hydragraph.cluster.collectives import head_loss, head_token_losses
+from hydragraph.cluster.collectives import StartsAtOnce, head_loss, head_token_losses
 from hydragraph.cluster.communicators import Channel
 from hydragraph.cluster.launch import World
 from hydragraph.ir.instruction import Stream
@@ -281,7 +281,7 @@ class RecordingGroups:
         return {ranks: RecordingCollectives(ranks, ranks.index(self.world.rank)) for ranks in mine}
 
 
-class RecordingCollectives:
+class RecordingCollectives(StartsAtOnce):
     """Tensor-parallel collectives of one rank that hears only itself; operators of the current queue."""
 
     def __init__(self, ranks: tuple[int, ...], index: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cluster.collectives import head_loss, head_token_losses
+from hydragraph.cluster.collectives import StartsAtOnce, head_loss, head_token_losses
 from hydragraph.passes.differentiate import Variant
 
 _END = "the end"
@@ -46,7 +46,7 @@ class StageBarrier:
         self._barrier.abort()
 
 
-class EmulatedCollectives:
+class EmulatedCollectives(StartsAtOnce):
     """Thread-based `hydragraph.cluster.collectives.Collectives`; `calls` lists the names of the calls made."""
 
     def __init__(self, barrier: StageBarrier, index: int) -> None:

@@ -78,14 +78,15 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of the runtime's collectives, and of a gradient's running sum -> number of arguments.
+# Methods of the runtime's collectives, of a gradient's running sum, of a started collective -> number of arguments.
 ON_COLLECTIVES: Mapping[str, int] = {
-    **dict.fromkeys(("all_reduce", "all_reduce_max"), 2),
-    **dict.fromkeys(("all_gather", "reduce_scatter", "split"), 3),
+    **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
     "head_token_losses": 7,
     "head_loss": 9,
 }
 ON_SUMS: Mapping[str, int] = {"t": 1, "addmm_": 3}
+ON_STARTED: Mapping[str, int] = {"result": 1}
 
 # Argument types that are never the result of a node.
 _PLAIN = frozenset({"ScalarType", "MemoryFormat", "Layout", "Device", "str"})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin, 
 import torch
 from torch import fx
 
-from hydragraph.frontend.compiled_folder.allowed_operators import ON_COLLECTIVES, ON_SUMS, check_call
+from hydragraph.frontend.compiled_folder.allowed_operators import ON_COLLECTIVES, ON_STARTED, ON_SUMS, check_call
 from hydragraph.passes.differentiate import COLLECTIVES
 from hydragraph.private.graph_values import LARGEST_SIZE, size_of
 
@@ -184,6 +184,7 @@ class _Graph:
         self._where = where
         self._size_of = size
         self._names: set[str] = set()
+        self._started: set[str] = set()  # names of started collectives
 
     def _size(self, size: object) -> int:
         return self._size_of(size) if isinstance(size, str) else size_of(size, ())
@@ -224,6 +225,8 @@ class _Graph:
         for argument in (*args, *kwargs.values()):
             self._argument(argument)
         checks[kind](target, args, kwargs)
+        if kind == "call_method" and str(target).startswith("start_"):
+            self._started.add(name)
         self._value(value)
 
     def _placeholder(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
@@ -250,14 +253,14 @@ class _Graph:
             raise Malformed(f"it has {len(elements)} bytes of elements for {size}")
 
     def _call_method(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
-        takes = ON_COLLECTIVES.get(target) or ON_SUMS.get(target) if isinstance(target, str) else None
+        takes = {**ON_COLLECTIVES, **ON_SUMS, **ON_STARTED}.get(target) if isinstance(target, str) else None
         if takes is None:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with other arguments than that takes")
-        # The runtime's objects are placeholders with reserved names.
+        # The runtime's objects are the placeholders with reserved names, and what their start methods return.
         on = args[0].get("node") if isinstance(args[0], dict) else None
-        if on is None or (on == COLLECTIVES) != (target in ON_COLLECTIVES):
+        if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")
 
     def _output(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:

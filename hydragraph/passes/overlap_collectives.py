@@ -1,0 +1,76 @@
+"""Pass `overlap_collectives`: let a stage's collectives run while the graph computes what does not depend on them.
+
+    before     total += dy^t x;  dx = dy W;  s = all_reduce(dx);  y = s * w
+    after      dx = dy W;  p = start_all_reduce(dx);  total += dy^t x;  s = p.result();  y = s * w
+
+A collective starts as soon as its operand exists: operators since the previous collective that it does not need come
+after its start. It ends before its first reader. In a backward these operators are the products of weight gradients, as
+in Megatron-LM (Shoeybi et al., 2019). Collectives keep their order, which all ranks of a stage share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.differentiate import Variant
+
+STARTS = {name: f"start_{name}" for name in ("all_reduce", "all_gather", "reduce_scatter")}
+RESULT = "result"
+
+
+def overlap_collectives(variant: Variant) -> Variant:
+    """Return a variant whose forward and backward wait for a collective's result only where they read it."""
+    return replace(variant, forward=_overlapped(variant.forward), backward=_overlapped(variant.backward))
+
+
+def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    started: dict[fx.Node, fx.Node] = {}  # collective of the module without a reader yet -> its start in `graph`
+
+    def copy(nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            for read in node.all_input_nodes:
+                if read in started:
+                    copies[read] = _result(graph, read, started.pop(read))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    since: list[fx.Node] = []  # nodes after the last collective
+    for node in module.graph.nodes:
+        if node.op != "call_method" or node.target not in STARTS:
+            since.append(node)
+            continue
+        needed = _needed(node, since)
+        copy([*(n for n in since if n in needed), node])
+        started[node] = _start(copies.pop(node), node)
+        copy(n for n in since if n not in needed)
+        since = []
+    copy(since)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node]:
+    """Return the nodes since the last collective that this one depends on, and all placeholders."""
+    needed = {*collective.all_input_nodes, *(n for n in since if n.op == "placeholder")}
+    for node in reversed(since):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed
+
+
+def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
+    """Turn a call into one that only starts; its value keeps the operand and the result in memory."""
+    call.target = STARTS[str(collective.target)]
+    call.meta = {"val": (value_of(collective), value_of(collective.args[1]))}
+    return call
+
+
+def _result(graph: fx.Graph, collective: fx.Node, start: fx.Node) -> fx.Node:
+    result = graph.call_method(RESULT, (start,))
+    result.meta = dict(collective.meta)
+    return result
