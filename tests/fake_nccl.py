@@ -349,7 +349,7 @@ def fake_nccl() -> Iterator[Device]:
     run = executor.Executor.run
     set_cuda_environment(os.environ)  # as `join` does where PyTorch is built for CUDA
 
-    def made(*args: Any, backend: str | None = None, **options: Any) -> Any:
+    def made(*args: Any, backend: str | None = None, pg_options: object = None, **options: Any) -> Any:
         group = new_group(*args, backend="fake_nccl" if backend == "nccl" else backend, **options)
         if isinstance(group, FakeNccl):
             group.name = dist.distributed_c10d._world.pg_names[group]

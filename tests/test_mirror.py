@@ -125,7 +125,6 @@ ELSEWHERE = {
     "private/graph_values.py": ("ir/test_graph_data.py", "values of graphs, there and back"),
     "private/hooks_and_overrides.py": ("frontend/test_untraceable.py", "hooks and backwards that no trace sees"),
     "private/optimizers.py": ("runtime/test_elementwise.py", "hooks that are refused until they are removed"),
-    "private/process_groups.py": ("engine/test_recovery.py", "groups with lost ranks"),
     "private/tracing.py": ("passes/test_prove_sizes.py", "symbolic sizes; every capture traces"),
     "report/candidate_comparison_text.py": ("report/test_candidate_comparison.py", "the report as text and JSON"),
     "report/facts.py": ("report/test_page.py", "what a page is made from"),

@@ -12,6 +12,9 @@ and 0.2-2.7 ms in a separate one.
     _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
     tp-0-1-...        ranks of one stage  collectives of its graphs         of the stage's instructions
+
+Under NCCL, pulls, pushes and moves overlap with computation, and use few multiprocessors. Computation waits for the
+rest, which has priority.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from hydragraph.cluster.failure.rank_watch import Watch
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.message_in_flight import Message, Operation, Staging, Works
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.private.process_groups import abort_together, drop, unbound
+from hydragraph.private.process_groups import abort_together, drop, nccl_options, unbound
 
 _LOG = logging.getLogger(__name__)
 
@@ -140,13 +143,19 @@ class Groups:
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Create a communicator of these ranks; None if this rank is not one of them."""
+        background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
+        options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
         # group that inherits a device has one communicator for all pairs of ranks, so messages to different peers wait
         # for each other, and programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
-                    list(ranks), timeout=self._timeout, backend=self.world.backend, group_desc=f"hydragraph-{name}"
+                    list(ranks),
+                    timeout=self._timeout,
+                    backend=self.world.backend,
+                    pg_options=options,
+                    group_desc=f"hydragraph-{name}",
                 )
             )
         return group if isinstance(group, dist.ProcessGroup) else None

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+# Blocks, each on a multiprocessor, of a kernel of traffic that overlaps with computation. NCCL's own maximum is 32.
+_BACKGROUND_CTAS = 16
 
 
 def drop_all() -> None:
@@ -46,6 +50,22 @@ def unbound() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+def nccl_options(timeout: timedelta, urgent: bool) -> Any:
+    """Return options for a group's NCCL communicators; None if PyTorch is built without NCCL.
+
+    Args:
+        urgent: whether computation waits for the traffic, so that its kernels precede others. Other traffic overlaps
+            with computation, and leaves most multiprocessors to it.
+    """
+    if not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    options._timeout = timeout
+    if not urgent:
+        options.config.max_ctas = _BACKGROUND_CTAS
+    return options
 
 
 def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
