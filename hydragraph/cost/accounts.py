@@ -1,8 +1,7 @@
-"""Accounts: how one rank spent the seconds of an iteration, for a traced run and for a simulation alike.
+"""How one rank spent the seconds of an iteration, in a traced run or a simulation.
 
 Every second belongs to one kind. A wait for a message is split at the time when the other side started it: before that,
-the other rank was late (`LATE`); after that, the transfer counts. An error of the cost model thus shows where it is
-made.
+the other rank was late (`LATE`); after that, the transfer counts.
 
 Example: rank 1 needs h2.0 from rank 0 at 3 s, rank 0 sends it at 5 s, and it arrives at 6 s.
 
@@ -28,7 +27,7 @@ class TimeKind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting it, and waiting for it in flight; likewise PUSH and P2P
+    PULL = "pull"  # starting it, and waiting for it; likewise PUSH and P2P
     PUSH = "push"
     P2P = "send/receive"
     UPDATE = "update"
@@ -37,7 +36,7 @@ class TimeKind(Enum):
     OTHER = "between instructions"
 
 
-# The kinds of a rank's own time; it waits for other ranks because of theirs.
+# A rank's own time; it waits for other ranks because of theirs.
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
@@ -61,8 +60,8 @@ class TimeAccount:
 
     Attributes:
         seconds: by kind; their sum is the rank's iteration.
-        transfers: by message, seconds since its last participant started it; of a traced run, only messages that a
-            rank waited for.
+        transfers: by message, seconds since its last participant started it; in a traced run, only messages that a rank
+            waited for.
     """
 
     seconds: Mapping[TimeKind, float]
@@ -75,8 +74,6 @@ class TimeAccount:
 
 
 class _OpenAccount:
-    """An account under construction."""
-
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(TimeKind, 0.0)
         self.transfers: dict[str, float] = {}
@@ -97,10 +94,10 @@ class _OpenAccount:
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of one traced iteration.
 
-    If clocks of hosts differ, as much of each wait counts as the transfer instead of `LATE`, or vice versa.
+    A difference between the clocks of hosts moves as much of each wait from `LATE` to the transfer, or back.
 
     Args:
-        ranks: by rank, the events of that iteration alone.
+        ranks: each rank's events of that iteration.
 
     Raises:
         ValueError: a name in the trace is not an instruction.
@@ -121,7 +118,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
-    """Return a function for the time when the last participant started exchanging a value, for a waiting rank."""
+    """Return a function: (value, waiting rank) -> when the last participant started exchanging the value."""
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
@@ -139,7 +136,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
 def _measured(
     rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
 ) -> tuple[_OpenAccount, float]:
-    """Return a rank's sums, and the seconds of its commit, including its wait for other ranks."""
+    """Return a rank's sums, and the seconds of its commit with the wait for other ranks."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = _OpenAccount()
     commit = 0.0
@@ -165,8 +162,8 @@ def _measured(
 
 
 def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
-    """Yield events, sorted by start, with their seconds without those of nested events."""
-    open_: list[tuple[TraceEvent, float]] = []  # with the seconds of nested events
+    """Yield events, sorted by start, with their seconds excluding nested events."""
+    open_: list[tuple[TraceEvent, float]] = []  # with the seconds of their nested events
     for event in events:
         while open_ and open_[-1][0].end <= event.begin:
             yield _closed(open_)
@@ -197,7 +194,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # for each exchange, when the last rank has made its data
+Issues = Mapping[tuple[Op, str], float]  # when the last rank has made its data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:
@@ -242,7 +239,7 @@ def _value(transfer: Instruction) -> str:
 
 
 def _awaited(timeline: Timeline, a: int, i: int) -> Iterable[int]:
-    """Return the transfers that a computation waits for: for a commit, all of them, ordered by their ends."""
+    """Return the transfers that a computation waits for; a commit waits for all, ordered by their ends."""
     program = timeline.actors[a].program
     if program.instructions[i].op is not Op.COMMIT:
         return program.needs[i]

@@ -1,7 +1,7 @@
-"""Actors: the ranks of a stage, which run the same instructions, as one; each different program is compiled once.
+"""Actors: the ranks of a stage, simulated as one.
 
-Ranks of a stage differ only in their partners for sends and receives, as do stages of equal pipelines: a thousand ranks
-have a few dozen different programs.
+Ranks of a stage differ only in their partners for sends and receives, as do stages of equal pipelines, so a thousand
+ranks have a few dozen different programs. Each is compiled once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """A sent or received message, as both ends know it: a hidden state (ahead) or its gradient (back).
+    """A message between stages: a hidden state (ahead) or its gradient (back).
 
     Attributes:
         position: of the block that made the hidden state.
@@ -42,14 +42,13 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """A rank's instructions for simulation, by their indices.
+    """The instructions of one rank of an actor, by index.
 
     Attributes:
-        instructions: of one of the ranks that run it.
         needs: for each instruction, those of other queues that must have ended.
         compute, pulls, pushes, sends, receives: the queues, in order; free instructions are in none.
         messages: for each send, the message and the number of earlier sends of it.
-        before: for a free instruction, the computation before it; -1: there is none.
+        before: for a free instruction, the computation before it; -1: none.
     """
 
     instructions: tuple[Instruction, ...]
@@ -104,7 +103,7 @@ _QUEUES = {Op.PULL: "pulls", Op.PUSH: "pushes", Op.SEND: "sends", Op.RECEIVE: "r
 
 @dataclass(frozen=True, eq=False)
 class Actor:
-    """Ranks that act as one.
+    """Ranks simulated as one.
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
@@ -132,7 +131,7 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """A role for each of its micro-batches, of the pipeline that runs it."""
+        """The role of each micro-batch, in the pipeline that runs it."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:
@@ -151,7 +150,7 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return the (sender, receiver) pairs of a send and its equals: rank i of t serves receivers i, i + t, ..."""
+        """Return the (sender, receiver) pairs of a send: rank i of t serves receivers i, i + t, ..."""
         message, turn = self.program.messages[index]
         # The j-th send of t ranks goes to the j-th group of t receivers.
         receivers = self.receivers(message)[turn * len(self.ranks) :]
@@ -182,13 +181,13 @@ def _actor(
     members: tuple[int, ...],
     compiled: dict[object, ActorProgram],
 ) -> Actor:
-    # One rank per program is lowered now, the others on demand: a thousand ranks have millions of instructions.
+    # Other ranks are lowered on demand: a thousand ranks have millions of instructions.
     def of(rank: int) -> tuple[Instruction, ...]:
         return placed_program(placement, "", mode, rank, ranks).instructions
 
     key: object = None
     if stage is not None:
-        # Beats determine the order of instructions, as does, for interleaved stages, which neighbours are the same.
+        # Beats determine the order of instructions; for interleaved stages, so does which neighbours are the same.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
@@ -228,7 +227,7 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
 
 
 def _placed(role: Role, visit: int, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
-    """Return a role with its neighbours' ranks, given those of every pipeline and stage."""
+    """Return a role with its neighbours' ranks, given the ranks of every (pipeline, stage)."""
     pipeline = role.pipeline
     depth = sum(there == pipeline for there, _ in ranks)
     previous, following = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))
@@ -240,7 +239,8 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
         return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
 
-    # Frees follow sends, and ranks of a stage may send differently often: both are independent of what they compute.
+    # Ranks of a stage may send different numbers of messages, and frees follow sends; neither changes what they
+    # compute.
     first = shape(programs[0])
     for other in programs[1:]:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):

@@ -10,17 +10,17 @@ from hydragraph.cost.curves import Curve, Table
 
 Scheme = tuple[int, int]  # (tp, pp): deployment of one pipeline on tp * pp devices
 
-# Stands for values that every stage computes once per micro-batch, such as rotary tables.
+# Values that every stage computes once per micro-batch, such as rotary tables.
 AUX = "aux"
-# Per element of a home shard: weight, gradient and AdamW's two moments in fp32.
+# Per element of a home shard: fp32 weight, gradient and AdamW's two moments.
 HOME_BYTES = 16
-# Per element of a stage's gradients, which are accumulated in fp32.
+# Per element of a stage's gradients, in fp32.
 GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MemoryLines:
-    """Memory of one compiled block for one micro-batch, in bytes, as lines over its tokens.
+    """Memory of one compiled block for one micro-batch, as lines over its tokens.
 
     Each line is (bytes, bytes per token); see `cost.footprint.Footprint` for their meaning.
 
@@ -43,10 +43,10 @@ class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: of its forward and backward for one micro-batch; approximate if `forward` and `backward` are tables.
+        seconds: of forward and backward together for one micro-batch; approximate if those are tables.
         parameters: elements of its weights on the rank.
-        kept: bytes per token of a micro-batch, from its forward to its backward.
-        working: bytes per token of temporary values of its graphs.
+        kept: bytes per token, from a forward to its backward.
+        working: bytes per token of temporary values.
         fixed: bytes of temporary values that do not depend on the tokens.
         frozen: elements of its weights that get no gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
@@ -77,14 +77,14 @@ class BlockPiece:
 
     @property
     def forward_only(self) -> Curve:
-        """Its seconds if it has no backward, like auxiliary values."""
+        """The forward's curve of a piece without a backward, such as auxiliary values."""
         return self.forward if self.forward is not None else self.seconds
 
     def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
-        """Return its forward and backward curves."""
+        """Return the forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
-        # Backward computes two products for each of the forward's, and the forward's once more if it recomputes.
+        # Backward computes two products for each of the forward's, and repeats the forward's if it recomputes.
         part = 1 / 4 if recompute else 1 / 3
         return self.seconds.times(part), self.seconds.times(1 - part)
 
@@ -97,7 +97,7 @@ class PricedDevice:
         memory: bytes that a rank may use, without the margin.
         elements: of the whole model's parameters.
         itemsize: bytes of an element in the compute dtype.
-        frozen: elements of those parameters that get no gradient, and have no moments at home.
+        frozen: elements of parameters without gradient and moments.
     """
 
     name: str

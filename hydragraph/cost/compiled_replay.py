@@ -1,6 +1,6 @@
-"""The exact end of a pipeline with unequal stages and micro-batches, and messages that take time.
+"""The exact end of a pipeline with unequal stages and micro-batches.
 
-`replay` runs a schedule's table (`ir.schedules`), whatever its kind; messages travel during computation.
+`replay` runs a schedule's table (`ir.schedules`); messages travel during computation.
 
     S, V            stages, micro-batches
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
@@ -11,12 +11,12 @@
     F(s, x)         when the forward of the x-th micro-batch ends on stage s; m = order[x]
     B(s, x)         when its backward ends there
 
-A row of the table is a stage, or several stages on the same devices. It runs one action at a time, in order:
+A row of the table is one or more stages on the same devices. It runs one action at a time, in order:
 
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
 
-An input gradient is priced as such a B with its share of BACKWARD, and a weight gradient waits for nothing.
+An input gradient is such a B with its share of BACKWARD; a weight gradient does not wait.
 
 Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third.
 
@@ -56,7 +56,7 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 class Scratch(NamedTuple):
     """Buffers of `replay`: the ends of forwards and backwards [S, V], and the progress of each stage and row [S].
 
-    After a replay, `clock` is when the last action of each row ends (of each stage, unless they are interleaved).
+    After a replay, `clock` is the end of each row's last action.
     """
 
     ends_f: Floats
@@ -69,7 +69,7 @@ class Scratch(NamedTuple):
 
 @partial(compiled, quick=True)
 def scratch_of(stages: int, count: int) -> Scratch:
-    """Return buffers for pipelines of `stages` stages and `count` micro-batches."""
+    """Return buffers for `stages` stages and `count` micro-batches."""
     return Scratch(
         np.empty((stages, count)),
         np.empty((stages, count)),
@@ -85,10 +85,10 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
     """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
 
     Args:
-        table: of at least `stages` stages and `count` micro-batches; those that do not exist are skipped.
+        table: of at least `stages` stages and `count` micro-batches; further ones are skipped.
         stages: number of stages.
-        rows: seconds of micro-batches, by number [M, S, 5].
-        order: number of the micro-batch at each position; the first `count` are read.
+        rows: seconds by micro-batch number [M, S, 5].
+        order: micro-batch number at each position; the first `count` are read.
         count: number of micro-batches.
         scratch: for at least `stages` stages and `count` micro-batches.
     """
@@ -100,8 +100,8 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # No queue of events: each stage continues until it waits for a neighbour. Stages take turns, down the pipeline for
-    # forwards, then up for backwards.
+    # Each stage continues until it waits for a neighbour. Stages take turns, down the pipeline for forwards, then up
+    # for backwards.
     down = True
     waiting = True
     while waiting:
@@ -124,7 +124,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                     if s and done_f[s - 1] <= x:
                         waiting = True
                         break
-                    # Auxiliary values need no message, so they are computed while it is still in flight.
+                    # Computed while the message is in flight.
                     now += rows[m, s, EARLY]
                     if s:
                         now = max(now, ends_f[s - 1, x] + rows[m, s - 1, AHEAD])

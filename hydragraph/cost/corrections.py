@@ -1,4 +1,4 @@
-"""Corrections: measured errors of the cost model, by kind of instruction, type of device and rank.
+"""Measured errors of the cost model, by kind of instruction, type of device and rank.
 
 Each sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms
 of the latest samples.
@@ -32,8 +32,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # samples of a rank that are needed for a correction
-WINDOW = 64  # samples that are kept
+LEAST = 5  # samples of a rank needed for a correction
+WINDOW = 64  # latest samples kept
 BOUND = 4.0  # a factor beyond it indicates another problem
 BEHIND = 1.1  # a straggler is slower than this
 CERTAIN = 4.0  # standard errors of a rank's median
@@ -45,11 +45,11 @@ Samples = Mapping[tuple[TimeKind, int], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Corrections:
-    """Running factors; equal samples give equal corrections.
+    """Correction factors from the samples of past steps.
 
     Attributes:
         types: of each rank's device; empty: no measurements.
-        samples: by kind and rank, measured / predicted seconds of its last steps, the newest last.
+        samples: measured / predicted seconds of the last steps, the newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -66,12 +66,12 @@ class Corrections:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
-        """Return corrections with one more step: measured / predicted of some kinds and ranks."""
+        """Return corrections with the measured / predicted seconds of one more step."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
     def factor(self, kind: TimeKind, type_: str | None = None) -> float:
-        """Return the factor of a kind's seconds over the prediction, without stragglers; 1: unknown."""
+        """Return the factor of a kind's seconds, without stragglers; 1 if unknown."""
         slow = self.health
         logs = [
             math.log(ratio)
@@ -134,7 +134,7 @@ class Corrections:
         """Read a file written by `save`.
 
         Raises:
-            ValueError: it is another kind of file.
+            ValueError: it is not a corrections file.
         """
         try:
             record: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -149,13 +149,13 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile with its seconds corrected by measured steps.
+    """Return a profile with corrected seconds.
 
     Transfers are not part of the profile: `Costs` corrects their bytes.
 
     Args:
         profile: of one type of device.
-        corrections: of runs that were priced by it.
+        corrections: of runs priced with it.
         type_: of device; None: all.
     """
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
@@ -170,7 +170,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     update = profile.update
     if update is not None:
         update = update[0] * factors[TimeKind.UPDATE], update[1] * factors[TimeKind.UPDATE]
-    # A scheme's constants cover forward and backward together; the forward is about a third.
+    # A scheme's constants cover forward and backward; the forward is about a third.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
     commit = factors[TimeKind.COMMIT]

@@ -22,7 +22,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 class CostedWork:
-    """Cost of every instruction of one iteration; see `cost.instruction_work.Priced`."""
+    """Cost of every instruction; see `cost.instruction_work.Priced`."""
 
     def __init__(self, costs: Pricing, strategy: Strategy, assignment: Assignment) -> None:
         self._costs = costs
@@ -35,7 +35,7 @@ class CostedWork:
         self._strategy = strategy
         self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
         self.placement = place(costs.outline, strategy, assignment.counts)
-        # By (op, name), the stages that take part in an exchange.
+        # The stages that take part in an exchange.
         self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
         self._last = {bucket_of(name): name for op, name in self.users if op is Op.PUSH}
         self._where = {stage.ranks[0]: stage for stage in self.placement.stages}
@@ -67,7 +67,7 @@ class CostedWork:
             max(rate * self._seconds(name, stage.kind, template, op, batch) for name, rate in kinds)
             for batch in batches
         ]
-        # Measurements include tensor-parallel sums; a datasheet's operations do not, so rings are added.
+        # Measurements include tensor-parallel sums; a datasheet does not, so rings are added.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             role = stage.roles[0]
@@ -109,7 +109,7 @@ class CostedWork:
         """See `Priced`; buckets with the same home get the same object."""
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
-        # A bucket's streamed pushes are added at home, and only the last one hands the sums on.
+        # Streamed pushes are added at home; only the last one hands the sums on.
         if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)
@@ -126,10 +126,10 @@ class CostedWork:
         return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
-        """Return what each rank sends to the next one of its stage in an iteration's tensor-parallel sums.
+        """Return the bytes that each rank sends to the next one of its stage in tensor-parallel sums.
 
-        A sum by a ring sends 2 (t - 1) / t hidden states from each of t ranks. Measured curves include an unknown
-        number of sums, which are not counted here.
+        A ring sum sends 2 (t - 1) / t hidden states from each of t ranks. Sums included in measured curves are not
+        counted.
         """
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
@@ -159,10 +159,10 @@ class CostedWork:
         rate = costs.health.rate(rank)
         if not norm or math.isinf(rate):
             return 0.0
-        # The norm of a rank's shard counts once, not once per copy.
+        # Copies of a shard count once.
         return rate * norm * costs.owned(rank, learning=True) / costs.home.copies
 
     def handling(self, rank: int) -> float:
-        """See `Priced`; a lost rank counts as healthy, since it takes no part."""
+        """See `Priced`; a lost rank, which takes no part, counts as healthy."""
         rate = self._costs.health.rate(rank)
         return rate if math.isfinite(rate) else 1.0

@@ -1,12 +1,12 @@
-"""Costs: the single source for the time and memory of a strategy, for planning, simulation, comparison and reports.
+"""Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
 
     profile   time and memory of blocks, by type of device          -> `pipeline`, `work`, `memory`
     cluster   the type of each rank, and the links                  -> messages, tensor-parallel sums, pull and push
     health    the slowdown of each rank                             -> every computation of its stage, its part of a
                                                                        message (latency), commit and update
 
-The seconds of a strategy are those of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) plus those of
-pulling weights, pushing gradients, agreeing and updating (`fixed`). The simulator uses the same `work`.
+A strategy takes the seconds of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) plus those of pull,
+push, commit and update (`fixed`).
 
 Formulas of the papers -> functions:
 
@@ -43,9 +43,9 @@ from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.strategy import Pipeline, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates: enough to hide traffic
+FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # of the largest buckets, whose messages are under way at the same time
+IN_FLIGHT = 2  # of the largest buckets' messages at the same time
 
 
 class Costs(Pricing):
@@ -55,13 +55,12 @@ class Costs(Pricing):
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
         health: rates of ranks; None: the rates of the corrections; without corrections, all ranks are healthy.
-        home: owners of weights and optimizer state. If it has a rule, its owners are chosen for the priced strategy, as
-            a run of it does (`of_strategies`); None: the rule "auto". Without nodes of its own, copies use the nodes of
-            the cluster.
+        home: owners of weights and optimizer state. A rule chooses them for the priced strategy (`of_strategies`), as
+            in a run; None: the rule "auto". Without nodes of its own, copies use the cluster's nodes.
         blocks: exact memory of compiled graphs; None: the profile's lines.
         state_bytes: per trained element at home: its weight and optimizer state.
-        push_itemsize: bytes of an element of a gradient as it travels to its owner.
-        corrections: results of runs priced with these costs (`hydragraph compare`); they correct all seconds.
+        push_itemsize: bytes of a pushed gradient's element.
+        corrections: from runs priced with these costs (`hydragraph compare`).
 
     Raises:
         Unsupported: the profile does not cover a type of the cluster, or knows no blocks.
@@ -112,7 +111,7 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return the costs on some of these ranks, renumbered in this order, under a home."""
+        """Return the costs on some ranks, renumbered in this order, under a home."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
@@ -124,7 +123,7 @@ class Costs(Pricing):
         """Return the costs under the home chosen for some strategies together; unchanged if their home has no rule.
 
         Args:
-            tokens: of the largest micro-batch, which needs memory too; default: as many as use a device well.
+            tokens: of the largest micro-batch, whose memory is reserved; default: as many as use a device well.
         """
         if self.home.rule is None:
             return self
@@ -136,7 +135,7 @@ class Costs(Pricing):
         return self._of_strategies[strategies]
 
     def home_question(self, strategies: Sequence[Strategy], home: Home, tokens: int | None = None) -> HomeQuestion:
-        """Return the inputs of the choice of a home's owners for some strategies; arguments as for `of_strategies`."""
+        """Return the inputs for choosing a home's owners; arguments as for `of_strategies`."""
         largest = max((bucket.size for bucket in self.buckets), default=0)
         messages = IN_FLIGHT * largest * (self.sizes.itemsize + GRADIENT_BYTES)
         beside = [0.0] * self.ranks
@@ -157,7 +156,7 @@ class Costs(Pricing):
         )
 
     def pipeline(self, pipeline: Pipeline, schedule: str = DEFAULT_SCHEDULE, limit: int | None = None) -> PipelineCost:
-        """Return the cost of a pipeline: constants of its slowest stage for search, and its stages for exact seconds.
+        """Return the cost of a pipeline.
 
         Args:
             limit: maximum number of tokens of its micro-batches; None: as many as fit.
@@ -177,8 +176,8 @@ class Costs(Pricing):
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return the cost of each pipeline of a strategy.
 
-        A stage shared by several pipelines is slower for each of them (`cost.shared_stage_costs`), and their
-        micro-batches fit with the maximum of all of them in flight.
+        A shared stage is slower for each of its pipelines (`cost.shared_stage_costs`), and holds the micro-batches in
+        flight of all of them.
 
         Raises:
             Unsupported, ValueError: as for `pipeline`.
@@ -197,7 +196,7 @@ class Costs(Pricing):
 
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = self.useful_tokens(pipeline)
-        # The slowest stage may depend on the length, so the length at which the pipeline is well used decides.
+        # The slowest stage may depend on the length: compare at the length that uses the devices well.
         by_row: dict[int, list[Constants]] = {}
         for stage, row in zip(stages, pipeline.rows, strict=True):
             by_row.setdefault(row, []).append(stage.constants)
@@ -229,18 +228,18 @@ class Costs(Pricing):
             )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the maximum number of tokens of a pipeline's micro-batch, given the memory of each rank.
+        """Return the maximum tokens of a pipeline's micro-batch in its ranks' memory.
 
-        The default schedule determines how many micro-batches are in flight.
+        Micro-batches in flight are those of the default schedule.
 
         Args:
-            strategy: of the pipeline, if it shares stages with others, whose micro-batches are then as long.
+            strategy: of the pipeline; pipelines that share its stages are assumed to have micro-batches as long.
             beside: additional bytes that every rank must have free.
         """
         return self._longest.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs in addition to its state, from the peaks that `max_len` uses.
+        """Return the bytes that each rank needs in addition to its state.
 
         Args:
             tokens: of the longest micro-batch of each pipeline.
@@ -248,7 +247,7 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: its slowest pipeline, plus `fixed`; simulated if a stage streams."""
+        """Return the seconds of an iteration: its slowest pipeline plus `fixed`; simulated if a stage streams."""
         if strategy.streams:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
@@ -256,7 +255,7 @@ class Costs(Pricing):
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
         """Return when the slowest pipeline of an iteration ends, without `fixed`.
 
-        Pipelines that share stages wait for each other, so their computation is simulated.
+        Pipelines that share stages wait for each other, so they are simulated.
         """
         if strategy.shares:
             return self._computing_s(strategy, assignment.counts, self.work(strategy, assignment))
@@ -270,8 +269,8 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to a strategy's iterations.
 
-        They are the extra time of a simulated iteration of two micro-batches per stage, with as many tokens as use a
-        device well: part of the traffic is hidden by computation.
+        They are the extra seconds of a simulated iteration of two micro-batches per stage, with as many tokens as use a
+        device well: computation hides part of the traffic.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)
@@ -284,12 +283,11 @@ class Costs(Pricing):
         return self._fixed[key]
 
     def _filled(self, strategy: Strategy, shortest: int = 1) -> Assignment:
-        """Return an iteration that fills the pipelines with micro-batches of as many tokens as use a device well."""
+        """Return an iteration that fills the pipelines with micro-batches that use a device well."""
         counts = [FILLED * len(p.stages) for p in strategy.pipelines]
         return Assignment.even(counts, [max(shortest, self.useful_tokens(p)) for p in strategy.pipelines])
 
     def _computing_s(self, strategy: Strategy, counts: Sequence[int], work: Priced) -> float:
-        """Return the seconds of an iteration without pull, push, commit and update."""
         return self._timeline(strategy, counts, Without(work, "pull", "push", "ending")).seconds
 
     def _timeline(
@@ -312,19 +310,19 @@ class Costs(Pricing):
         """Return the cost of each instruction of an iteration.
 
         Raises:
-            ValueError: strategy, assignment and cluster do not fit one another.
+            ValueError: strategy, assignment and cluster do not match.
             Unsupported: a cost was not measured, or a rank is lost.
         """
         strategy.check(self.outline.layers, self.ranks, self.sizes.heads)
         return CostedWork(self.of_strategies(strategy), strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return the peak memory of every rank, assuming that every exchange takes as long as it may.
+        """Return an upper bound of every rank's peak memory: every exchange takes as long as it may.
 
-        Only a simulation knows when exchanges end: `hg.simulate(...).memory` gives a tighter bound.
+        `hg.simulate(...).memory` knows when exchanges end and is tighter.
 
         Args:
-            assignment: of an iteration; default: two micro-batches per stage, of as many tokens as use a device well.
+            assignment: default: two micro-batches per stage, of as many tokens as use a device well.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).memory(strategy, assignment)

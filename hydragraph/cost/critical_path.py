@@ -21,17 +21,17 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # printed steps; the shortest of longer paths are left out
+SHOWN = 12  # steps printed; shorter ones are left out
 
 
 @dataclass(frozen=True)
 class PathStep:
-    """One step of the critical path.
+    """A step of the critical path.
 
     Attributes:
         kind: "computing", "pulling weights", ...
-        what: a sentence without its seconds.
-        begin_s, end_s: begin and end.
+        what: a description of the step.
+        begin_s, end_s: seconds from the start of the iteration.
         ranks: the ranks that did it.
         op: of its first instruction.
     """
@@ -87,7 +87,7 @@ class CriticalPath:
 
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
-    """Follow the last instruction to end back to the beginning."""
+    """Return the chain of waits that ends with the last instruction."""
     # Neighbours of one kind on one actor form one step: readers want stages and transfers, not a thousand blocks.
     chain = list(_chain(times))
     chain.reverse()
@@ -100,7 +100,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # A consumer of a push's sums does not wait for its end, after the transfer to second owners.
+    # A consumer of a push's sums does not wait for the transfer to second owners.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
@@ -111,7 +111,7 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
     order = range(len(times[a].end))
-    # If several end last, prefer one that waited for another instruction.
+    # Of several that end last, prefer one that waited for another instruction.
     i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
     while i >= 0:
         yield a, i
@@ -119,7 +119,6 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
 
 
 def _together(actors: Sequence[Actor], one: tuple[int, int], two: tuple[int, int]) -> bool:
-    """Return whether two neighbours form one step: computations of a stage, or pulls of it."""
     first, second = (actors[a].program.instructions[i] for a, i in (one, two))
     return one[0] == two[0] and _KINDS.get(first.op) == _KINDS.get(second.op) and first.op is not Op.RECEIVE
 
@@ -130,7 +129,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     instructions = [actors[x].program.instructions[i] for x, i in run]
     begin = times[a].begin[first]
     end = times[b].end[last]
-    # The cost of slower transfers by others is reported if it exceeds rounding.
+    # Report slowdown by other traffic only if it exceeds rounding.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = f", {took / alone:.2f} x as long as alone, for sharing links" if alone and took > 1.01 * alone else ""

@@ -12,12 +12,12 @@ from typing import Any
 from hydragraph.cost.reach import Near, Reach, total
 from hydragraph.errors import Unsupported
 
-# Limit of reading a table beyond its largest micro-batch, as a multiple of its tokens.
+# Multiple of a table's largest micro-batch up to which it is extrapolated.
 BEYOND = 2.0
 
 
 class Load:
-    """Sums over the sequences of a micro-batch, each computed once for all curves.
+    """Sums over the sequences of a micro-batch, shared by all curves.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -54,7 +54,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: real attention never has a = 0, and a real stage never b = 0, except with windows."""
+        """Whether the fit failed: except with windows, real attention has a > 0 and a real stage b > 0."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -70,7 +70,7 @@ class Constants:
         return seconds
 
     def work(self, length: Any) -> Any:
-        """Return the seconds that a sequence of `length` tokens adds, or each of an array of lengths."""
+        """Return the seconds that a sequence of `length` tokens adds; `length` may be an array."""
         seconds = (self.a * length + self.b) * length
         for reach, pair_s in self.near:
             seconds = seconds + pair_s * reach.pairs(length)
@@ -97,9 +97,8 @@ class Constants:
 class Table:
     """Measured seconds, by (sequences, total tokens).
 
-    A micro-batch is located by its tokens T and its length sum l^2 / sum l. Measurements of one length are joined by
-    straight lines over T, and those of neighbouring lengths over the length. The first line is extended down to 0
-    seconds, the last one to twice as many tokens.
+    Seconds are interpolated linearly over the tokens T, then over the length sum l^2 / sum l. The first line is
+    extended down to 0 seconds, the last one to twice as many tokens.
 
     Attributes:
         rows: (sequences, tokens, seconds).
@@ -155,8 +154,8 @@ class Table:
         return shorter + (longer - shorter) * (length - low) / (high - low)
 
     def least_per_token(self, low: float, high: float) -> float:
-        """Return a lower bound of the seconds per token, for micro-batches of `low` to `high` tokens."""
-        # On a line, they are smallest at one of its ends; between two lengths, they are a mean.
+        """Return a lower bound of the seconds per token of micro-batches of `low` to `high` tokens."""
+        # A line's minimum is at one of its ends; between two lengths, seconds are a mean.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:
@@ -165,14 +164,14 @@ class Table:
         return min(least)
 
     def constants(self) -> Constants:
-        """Return approximate constants for search; tables of one length show no quadratic part."""
+        """Return approximate constants for search, without a quadratic part if all measurements have one length."""
         import numpy as np
         from scipy.optimize import nnls  # only needed for fitting
 
         rows = np.array([[tokens * tokens / n, tokens, 1.0] for n, tokens, x in self.rows if x > 0])
         if not len(rows):
             return Constants(0.0, 0.0, 0.0)
-        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # so that short ones count equally
+        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # minimise relative errors
         # At a single length, l^2 and l are proportional.
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)

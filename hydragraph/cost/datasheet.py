@@ -1,13 +1,11 @@
-"""A profile without measurements: a model's operations and bytes at fractions of a datasheet's rates.
+"""A profile from a datasheet: a model's operations and bytes at fractions of a device's rates.
 
-A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward (6 P T in total);
-attention over H heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and
-twice that backward. With a window or chunks, the pairs of `Reach` replace L^2. A block's backward also repeats its
-recomputed operations. Tensor-parallel sums are priced separately, from the links of their ranks.
+A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward; attention over H
+heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and twice that backward.
+With a window or chunks, the pairs of `Reach` replace L^2. A backward also repeats recomputed operations.
+Tensor-parallel sums are priced separately, from the links of their ranks.
 
-By default, kernels follow a roofline: products with a weight [n, k] reach less of the peak if n or k is small,
-attention has a fraction of its own, element-wise operators are bound by memory, and every kernel takes time to start.
-With `efficiency`, all operations reach one fraction of the peak instead.
+Kernels follow a roofline (`Roofline`) unless `efficiency` gives one fraction of the peak for all operations.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 class Roofline:
     """Fractions of a datasheet's rates that kernels reach.
 
-    The constants were adjusted by hand with the published runs of `benchmarks/published_runs.py` in view.
+    The constants were tuned by hand on the published runs of `benchmarks/published_runs.py`.
 
     Attributes:
-        attention: of what products of large matrices reach (`spec.known_devices`), by attention.
-        half: length of a weight's dimension that halves the speed of its product.
-        memory: of the memory's bandwidth, by element-wise operators.
+        attention: attention's fraction of the speed of large matrix products (`spec.known_devices`).
+        half: length of a weight's dimension at which its product has half the speed.
+        memory: element-wise operators' fraction of the memory's bandwidth.
         launch_s: seconds to start a kernel.
     """
 
@@ -60,11 +58,11 @@ class Roofline:
 
 Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
 ROOFLINE = Roofline()
-KERNELS = 2  # of the forward per product: itself, and the fused element-wise operators before it
-# Kind of run -> number of published runs, and the mean absolute error of their predicted seconds, as a fraction
+KERNELS = 2  # per product of a forward: itself, and the fused element-wise operators before it
+# Kind of run -> number of published runs, and the mean relative error of their predicted seconds
 # (`benchmarks/published_runs.py`, 2026-11-28).
 PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}
-# AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
+# AdamW per element in fp32: reads weight, gradient and two moments, writes weight and two moments.
 UPDATE_BYTES = 28
 
 
@@ -78,10 +76,10 @@ def datasheet(
     """Return a profile for every type of device of a cluster.
 
     Args:
-        efficiency: the fraction of `flops_per_s` that computation reaches, above 0; None: by `ROOFLINE`.
+        efficiency: fraction of `flops_per_s` that computation reaches, in (0, 1]; None: by `ROOFLINE`.
         degrees: tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
-        compiled: returns a block's graphs (`passes.variants.Variants.get`), for their memory; None: the profile has no
-            memory of blocks, so give `Costs` some `blocks` where memory matters.
+        compiled: returns a block's graphs (`passes.variants.Variants.get`), for their memory; None: pass `blocks` to
+            `Costs` if memory matters.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
@@ -138,7 +136,7 @@ def _expected_error(mixed: bool) -> str:
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
     for tp in degrees or range(1, ranks + 1):
-        # Attention can only be cut by a divisor of the heads.
+        # The degree must divide the heads.
         if program.allows(tp):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
@@ -150,9 +148,8 @@ class _Rates:
     """Rates of a device.
 
     Attributes:
-        flops_per_s: that products of large matrices reach.
+        flops_per_s: of products of large matrices.
         bytes_per_s: the datasheet's bandwidth.
-        itemsize: bytes of an element.
         roofline: whether other kernels are slower.
     """
 
@@ -162,7 +159,7 @@ class _Rates:
     roofline: bool
 
     def product(self, n: int, k: int) -> float:
-        """Return the seconds per token of a product with a weight [n, k], and of what is fused before it."""
+        """Return the seconds per token of a product with a weight [n, k], fused operators included."""
         seconds = 2 * n * k / self.flops_per_s
         if not self.roofline:
             return seconds
@@ -175,7 +172,6 @@ class _Rates:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
     def launches(self, products: int) -> float:
-        """Return the seconds to start the kernels of a forward."""
         return KERNELS * products * ROOFLINE.launch_s if self.roofline else 0.0
 
 
@@ -192,7 +188,7 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
 def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
     try:
         work = operations(program, block, kind.tp)
-    except Unsupported:  # this degree does not cut this block; lowering reports it
+    except Unsupported:  # this degree does not divide the block; lowering reports it
         work = operations(program, block, 1).divided(kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = sum(times * rates.product(n, k) for times, n, k in work.products)
@@ -216,7 +212,7 @@ class Operations:
 
     Attributes:
         attention: operations per pair of tokens, by reach.
-        products: weights [n, k] that tokens are multiplied with: (how often, n, k).
+        products: (times per token, n, k) of each weight [n, k].
         parameters, frozen: elements of its weights, all and frozen ones.
         windows: for each sum of the backward, the products of trained weights that follow its place in the forward;
             their gradients are computed during the sum.
@@ -245,7 +241,7 @@ class Operations:
 def operations(program: Program, block: Block, tp: int) -> Operations:
     """Return the work of a block on the first rank of a stage of `tp` ranks."""
     graph = program.templates[block.template].graph.graph
-    # An embedding is not multiplied.
+    # Embeddings are looked up, not multiplied.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     rows = _rows_of_experts(graph)
     products: list[Product] = []
@@ -275,7 +271,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return, by their weight, the number of experts' matrices that a token is multiplied by."""
+    """Return, by weight, the number of experts' matrices that a token is multiplied by."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     rows_by_weight = {}
     for node in graph.nodes:
@@ -286,7 +282,7 @@ def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
-    """Return the products per token of the gated delta rule: three with the state, four within a chunk."""
+    """Return the gated delta rule's products per token: three with the state, four within a chunk."""
     keys, (heads, values) = int(value_of(node.args[1]).shape[2]), map(int, value_of(node.args[2]).shape[1:])
     return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 
@@ -309,6 +305,6 @@ def _attention(node: fx.Node) -> float:
 
 
 def _sums(program: Program, block: Block) -> tuple[int, int]:
-    """Return how many hidden states the ranks of a stage sum, forward and backward."""
+    """Return how many hidden states a stage's ranks sum in forward and backward."""
     where = [n.args[1] for n in program.templates[block.template].graph.graph.nodes if n.target is communicate]
     return where.count("exit"), where.count("enter")

@@ -1,8 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-Computation is a chain: an actor runs ahead as long as the ends of all its inputs are known. Transfers share ports and
-cards, so their ends are known only when the clock reaches them (`cost.shared_ports`). Events never begin before the
-clock: a value known at some time was made then or later.
+An actor computes ahead of the clock as long as the ends of all its inputs are known. Transfers share ports and cards,
+so their ends are known only when the clock reaches them (`cost.shared_ports`). Events never begin before the clock.
 
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
@@ -40,11 +39,11 @@ _PULL, _PUSH, _SEND, _HAND = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Begin and end of an actor's instructions, in seconds, and the one (of any actor) that each waited for last.
+    """Begin and end of an actor's instructions, in seconds.
 
     Attributes:
         begin, end: by index.
-        actor, index: the last instruction waited for; -1: none.
+        actor, index: the instruction waited for last; -1: none.
         alone: seconds of a transfer without other traffic.
     """
 
@@ -57,26 +56,24 @@ class Times:
 
 @dataclass(eq=False)
 class _Meeting:
-    """One exchange: the partners missing for each actor, and the time and number of the last one that came."""
+    """An exchange: each actor's number of missing partners, and the time and number of the last one to arrive."""
 
     passage: Passage
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    # Actor -> its instruction, when it came, and the cause of its entry.
+    # Actor -> its instruction, arrival, and cause.
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
 class Engine:
-    """One run of the simulation."""
-
     def __init__(self, actors: Sequence[Actor], cluster: Cluster, work: Priced) -> None:
         self.actors = actors
         self._work = work
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
-        # A transfer is priced for all ranks of an actor together, by the slowest of them.
+        # A transfer takes as long as on the slowest rank of its actor.
         handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
         self._roads = Roads(cluster, group, handling)
         self._flows = Flows()
@@ -143,7 +140,7 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        # Until no actor can continue without the clock; a commit marks other actors again.
+        # A commit marks other actors again.
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
@@ -151,11 +148,11 @@ class Engine:
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
-        """Run an actor's computations while the ends of their inputs are known."""
+        """Run an actor's computations as long as the ends of their inputs are known."""
         program = self.actors[a].program
         times = self.times[a]
         durations = self._durations[a]
-        # Local names: this loop runs once per instruction, millions of times.
+        # Local names: this loop runs for millions of instructions.
         queue = program.compute
         needs = program.needs
         begin = times.begin
@@ -197,7 +194,7 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Let an actor reach the commit once its transfers have ended; return whether all actors have arrived."""
+        """Let an actor enter the commit once its transfers have ended; return whether all actors have."""
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -223,7 +220,7 @@ class Engine:
         return True
 
     def _transfer(self, a: int, queue: int) -> None:
-        """Begin the next transfer of a queue, if the one before it has ended and its inputs are ready."""
+        """Begin a queue's next transfer if the one before it has ended and its inputs are ready."""
         while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
             i = self._queues[a][queue][self._next[a][queue]]
             ready = self._free[a][queue]
@@ -270,7 +267,7 @@ class Engine:
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        """Let an actor enter an exchange; actors whose partners have all come begin."""
+        """Let an actor enter an exchange; begin it for the actors whose partners have all entered."""
         meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
         # Both ends are on one rank, so the exchange completes immediately.
         row = meeting.passage.partners[a]
@@ -280,7 +277,7 @@ class Engine:
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
             if len(meeting.entered) == len(self.actors):
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # of equal ones, the first that came
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equal ones
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
         # Every partner waits for the last of its own partners, which differ.
@@ -346,7 +343,7 @@ class Engine:
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)
-        # To a stage of more ranks, this one sends several times: the last send completes the message.
+        # To a stage of more ranks, this one sends several times; the last send completes the message.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]
@@ -366,7 +363,7 @@ def _receives(actor: Actor) -> dict[StageMessage, int]:
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
-    """Return the seconds of every instruction of the compute queue; -1 for the commit, which all actors share."""
+    """Return the seconds of every computation; -1 for the commit, which all actors share."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

@@ -26,7 +26,7 @@ from hydragraph.spec.stage_kind import StagePart
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A packed micro-batch: its tokens and its sequences, padding included."""
+    """A packed micro-batch, padding included."""
 
     tokens: int
     sequences: int
@@ -34,7 +34,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class HalvesFootprint:
-    """Memory of the halves of one block's backward for one micro-batch, in bytes.
+    """Memory of the two halves of a block's backward for one micro-batch, in bytes.
 
     Attributes:
         first, second: the peaks of the halves' own values, results included.
@@ -69,13 +69,13 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """A high estimate of the memory of the backward's halves: the input half keeps what it reads and makes."""
+        """An upper estimate: the input half keeps what it reads and makes."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})
 
 
 def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
-    """Measure the halves of a compiled block's backward on a micro-batch."""
+    """Measure the halves of a block's backward on a micro-batch."""
     sizes = Sizes.of(variant, part, micro_batch)
     first, second = split_backward(variant)
     saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
@@ -110,7 +110,7 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
-    """Return what a forward's inputs and output are kept as, by storage: "hidden", "aux", "output" or ""."""
+    """Return the kind of each storage of a forward's inputs and output: "hidden", "aux", "output" or ""."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
     origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
@@ -141,7 +141,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
     """Return a block's footprint as lines over its tokens, through those at 1,024 and 2,048 tokens per rank.
 
-    One sequence is assumed: each further one adds 4 bytes to the bounds that an attention keeps.
+    One sequence is assumed; each further one adds 4 bytes per attention.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp
@@ -162,7 +162,7 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    """Return the bytes of a graph's results for a micro-batch, without those that are inputs."""
+    """Return the bytes of a graph's results for a micro-batch, except inputs."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
@@ -177,12 +177,12 @@ def token_bytes(graph: fx.GraphModule) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Converts the sizes of a traced graph to those of a micro-batch.
+    """Conversion of a traced graph's sizes to those of a micro-batch.
 
     Attributes:
         tokens: the symbol of the token count.
         factor: the micro-batch's tokens per token of the trace.
-        bounds: the entries of cu_seqlens.
+        bounds: number of entries of cu_seqlens.
     """
 
     tokens: str
@@ -207,11 +207,11 @@ class Sizes:
         return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
-        """Return the storages of a node's value and their bytes; for a view, the bytes of the view."""
+        """Return the bytes of each storage of a node's value; for a view, the bytes of the view."""
         return {key: self._bytes(tensor) for key, tensor in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the temporary bytes of an operator while it runs: those of a fused head's chunk."""
+        """Return the temporary bytes inside a fused head; 0 for other operators."""
         operands = head_operands(node)
         if operands is None:
             return 0
@@ -230,7 +230,7 @@ class Sizes:
 
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
-    """Return the peak of a graph's own values; each is freed after its last use, results stay."""
+    """Return the peak bytes of a graph's own values; each is freed after its last use, results stay."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)
@@ -248,13 +248,11 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 class _Lives:
     """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds.
 
-    A storage [1, tokens, 4096] of float32, traced with 26 tokens, has constant 26 x 4096 x 4, tokens 1 and bounds 0.
-
     Attributes:
-        nodes: of the graph.
+        nodes: number of nodes of the graph.
         begin, end: the first node that makes a storage, and the last that reads it.
-        constant, tokens, bounds: of its bytes, see `Sizes`.
-        heads: nodes with temporary bytes while they run.
+        constant, tokens, bounds: of each storage's bytes.
+        heads: nodes of fused heads, which have temporary bytes.
     """
 
     nodes: int
@@ -300,7 +298,7 @@ def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
 
 
 def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
-    """Return the factors of a tensor's bytes: a constant, and the exponents of the tokens and the bounds."""
+    """Return a tensor's (constant, tokens, bounds); see `_Lives`."""
     constant = float(tensor.dtype.itemsize)
     of_tokens = of_bounds = 0
     for size in tensor.shape:
@@ -316,7 +314,7 @@ def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
 
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
-    """Return hidden and weight of a fused head, alone or as a call on the collectives; None for other operators."""
+    """Return hidden and weight of a fused head, tensor-parallel or not; None for other operators."""
     ops = torch.ops.hydragraph
     called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
     if node.op == "call_method" and node.target in called:

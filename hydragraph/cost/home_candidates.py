@@ -1,14 +1,13 @@
 """Candidate owners of one bucket: fractions of it by rank, which sum to 1.
 
-Let a stage of t ranks need 1 / t of the bucket on each of them. Candidates for strategies s with weights w_s are
+A stage of t ranks needs 1 / t of the bucket on each. Candidates for strategies s with weights w_s:
 
     by need      the fractions that ranks need under one strategy, or on average over all
     groups       the ranks of one stage alone; for two strategies, the ranks that both use
     all          equal fractions of all ranks
     subsets      every set of ranks, in worlds of at most `FEW` ranks
 
-A rank's fraction is then multiplied by its ability: its share, over its rate. With two copies, candidates on one node
-get their second copy from the ranks of other nodes.
+A rank's fraction is then multiplied by its ability, share / rate. With two copies, the second one is on another node.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # maximum number of stages of one strategy, or of second nodes, that are separate candidates
-PLACES = 9  # decimals for comparing two candidates
+MOST = 8  # maximum stages of one strategy, or second nodes, that are separate candidates
+PLACES = 9  # decimals that are compared
 
 
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return candidates without repetition, the one by mean need first.
+    """Return different candidates, the one by mean need first.
 
     Args:
-        users: by the strategy's number, the stages that use the bucket.
+        users: by strategy number, the stages that use the bucket.
         weights: of the strategies.
         ability, nodes: of each rank [ranks].
         copies: of the state.
@@ -50,14 +49,14 @@ def candidates(
     able = [parts * ability for parts in every]
     fractions = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
     if copies > 1:
-        # Shares by ability where no other node can hold a second copy.
+        # If no other node can hold a second copy.
         second = [twice for parts in fractions for twice in with_second_copy(parts, ability, nodes)]
         fractions = second or [ability / ability.sum()]
     return unlike(fractions)
 
 
 def needed(stages: Stages, ranks: int) -> Parts:
-    """Return the fraction of a bucket that each rank needs for its stage."""
+    """Return the fraction of a bucket that each rank needs."""
     parts = np.zeros(ranks)
     for stage in stages:
         parts[list(stage)] += 1 / len(stage)
@@ -71,7 +70,7 @@ def subsets(ranks: int) -> list[Parts]:
 
 
 def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iterator[Parts]:
-    """Yield fractions of two copies together, with at most half on each node.
+    """Yield fractions of two copies together, at most half on each node.
 
     Args:
         parts: of one copy.
@@ -94,7 +93,7 @@ def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iter
 
 
 def unlike(every: Sequence[Parts]) -> list[Parts]:
-    """Return the candidates without repetition, in their order."""
+    """Return the different candidates, in order."""
     return list({tuple(np.round(parts, PLACES)): parts for parts in reversed(every)}.values())[::-1]
 
 

@@ -1,21 +1,19 @@
 """The choice of a home: the ranks that own each bucket's state, for given strategies.
 
-In every iteration, the stages that use a bucket b pull it and push its gradients back. With x_b the parts of b that
-ranks own (`cost.home_candidates`), let p_s(x), q_s(x) and h_s(x) be the seconds of the slowest rank for pulling it,
-pushing it and handing it to second owners under strategy s, from the bytes of its links (`cost.exchanges`) on the
-cluster (`cost.traffic`). For strategies with frequencies w_s, choose
+Let x_b be the parts of bucket b that ranks own (`cost.home_candidates`), and p_s(x), q_s(x) and h_s(x) the seconds of
+the slowest rank for pulling it, pushing its gradients and handing them to second owners under strategy s
+(`cost.exchanges`, `cost.traffic`). For strategies with frequencies w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Exchanges of
-buckets run one after another, so each bucket is chosen by itself, as long as every rank has room for what it then owns.
-Otherwise, a linear program over the same candidates chooses for all buckets at once (`cost.home_room`).
+and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Exchanges run
+one after another, so each bucket is chosen alone. If the result does not fit a rank's memory, a linear program chooses
+for all buckets at once (`cost.home_room`).
 
-Buckets of equal form used by the same stages are one class with a single choice. For one strategy on equal links, parts
-by need are the choice, except for stages of unlike degrees in small worlds.
+Buckets of equal form used by the same stages are one class. For one strategy on equal links, parts by need are chosen,
+except for stages of different degrees in small worlds.
 
-Example: two pipelines of two stages, <[0]x2,[1]x2> + <[2]x2,[3]x2>. The first layers go to ranks 0 and 2 in halves, the
-others to 1 and 3. With <[0]x2,[1]x2> alone, ranks 0 and 1 would own them without any exchange.
+Example: <[0]x2,[1]x2> + <[2]x2,[3]x2>. Ranks 0 and 2 own half of the first layers each, 1 and 3 of the others.
 """
 
 from __future__ import annotations
@@ -42,21 +40,21 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-SAME = 1e-9  # relative difference of seconds, and of bytes, that counts as zero
+SAME = 1e-9  # relative difference that counts as zero
 
 
 @dataclass(frozen=True)
 class HomeQuestion:
-    """Inputs of a choice; ranks with equal inputs make the same choice.
+    """Inputs of a choice, which is deterministic: ranks with equal inputs agree.
 
     Attributes:
         outline, buckets: of the model.
         strategies: that run.
         cluster: of the ranks.
-        home: whose owners are chosen; its shares, nodes, copies and fixed buckets hold.
+        home: whose owners are chosen; its shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of the strategies; None: all equal.
-        health: of ranks: a slow one owns less of a bucket, a lost one none.
+        health: a slow rank owns less, a lost one nothing.
         room: elements that each rank has memory for; None: enough.
     """
 
@@ -76,8 +74,7 @@ class BucketClass:
     """Buckets of equal form used by the same stages.
 
     Attributes:
-        buckets: of the model.
-        users: by the number of the strategy, the stages that use them.
+        users: by strategy number, the stages that use them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -88,7 +85,7 @@ def choose_home(question: HomeQuestion) -> Home:
     """Return a home without a rule; a home without one is returned unchanged.
 
     Raises:
-        ValueError: the home has shares for other ranks, or needs a copy on another node but there is only one.
+        ValueError: the home has shares for other ranks, or needs a second node that does not exist.
     """
     home = question.home
     if home.rule is None:
@@ -107,7 +104,7 @@ def choose_home(question: HomeQuestion) -> Home:
 
 
 def expected_s(question: HomeQuestion, home: Home) -> float:
-    """Return the expected seconds of exchanges of an iteration under a home: the sum of e_b."""
+    """Return the expected seconds of an iteration's exchanges under a home: the sum of e_b."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for bucket_class in choice.classes(without=()):
@@ -118,7 +115,7 @@ def expected_s(question: HomeQuestion, home: Home) -> float:
 
 
 def numbers(parts: Parts) -> tuple[float, ...]:
-    """Return parts as relative shares, as whole numbers if possible."""
+    """Return parts as relative shares, whole numbers if possible."""
     shares = parts / parts[parts > 0].min()
     whole = np.rint(shares)
     return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))
@@ -139,14 +136,13 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """The home's shares, without those of lost ranks: for buckets that no block uses."""
+        """The home's shares without lost ranks, for buckets that no block uses."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)
         return numbers(np.where(self._ability > 0, shares or (1.0,) * self.ranks, 0.0))
 
     def parts(self) -> dict[str, Parts]:
-        """Return the parts of every chosen bucket."""
         classes = self.classes(without=tuple(self._question.home.buckets))
         narrow = self._question.home.rule == "stages"
         ranked = [self._ranked(bucket_class, wide=not narrow and self._mixed(bucket_class)) for bucket_class in classes]
@@ -156,7 +152,7 @@ class _Choice:
         return self._repaired(classes) or best
 
     def classes(self, without: Sequence[str]) -> list[BucketClass]:
-        """Return the classes of the buckets that blocks use, except for the named ones."""
+        """Return the classes of used buckets, except the named ones."""
         question = self._question
         holders = [
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
@@ -197,7 +193,7 @@ class _Choice:
         return [choices[i] for i in order]
 
     def price(self, each: BucketClass, parts: Parts) -> tuple[float, float]:
-        """Return the expected seconds and bytes of a bucket of a class in an iteration."""
+        """Return the expected seconds and bytes per iteration of one bucket of a class."""
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
         if key not in self._known:
@@ -248,7 +244,7 @@ class _Choice:
         return self._question.home.copies * bucket.size
 
     def _repaired(self, classes: Sequence[BucketClass]) -> dict[str, Parts] | None:
-        """Return parts that fit the memory of ranks; None: there are none."""
+        """Return parts that fit the ranks' memory; None if no parts fit."""
         room = np.asarray(self._question.room, float)
         able = np.where(self._ability > 0, np.maximum(room, 0.0), 0.0)
         if not able.sum():

@@ -1,15 +1,15 @@
-"""Owners within the ranks' memory: the linear program that repairs the best owners of each bucket alone.
+"""The linear program that chooses owners of all buckets within the ranks' memory.
 
-Let class k have n_k buckets of z_k elements, whose candidate c gives rank r the fraction p_cr and takes e_kc seconds.
-With m copies and room for M_r elements on rank r, choose the amount x_kc of the class that uses each candidate:
+Class k has n_k buckets of z_k elements; its candidate c gives rank r the fraction p_cr and takes e_kc seconds. With m
+copies and room for M_r elements on rank r, choose the fraction x_kc of the class that uses each candidate:
 
     minimise    sum_kc n_k e_kc x_kc
     subject to  sum_c x_kc = 1                            for every class k
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets use one candidate as far as x allows, and the others of a class share the remainder in mixed fractions.
-The candidates include single ranks: with one copy, anything that fits in total is feasible.
+Whole buckets use one candidate as far as x allows; the others of a class share the remainder. With one copy, single
+ranks are candidates, so anything that fits in total is feasible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-FULL = 1 - 1e-6  # fraction of the room that may be planned, because solvers and cuts round
+FULL = 1 - 1e-6  # leaves room for rounding by solver and cuts
 
 
 def within(
@@ -34,8 +34,8 @@ def within(
     """Return fractions for each bucket of each class; None if memory does not suffice.
 
     Args:
-        counts, sizes: of each class, its buckets, and the elements of one, all copies together.
-        choices, seconds: candidates of each class, and the seconds of each.
+        counts, sizes: number of buckets of each class, and elements of one with all copies.
+        choices, seconds: candidates of each class, and their seconds.
         room: elements that each rank has memory for [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit
@@ -59,11 +59,10 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return fractions for each of several equal buckets: whole buckets by candidate, the others in mixed fractions.
+    """Return the fractions of each of `count` equal buckets.
 
     Args:
-        chosen: candidates, and the number of buckets of each, which sum up to `count`.
-        count: of buckets.
+        chosen: candidates, and the number of buckets of each, which sum to `count`.
     """
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])

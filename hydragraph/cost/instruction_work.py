@@ -1,4 +1,4 @@
-"""The cost of the instructions of one iteration, as a simulation needs it."""
+"""The interface that a simulation needs for costs of instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.ir.schedules.schedule import Work
 # Each half's share of a backward's seconds: the two gradients of a matrix product cost the same.
 SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 0.5}
 
-# One object for all empty transfers, since equal transfers are priced once by identity.
+# Equal transfers are priced once, by identity, so all empty ones are one object.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -22,12 +22,10 @@ class Priced(Protocol):
     """Costs that a simulation needs."""
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """Return the seconds of a block's forward or backward for each micro-batch, on a stage's ranks together.
-
-        A half of a backward takes its part of these (`SHARES`).
+        """Return the seconds of a block's forward or whole backward for each micro-batch, on a stage's ranks together.
 
         Args:
-            micro_batches: the numbers of all micro-batches of the stage (`ir.rank_program.Role`).
+            micro_batches: numbers of all micro-batches of the stage (`ir.rank_program.Role`).
         """
         ...
 
@@ -40,7 +38,7 @@ class Priced(Protocol):
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
-        """Return the bytes of the hidden state of a pipeline's micro-batch; None: messages take no time.
+        """Return the bytes of a micro-batch's hidden state; None: messages take no time.
 
         Args:
             micro_batch: counted within the pipeline.
@@ -56,7 +54,7 @@ class Priced(Protocol):
         ...
 
     def handling(self, rank: int) -> float:
-        """Return a rank's factor on link latency: its time to start and end a message, relative to a healthy rank."""
+        """Return a rank's factor on link latency, relative to a healthy rank."""
         ...
 
 

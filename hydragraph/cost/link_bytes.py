@@ -1,4 +1,4 @@
-"""The exact bytes that pulls and pushes move, computed from the link instead of estimated."""
+"""The exact bytes that pulls and pushes move, computed from the link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Traffic:
     """Bytes moved in one direction in one step.
 
     Attributes:
-        src, dst: int64, the sending and the receiving rank of each pair that moves data, sorted, never the same.
+        src, dst: int64, sending and receiving rank of each pair that moves data, sorted, never equal.
         size: int64, bytes of each pair.
         local: bytes that stay on their rank.
     """
@@ -64,8 +64,8 @@ def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direct
 
 
 def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
-    """Return the traffic of a direction, given the bytes of an element as it is pulled."""
-    # Layers with the same home share one layout object (`passes.weight_layouts`), so one link represents all of them.
+    """Return the traffic of a direction, given the bytes of a pulled element."""
+    # Layers with the same home share one layout object (`passes.weight_layouts`), so one link represents all.
     alike: dict[tuple[int, int], list[BucketLayouts]] = {}
     for bucket in placed:
         if direction == "pull" or bucket.bucket.learns:

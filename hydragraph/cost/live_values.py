@@ -1,4 +1,4 @@
-"""Live values, the storages that they share, and the bytes of storages still in use."""
+"""Live values of a rank and the bytes of their storages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Storage = tuple[str, str]  # its attribute of Memory, and a name
 
 
 class Alive:
-    """Live values and the storages that each of them keeps."""
+    """Live values and the storages that each keeps; values can share storages."""
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
@@ -22,14 +22,13 @@ class Alive:
         return value in self._values
 
     def add(self, value: str, part: str, size: int, *shared: str, named: Container[str] | None = None) -> None:
-        """Start a value with its own storage, which also keeps the storages of other values.
+        """Start a value with its own storage; it also keeps storages of other values.
 
         Args:
-            value: its name.
-            part: where its size counts.
-            size: of its own storage.
+            part: attribute of Memory that its own storage counts in.
+            size: bytes of its own storage.
             shared: the other values.
-            named: of their storages, only those that these values started with; None: all.
+            named: keep only their storages started by these values; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)

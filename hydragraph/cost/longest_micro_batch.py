@@ -1,11 +1,10 @@
-"""The maximum tokens of micro-batches: each rank's memory is walked, and tokens are added until it is full.
+"""The maximum tokens of micro-batches that fit each rank's memory.
 
-Walks are slow, so a stage is skipped if its memory is certain to suffice whenever that of another stage does: of two
-stages between the first and the last, the later one has fewer micro-batches in flight under the default schedule, and
-holds less of each if its blocks are among the other's.
+Walks are slow, so a stage is skipped if it certainly fits whenever another one does: of two stages between the first
+and the last, the later one has fewer micro-batches in flight under the default schedule, and holds less of each if its
+blocks are among the other's.
 
-Example: <tp2,pp8> of 8 + 8 + ... + 8 layers on equal ranks: stages 0, 1 and 7 are walked, and stages 2 to 6 hold less
-than stage 1. With 10 layers on stage 5, that one is walked as well.
+Example: <tp2,pp8> of equal stages on equal ranks: stages 0, 1 and 7 are walked; 2 to 6 hold less than 1.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# Number of programs whose peaks are cached, of about a megabyte each.
+# Programs whose peaks are cached, about a megabyte each.
 PEAKS = 256
 
 
 class LongestMicroBatch:
-    """Maximum number of tokens that fit the ranks of a cluster.
+    """Maximum tokens that fit the ranks of a cluster.
 
     Args:
         costs: of the model on the cluster.
-        other: from costs with the same profile, types and number of ranks, whose peaks are reused: they do not depend
-            on health, home or nodes.
+        other: of costs with the same profile, types and number of ranks; its peaks, which do not depend on health, home
+            or nodes, are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
@@ -74,7 +73,7 @@ class LongestMicroBatch:
         most: int | None = None
         for at, rank in self._deciding(pipeline):
             peak = self._stage_peak(pipeline, at, rank)
-            # Most stages do not determine the limit, which a single evaluation shows.
+            # Most stages do not determine the limit; a single evaluation shows it.
             left = self._left(rank) - beside
             if most is None or not peak.holds(most, left):
                 fitting_tokens = peak.most(left)
@@ -83,7 +82,7 @@ class LongestMicroBatch:
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
-        """Yield (stage position, rank) pairs that may determine the limit: if these fit, all fit."""
+        """Yield (stage position, rank) pairs; if these fit, all fit."""
         contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
         looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
@@ -101,7 +100,7 @@ class LongestMicroBatch:
                 yield at, rank
 
     def _contents(self, first: int, end: int) -> Counter[object]:
-        """Count what determines the memory of blocks [first, end): their templates, backwards and buckets."""
+        """Count what determines the memory of blocks [first, end)."""
         outline = self._costs.outline
         names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
         templates = self._costs.profile.blocks
@@ -110,19 +109,19 @@ class LongestMicroBatch:
 
     @cached_property
     def _kinds(self) -> dict[str, int]:
-        """The number of each bucket's kind: buckets of one kind need the same memory."""
+        """The number of each bucket's kind; buckets of one kind need the same memory."""
         numbers: dict[object, int] = {}
         kinds = {bucket.name: (bucket.form, bucket.learns) for bucket in self._costs.buckets}
         return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
     def _unlike(self, stage: Stage) -> list[int]:
-        """Return one of the ranks of a stage that are of one type and own equally much."""
+        """Return one rank per type and number of owned elements."""
         costs = self._costs
         kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        # A pipeline's memory does not depend on the others, except that all ranks share the state at home.
+        # Other pipelines affect only the state at home.
         count = telling(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule bounds what is in flight"
         return self._peak(
@@ -130,10 +129,10 @@ class LongestMicroBatch:
         )
 
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
-        """Return the memory of a rank of a shared stage, as a function of all its micro-batches' tokens.
+        """Return the peak of a rank of a shared stage.
 
-        In any order of turns, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last stage
-        of a model one in total.
+        In any order, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last stage one in
+        total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
         # The walk has all of them in flight at once, and one more for the input received for the next forward.
@@ -143,10 +142,10 @@ class LongestMicroBatch:
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
-        """Return the memory of a rank in a strategy without its state, as a function of all micro-batches' tokens.
+        """Return a rank's peak without its state.
 
         Args:
-            form: cache key: all devices hold the same for the same stage.
+            form: cache key; all devices hold the same for the same stage.
         """
         if form not in self._peaks:
             if len(self._peaks) >= PEAKS:

@@ -40,16 +40,16 @@ INSTANT = Interconnect(1e300, 0.0)
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Planner's data on one pipeline.
+    """Cost of one pipeline.
 
     Attributes:
-        a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over its sequences, plus c once.
-        near: seconds per pair of limited attention, in addition.
+        a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over sequences, plus c.
+        near: additional seconds per pair of limited attention.
         stages: its depth PP, in groups of devices.
         max_len: most tokens of a micro-batch.
-        util_len: tokens from where on a micro-batch uses the device well.
+        util_len: tokens from which a micro-batch uses the device well.
         devices: their number.
-        parts: its stages; empty if they are only known to be alike.
+        parts: its stages; empty: they are alike.
         rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
         schedule: its kind (`ir.schedules`).
     """
@@ -72,12 +72,12 @@ class PipelineCost:
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return its exact end for micro-batches of these lengths in this order."""
+        """Return the exact end of micro-batches of these lengths in this order."""
         return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Its stages; if they are only known to be alike, a forward is a third of their seconds."""
+        """Its stages; if `parts` is empty, a forward is a third of their seconds."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
@@ -101,18 +101,17 @@ class Profile:
         limits: MaxLen by scheme, where it was measured instead of modelled.
         hetero_sync_s: extra seconds of an iteration whose pipelines are not all alike.
         failed: schemes whose fit failed, and why.
-        blocks: the template of every block, in order; the first is the prologue, the last the epilogue.
+        blocks: template of every block, in order, from the prologue to the epilogue.
         pieces: cost of each template, and of AUX, in each kind of stage.
         unfit: kinds of stage whose fit failed, and why.
         device: on which the pieces were measured.
         link: between two ranks, fitted to `messages`.
         messages: bytes of a message between two ranks, and its seconds.
         residuals: root mean square relative error of each scheme's constants on the measurements.
-        notes: remarks for readers.
         type: the measured type of device, as clusters name it; "": any.
         sizes: of the model; None: derived from the pieces as far as possible (`model_sizes`).
-        update: seconds of an optimizer's step, and per element of a rank's home shard.
-        commit_s: seconds of the agreement between ranks before it.
+        update: seconds of an optimizer step: constant, and per element of a rank's home shard.
+        commit_s: seconds of the agreement before it.
         norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.
         efficiency: the assumed fraction of a datasheet's FLOP/s; None: it was measured.
         others: profiles of other types of device.
@@ -170,7 +169,7 @@ class Profile:
         """Return the profile of a type of device.
 
         Raises:
-            Unsupported: there is none.
+            Unsupported: the type was not measured.
         """
         for profile in (self, *self.others):
             if profile.type == type_:
@@ -199,7 +198,7 @@ class Profile:
         return replace(self, pieces=pieces, schemes=schemes, others=others)
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return a cluster of `ranks` measured devices: one node, joined by the measured link.
+        """Return one node of `ranks` measured devices, joined by the measured link.
 
         Raises:
             Unsupported: the memory of its device is not known.
@@ -214,7 +213,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """The model's sizes; rough ones if only the elements of blocks are known; None: unknown."""
+        """The model's sizes, rough if only the elements of blocks are known; None: unknown."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -291,7 +290,7 @@ class Profile:
     @overload
     def seconds(self, scheme: Scheme, length: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]: ...
     def seconds(self, scheme: Scheme, length: Any) -> Any:
-        """Return T(l) = a l^2 + b l + c [s]: one stage, forward and backward, for a micro-batch of one sequence.
+        """Return T(l) = a l^2 + b l + c: seconds of forward and backward of one stage for one sequence.
 
         Args:
             length: tokens, or an array of them (one micro-batch each).
@@ -304,7 +303,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen: the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
         self.constants(scheme)
-        # A measured limit includes more than a model, such as an allocator's losses.
+        # A measured limit includes losses that a model does not, such as the allocator's.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -320,7 +319,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: the tokens from where on a micro-batch uses the device well."""
+        """Return UtilLen: the tokens from which a micro-batch uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(
@@ -338,14 +337,13 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline of plain stages; `Costs` prices any pipeline.
+        """Return the cost of a regular pipeline; `Costs` prices any pipeline.
 
         Args:
-            pipeline: of a strategy for the model of this profile.
             devices: of the whole strategy, which share the optimizer state.
 
         Raises:
-            Unsupported: it is another kind of pipeline, its scheme was not measured, or a fit failed.
+            Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
             ValueError: its number of layers differs from the model's.
         """
         if self.layers is not None and pipeline.layers != self.layers:
@@ -368,11 +366,11 @@ class Profile:
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return the seconds that published constants add to an iteration: one number, if pipelines differ."""
+        """Return the seconds that published constants add to an iteration if pipelines differ."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return `charge`, which takes no time here."""
+        """Return `charge`."""
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:

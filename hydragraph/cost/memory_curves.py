@@ -8,7 +8,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
 from hydragraph.cost.timeline import SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# Returns a rank's walk, given the exchanges that have ended by the index of an instruction (`Walk.over`).
+# (rank, ended exchanges by the index of an instruction) -> its walk; see `Walk.over`.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
@@ -27,7 +27,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
             raise IndexError(rank)
         spans = self._timeline.ranks[rank]
         peak, at, after = self._walk_of(rank, _ended(spans)).curve()
-        # One point per change of size; of several changes at the same instant, the last size counts.
+        # Of several changes at the same instant, the last one counts.
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):
@@ -40,10 +40,9 @@ class MemoryCurves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return the exchanges that a rank has ended when it reaches an instruction, in the executor's way.
+    """Return the exchanges that a rank has ended when it reaches an instruction, as in the executor.
 
-    Before each computation it ends finished pulls that bring it no data, and before each push, the finished earlier
-    ones.
+    It ends finished pulls without data before each computation, and finished pushes before each push.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

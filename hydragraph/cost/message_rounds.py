@@ -1,7 +1,4 @@
-"""Time of messages that begin together, compiled: a loop over the pairs of a thousand ranks, 10^6 of them.
-
-`cost.traffic` states the assumptions: a rank's messages go one after another, and those that cross nodes share cards.
-"""
+"""Compiled time of messages that begin together, up to 10^6 pairs of ranks; `cost.traffic` states the assumptions."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """The link between two ranks, by their kinds of nodes a, b, and whether it is across: 2 (a K + b) + across.
+    """Links by index: 2 (a K + b) + across, for kinds a, b of the two nodes, and whether the nodes differ.
 
     Attributes:
         node, kind, card: of each rank [R].
@@ -25,8 +22,8 @@ class LinkTable(NamedTuple):
         cards: number of cards.
         handling: slowdown of each rank's message latency relative to a healthy one [R].
         latency_s, bytes_per_s: of each link [2 K K].
-        first: index of a link's first measured point, and the end of the last link's [2 K K + 1]; a link may have none.
-        logs, speeds: of each point, the logarithm of the message's bytes, and bytes per second.
+        first: index of each link's first measured point, then the total [2 K K + 1]; a link may have none.
+        logs, speeds: of each point, log of the message's bytes, and bytes per second.
     """
 
     node: Ints
@@ -44,7 +41,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds that each message travels and occupies a card, and the seconds of each rank.
+    """Return the seconds that each message travels and occupies a card, and each rank's seconds.
 
     Args:
         links: of the cluster.
@@ -79,7 +76,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card carries what all its ranks send to other nodes, and what they receive at the same time.
+    # A card carries all its ranks' messages to and from other nodes, both directions at once.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:
@@ -91,7 +88,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
 
 @compiled
 def _speed(links: LinkTable, log: float, link: int) -> float:
-    """Return a link's bytes per second for a message: measured points are interpolated in the logarithm of its size."""
+    """Return a link's bytes per second; measured points are interpolated in the log of the size."""
     begin, end = links.first[link], links.first[link + 1]
     logs, speeds = links.logs, links.speeds
     if begin == end:

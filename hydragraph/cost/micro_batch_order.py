@@ -1,7 +1,7 @@
-"""The order of a pipeline's micro-batches that ends first, on stages that take the same time.
+"""The order of a pipeline's micro-batches that ends first, on equal stages.
 
-Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third. In this order they end at 14
-under the default schedule; the estimate, 3 + 6 + (2 - 1) 6 = 15, is above it.
+Example: two stages, micro-batches of 3 and 6 seconds on each. In this order they end at 14 under the default schedule;
+the estimate is 3 + 6 + (2 - 1) 6 = 15.
 
 Equations of Hydraulis -> functions:
 
@@ -26,7 +26,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# The forward's fraction of a micro-batch's time on a stage: backward computes two products for each of forward's.
+# The forward's fraction of a micro-batch's seconds: backward computes two products for each of its.
 FORWARD = 1 / 3
 _FORWARD = compiled_replay.FORWARD
 _BACKWARD = compiled_replay.BACKWARD
@@ -34,7 +34,7 @@ _BACKWARD = compiled_replay.BACKWARD
 
 @compiled
 def equal_stages(costs: Floats, stages: int) -> Floats:
-    """Return the rows [V, S, 5] of micro-batches on stages that take the same time."""
+    """Return the rows [V, S, 5] of micro-batches on equal stages."""
     rows = np.zeros((len(costs), stages, PARTS))
     for j in range(len(costs)):
         for s in range(stages):
@@ -45,7 +45,7 @@ def equal_stages(costs: Floats, stages: int) -> Floats:
 
 @compiled
 def longest_to_shortest(costs: Floats) -> Ints:
-    """Return the micro-batches ordered by their seconds, descending."""
+    """Return the micro-batches by descending seconds."""
     count = len(costs)
     descending = np.arange(count)
     for j in range(count):
@@ -60,12 +60,12 @@ def longest_to_shortest(costs: Floats) -> Ints:
 
 @compiled
 def starting_order(descending: Ints, shape: int) -> Ints:
-    """Return one of four orders: descending, ascending, the largest in the middle, the largest at both ends."""
+    """Return one of four orders: descending, ascending, largest in the middle, largest at both ends."""
     count = len(descending)
     if shape == 0:
         return descending.copy()
     trial = np.empty(count, np.int64)
-    # Filled alternately from both ends, the last ones lie in the middle: the largest if the smallest come first.
+    # Filled alternately from both ends, so the last ones lie in the middle.
     low = 0
     high = count - 1
     for i in range(count):
@@ -84,9 +84,9 @@ def starting_order(descending: Ints, shape: int) -> Ints:
 
 @compiled
 def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds: int, scratch: Scratch) -> float:
-    """Improve an order in place by swaps of micro-batches, for at most `rounds` while that helps; return its end."""
+    """Improve an order in place by swaps, for at most `rounds` rounds; return its end."""
     count, stages = rows.shape[:2]
-    # The end has no formula in the order, so every swap is tried by a replay, and undone if it is worse.
+    # The end has no formula in the order, so each swap is replayed.
     for _ in range(rounds):
         improved = False
         for i in range(count - 1):
@@ -105,16 +105,15 @@ def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds:
 
 @compiled
 def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> tuple[float, Ints]:
-    """Return the end and the order of micro-batches that finish first among those tried.
+    """Return the earliest end found, and its order.
 
-    These are the given order, descending and ascending ones, the largest in the middle and at both ends; each is
-    improved by at most `climb` rounds of swapping.
+    Searches from the given order and from those of `starting_order`.
 
     Args:
-        costs: seconds of each micro-batch on a stage, forward and backward [V].
+        costs: seconds of each micro-batch on a stage [V].
         stages: number of stages.
         table: of the pipeline's schedule.
-        climb: number of rounds.
+        climb: maximum rounds of swaps for each.
     """
     count = len(costs)
     rows = equal_stages(costs, stages)
@@ -123,7 +122,7 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     best = replay(table, stages, rows, best_order, count, scratch)
     if stages == 1 or count < 2:
         return best, best_order
-    # With few micro-batches, the first and the last count most: they fill and drain the stages.
+    # The first and last micro-batches fill and drain the stages, so they matter most.
     descending = longest_to_shortest(costs)
     best = climbed(rows, best_order, best, table, climb, scratch)
     for shape in range(4):
@@ -136,12 +135,12 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
 
 
 def published_seconds(costs: Sequence[float], stages: int) -> float:
-    """Return the estimate of Appendix D.1: the sum of micro-batches + (PP - 1) times the largest."""
+    """Return the estimate of Appendix D.1."""
     return sum(costs) + (stages - 1) * max(costs) if costs else 0.0
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
-    """Return the end of micro-batches, in their order, on stages that take the same time.
+    """Return the end of micro-batches, in this order, on equal stages.
 
     Args:
         costs: seconds of one stage for each micro-batch, forward and backward.

@@ -1,4 +1,4 @@
-"""Model sizes stored in a profile, so that its file suffices to price the traffic of a strategy."""
+"""Model sizes, stored in a profile to price traffic without the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-# Imported when needed: profiles without sizes are read without PyTorch.
+# Profiles without sizes are read without PyTorch.
 if TYPE_CHECKING:
     from hydragraph.ir.parameter import Bucket
     from hydragraph.ir.program import Program
@@ -21,8 +21,8 @@ class ModelSizes:
     Attributes:
         blocks: their names, in order.
         buckets: its parameters, as they travel together.
-        hidden_bytes: of one token's hidden state, which stages send each other.
-        itemsize: bytes of an element in the compute dtype, which is also that of pulled weights.
+        hidden_bytes: of one token's hidden state.
+        itemsize: bytes of an element in the compute dtype, also that of pulled weights.
         heads: query head counts; a tensor-parallel degree must divide each of them.
     """
 
@@ -51,7 +51,7 @@ class ModelSizes:
 
     @classmethod
     def rough(cls, sizes: tuple[int, ...], hidden_bytes: int, itemsize: int) -> ModelSizes:
-        """Return a model with only the elements of each block known: one parameter each, cut evenly."""
+        """Return sizes from each block's number of elements: one evenly sharded parameter per block."""
         from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
         names = ("embed", *(f"layer.{i}" for i in range(len(sizes) - 2)), "head")[: len(sizes)]
@@ -67,7 +67,7 @@ class ModelSizes:
         """The outline that rank programs are built from."""
         from hydragraph.ir.program_outline import Outline
 
-        # Buckets that no block uses have a home, but are never pulled or pushed.
+        # Buckets without blocks have a home, but are never pulled or pushed.
         used = [bucket for bucket in self.buckets if bucket.blocks]
         return Outline(
             self.blocks,
@@ -77,7 +77,7 @@ class ModelSizes:
         )
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree shards the query heads and every head of keys and values."""
+        """Return whether a tensor-parallel degree divides the query heads and satisfies every parameter's rule."""
         rules = (parameter.rule for bucket in self.buckets for parameter in bucket.parameters)
         return all(count % tp == 0 for count in self.heads) and all(rule is None or rule.allows(tp) for rule in rules)
 

@@ -1,12 +1,11 @@
-"""Cost of a block that recomputes within a memory budget, from its costs without and with full recomputation.
+"""Cost of a block that recomputes within a memory budget, from those without and with full recomputation.
 
     s    the fraction of the operations repeated by full recomputation that the budget repeats, from compiled graphs;
          1 - budget if there are none
     b    the memory budget
 
 The forward takes as long as without recomputation. The backward adds the fraction s of what full recomputation adds,
-without attention, whose results are always saved. The stage saves the fraction b of the bytes that it saves without
-recomputation.
+without attention, whose results are always saved. The fraction b of the bytes stays saved.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from hydragraph.passes.memory_budget import operations
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s, the fraction of full recomputation's operations that a variant repeats, 0 to 1.
+    """Return s of a variant, 0 to 1.
 
     Args:
-        plain, partial, full: graphs of one block without recomputation, within a budget and with full recomputation.
+        plain, partial, full: one block without recomputation, within a budget and with full recomputation.
     """
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
@@ -40,11 +39,11 @@ def _operations(graph: torch.fx.GraphModule) -> float:
 def within_budget(
     plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
 ) -> dict[str, BlockPiece]:
-    """Return the pieces of a kind of stage that recomputes within a memory budget.
+    """Return the pieces of a kind of stage with a memory budget.
 
     Args:
         plain, full: pieces without and with full recomputation, by template.
-        budget: the fraction of saved bytes that stay saved.
+        budget: b.
         shares: s of each template.
     """
     return {

@@ -1,10 +1,10 @@
-"""The maximum tokens that fit a rank's memory: its peak is a maximum of lines, evaluated on demand and cached.
+"""The maximum tokens that fit a rank's memory.
 
-Tokens are evaluated in whole steps, which every tensor-parallel degree divides; between two steps the peak is assumed
-linear. A maximum of lines is convex, so Newton's method converges from any step, to the same answer.
+The peak is a maximum of lines, hence convex: Newton's method converges from any step to the same answer. Tokens are
+evaluated in whole steps, which every tensor-parallel degree divides; between two steps the peak is assumed linear.
 
-Example: 3 GB of weights and 1 MB a token, later 2 MB a token plus 1 GB: 3 + t / 1000 GB, then 1 + t / 500 GB from
-2,000 tokens on. For 9 GB the first line crosses at 6,000, where the second one gives 4,000: the answer.
+Example: max(3 + t / 1000, 1 + t / 500) GB bends at 2,000 tokens. For 9 GB the first line crosses at 6,000, the second
+at 4,000, which is the answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ROUNDS = 8  # of Newton's method: a peak of few lines needs three
 
 
 class Peak:
-    """Peak bytes of a rank as a function of the tokens of equal micro-batches; non-decreasing.
+    """Peak bytes of a rank over the tokens of equal micro-batches; non-decreasing.
 
     Args:
-        bytes_at: bytes for a number of tokens, a multiple of the step; called once per number.
+        bytes_at: bytes for a number of tokens, a multiple of the step.
         step: tokens.
     """
 
@@ -27,18 +27,18 @@ class Peak:
         self._bytes_at = bytes_at
         self._step = step
         self._known: dict[int, float] = {}
-        self._start = step  # near the last answer: the next one is usually close
+        self._start = step  # the next answer is usually close
 
     def holds(self, tokens: int, limit: float) -> bool:
-        """Return whether `tokens` tokens are certain to fit, judged at the next multiple of the step."""
+        """Return whether `tokens` tokens are certain to fit."""
         return self.needs(tokens) <= limit
 
     def needs(self, tokens: int) -> float:
-        """Return an upper bound of the bytes for `tokens` tokens: those of the next multiple of the step."""
+        """Return an upper bound of the bytes for `tokens` tokens: those at the next multiple of the step."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
-        """Return the most tokens that fit into `limit` bytes; 0 if not even a step fits, or tokens take no memory."""
+        """Return the most tokens that fit into `limit` bytes; 0 if not one step fits, or tokens take no memory."""
         if self._at(self._step) > limit:
             return 0
         tokens = 0.0

@@ -1,4 +1,4 @@
-"""Prices on a cluster: time of stages, from a profile, rates and links; state of ranks, and their walks."""
+"""Prices on a cluster: time of stages, state of ranks, and walks of their memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-MESSAGE_BYTES = 1 << 20  # of a typical message, by which links are compared
+MESSAGE_BYTES = 1 << 20  # of a typical message, for comparing links
 RING_TOKENS = 2048  # of a typical micro-batch, likewise
 
 
@@ -55,7 +55,7 @@ class Pricing:
         self.push_itemsize = push_itemsize
         self.corrections = corrections or Corrections()
         self.health = self.corrections.health if health is None else health
-        # Correction factors of transfers, looked up once because transfers are many.
+        # Looked up once, because transfers are many.
         self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
         for rank in self.health:
             if rank >= self.ranks:
@@ -91,12 +91,12 @@ class Pricing:
 
     @property
     def measured(self) -> bool:
-        """Whether computation was measured, rather than derived from a datasheet."""
+        """Whether computation was measured instead of derived from a datasheet."""
         return all(profile.efficiency is None for profile in self.profiles)
 
     @property
     def source(self) -> str:
-        """The source of the seconds of computation, as a sentence."""
+        """The source of computation's seconds, as a sentence."""
         names = ", ".join(profile.name for profile in self.profiles)
         if not self.measured:
             names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
@@ -119,7 +119,7 @@ class Pricing:
         return rate
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two ranks of a stage or of neighbouring ones; a slow rank adds to its latency."""
+        """Return the link between two ranks; a slow rank adds to its latency."""
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
@@ -131,13 +131,13 @@ class Pricing:
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
-        """Return the bytes that a rank may use: the measured free memory, else the device's size."""
+        """Return the bytes that a rank may use: measured free memory, else the device's size."""
         device = self.piece_profile(rank).device
         size = float(self.cluster.devices[rank].memory_bytes)
         return min(size, device.memory) if device is not None and self.measured else size
 
     def useful_tokens(self, pipeline: Pipeline) -> int:
-        """Return the tokens from where on a micro-batch uses every device of a pipeline well."""
+        """Return the tokens from which a micro-batch uses every device of a pipeline well."""
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
     # Blocks.
@@ -163,7 +163,7 @@ class Pricing:
         return profile.pieces[kind]
 
     def _within_budget(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
-        """Return the costs of stages that recompute within a memory budget; see `cost.partial_recomputation`."""
+        """Return the costs for a memory budget; see `cost.partial_recomputation`."""
         if (type_, kind) not in self._budgets:
             plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
             blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
@@ -185,7 +185,7 @@ class Pricing:
         following = [*pipeline.stages[1:], None]
         for i, (stage, span, after) in enumerate(zip(pipeline.stages, self.spans(pipeline), following, strict=True)):
             cost = self.stage(stage, span, after)
-            # Devices of interleaved stages compute auxiliary values once for each micro-batch.
+            # Devices of interleaved stages compute auxiliary values once per micro-batch.
             costs.append(replace(cost, aux=()) if rows[i] in rows[:i] else cost)
         return tuple(costs)
 
@@ -196,8 +196,8 @@ class Pricing:
         backwards = []
         aux = []
         counts = Counter(self.profile.blocks[slice(*span)])
-        learning = self.profile.blocks[self.outline.lowest :]  # blocks below the lowest trained one run no backward
-        # A stage is as slow as its slowest rank. Ranks of one type and rate are alike, so each such pair counts once.
+        learning = self.profile.blocks[self.outline.lowest :]  # lower blocks run no backward
+        # A stage is as slow as its slowest rank; each (type, rate) counts once.
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
             curves = {t: pieces[t].parts(kind.recompute) for t in counts}
@@ -240,7 +240,7 @@ class Pricing:
         """Return the messages from a stage to a neighbouring one."""
         senders = stage.devices
         receivers = other.devices
-        # Receiver i gets from sender i modulo their number (passes/pipeline.py), so a rank may send several messages.
+        # Receiver i gets from sender i modulo their number (passes/pipeline.py): a rank may send several messages.
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
@@ -255,7 +255,7 @@ class Pricing:
         return self._owners.of(bucket)
 
     def owned(self, rank: int, learning: bool | None = None) -> int:
-        """Return how many elements a rank owns; if `learning` is given, only trained or only frozen ones."""
+        """Return how many elements a rank owns; `learning` selects trained or frozen ones."""
         if (rank, learning) not in self._owned:
             self._owned[rank, learning] = sum(
                 times * self.home_of(bucket).local_size(rank)
@@ -281,7 +281,7 @@ class Pricing:
         return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 
     def update_s(self, rank: int, elements: int) -> float:
-        """Return the seconds of an optimizer's step on some trained elements of a rank; 0 if the rank is lost."""
+        """Return the seconds of an optimizer step on a rank's trained elements; 0 if the rank is lost."""
         update = self.piece_profile(rank).update
         rate = self.health.rate(rank)
         return rate * (update[0] + update[1] * elements) if update is not None and math.isfinite(rate) else 0.0
@@ -314,7 +314,7 @@ def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
-    """Return the packed micro-batches of every pipeline, padded where their tokens must be divisible."""
+    """Return every pipeline's packed micro-batches, padded for sequence parallelism."""
     by_pipeline = []
     for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
         parts = math.lcm(*(s.tp for s in pipeline.stages if s.kind.sequence_parallel), 1)

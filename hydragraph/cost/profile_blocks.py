@@ -12,14 +12,12 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 
 class ProfileBlocks:
-    """Memory of blocks.
+    """Memory of blocks from a profile.
 
     Args:
-        profile: of every type of device.
-        sizes: of its model.
-        types: of device; a block's memory is the same on all of them.
-        push_itemsize: bytes of an element of a gradient as it is pushed.
-        pieces: returns the pieces of a kind of stage on a type of device.
+        types: of device; a block needs the same memory on all.
+        push_itemsize: bytes of a pushed gradient's element.
+        pieces: (type of device, kind of stage) -> pieces.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class ProfileBlocks:
         tokens = batch.tokens
         lines = piece.held
         gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        if lines is None:  # an older profile has only the sums
-            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the last is a scalar
+        if lines is None:  # older profiles have only the sums
+            output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the loss is a scalar
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
             return Footprint(output, kept, frozenset(), output + kept + working, working, gradients)
@@ -66,7 +64,7 @@ class ProfileBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; a high estimate, because a profile measures whole backwards."""
+        """See `Blocks`; an upper estimate, since profiles measure whole backwards."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -75,7 +73,7 @@ class ProfileBlocks:
         return lines is not None and lines.added
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; a profile has no graphs, so the operations are assumed to follow the memory."""
+        """See `PricedBlocks`; without graphs, operations are assumed proportional to memory."""
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:

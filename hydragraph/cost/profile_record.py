@@ -1,4 +1,4 @@
-"""A profile as plain data, field by field as in `Profile`: its JSON file, and tables of published constants."""
+"""A profile's fields as plain data, for its JSON file and for tables of published constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.spec.stage_kind import StageKind
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as JSON values."""
-    # Keys become text; None stays None, so that a reader sees what was not measured.
+    # None stays None: not measured.
     by_scheme = ("limits", "failed", "residuals")
     records = ("memory", "device", "link")
     pieces = {
@@ -39,7 +39,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields given to `saved`; those that only measured profiles have may be missing."""
+    """Return the fields given to `saved`; fields of measured profiles may be missing."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")
@@ -77,7 +77,7 @@ def _piece_record(piece: BlockPiece) -> dict[str, Any]:
 
 
 def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
-    """Read a piece; those of older files have no separate curves and no details of their memory."""
+    """Read a piece; older files have no separate curves and no details of memory."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
     record = data.get("held")
     details = record and MemoryLines(
@@ -96,7 +96,7 @@ def published(entry: Mapping[str, Any]) -> dict[str, Any]:
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:
         scheme = (int(row["tp"]), int(row["pp"]))
-        # Published tables are in milliseconds; some of their fits failed, and are kept as failed rather than used.
+        # In milliseconds; failed fits are kept as failed.
         k = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
         if k.failed:
             failed[scheme] = f"its fit failed (a = {k.a:g}, b = {k.b:g}, c = {k.c:g})"
@@ -141,6 +141,6 @@ def _scheme(text: str) -> Scheme:
 
 
 def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
-    """Return (maximum number of devices, bytes), ascending; "node" covers any number from a whole node on."""
+    """Return (maximum devices, bytes), ascending; "node" covers a whole node and more."""
     sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in by_name.items()}
     return tuple(sorted(sizes.items()))

@@ -1,4 +1,4 @@
-"""Memory limits from published constants: a model of memory for whole schemes (Hydraulis, Appendix B.1).
+"""Memory limits of whole schemes from published constants (Hydraulis, Appendix B.1).
 
     H, V     hidden size, entries of the vocabulary
     N        devices that share the sharded state
@@ -6,7 +6,7 @@
     B        bytes of states per element of H^2 and layer
     alpha    the fraction of states that is sharded over all devices
 
-Formulas of Hydraulis -> functions, all for a device of the first stage:
+Formulas of Hydraulis -> functions, for a device of the first stage, the fullest one:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the embedding's likewise    `MemoryModel.states_bytes`
     (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 
 from hydragraph.cost.block_pieces import Scheme
 
-# Per element of an embedding, if a stage holds one: fp32 weight and moments, 16-bit weight and gradient.
+# Per element of an embedding: fp32 weight and moments, 16-bit weight and gradient.
 EMBEDDING_BYTES = 16
-# If one stage holds both the embedding and the head.
+# If one stage holds embedding and head.
 FUSED_EMBEDDING_BYTES = 32
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Published constants of memory: bytes on a device of the first stage, the fullest one.
+    """Published constants of memory, in bytes.
 
     Attributes:
         hidden, layers, vocab: H, the number of layers, and V.
@@ -52,16 +52,16 @@ class MemoryModel:
     device: float
 
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
-        """Return the bytes of weights, gradients and optimizer state on one device of the first stage."""
+        """Return the bytes of weights, gradients and optimizer state on a device."""
         tp, pp = scheme
-        # The embedding is on the first stage alone, so PP does not divide it.
+        # Only the first stage holds the embedding, so PP does not divide it.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
         return layer * (alpha / devices + (1 - alpha) / (pp * tp)) + embedding * (alpha / devices + (1 - alpha) / tp)
 
     def token_bytes(self, scheme: Scheme) -> float:
-        """Return the activation bytes per token of a micro-batch; PP of them are in flight on the first stage."""
+        """Return the activation bytes per token of a micro-batch, with PP of them in flight."""
         tp, _ = scheme
         return self.layers * self.hidden / tp * self.activation[tp]
 

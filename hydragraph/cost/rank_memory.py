@@ -1,9 +1,8 @@
-"""Memory: the bytes of tensors that one rank holds in one iteration, from its program and its compiled graphs.
+"""Memory of one rank in one iteration, from its program and its compiled graphs.
 
 At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` for
-other optimizers); 4 bytes if the element is frozen. Beyond that, the program is walked, values are created and freed as
-in the executor, and the largest sum of their storages counts. Memory inside kernels, and that of the optimizer during
-its update, is not included.
+other optimizers); 4 bytes if it is frozen. The program is walked, values are created and freed as in the executor, and
+the largest sum of storages counts. Memory inside kernels and of the optimizer's update is excluded.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-STATE_BYTES = 3 * WEIGHT_BYTES  # per element at home: the weight and AdamW's two moments
+STATE_BYTES = 3 * WEIGHT_BYTES  # per element: weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
-VariantOf = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> its graphs
+VariantOf = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> graphs
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ class MemoryCurve:
     """Memory of one rank over an iteration.
 
     Attributes:
-        peak: the largest memory, in its parts.
+        peak: the largest memory.
         peak_s: its time from the start.
-        points: (seconds, bytes): the memory from that time on; peaks within an instruction are in `peak` only.
+        points: (seconds, bytes) from that time on; peaks within an instruction are in `peak` only.
     """
 
     peak: Memory
@@ -111,12 +110,11 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """Model data for a walk: exact from compiled graphs, approximate from a profile's lines.
+    """Model data for a walk, from compiled graphs (exact) or a profile (approximate).
 
     Attributes:
         outline: names that programs are built from.
-        buckets: parameters that are pulled and pushed together.
-        itemsize, push_itemsize: bytes of an element as it is pulled, and of a gradient's as it is pushed.
+        itemsize, push_itemsize: bytes of an element of a pulled weight, and of a pushed gradient.
         hidden_bytes: of one token's hidden state.
     """
 
@@ -149,15 +147,15 @@ class Blocks(Protocol):
 
 
 class PricedBlocks(Blocks, Protocol):
-    """Model data for costs: also the operations that backwards repeat."""
+    """Model data for costs."""
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return the fraction of full recomputation's operations that a stage with a memory budget repeats."""
+        """Return the fraction of full recomputation's operations that a memory budget repeats."""
         ...
 
 
 class CompiledBlocks:
-    """A captured model and its compiled graphs.
+    """Model data from a captured model and its compiled graphs.
 
     Args:
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
@@ -231,11 +229,11 @@ def rank_memory(
     Args:
         micro_batches: of each pipeline.
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
-        messages: include those of pull and push, assumed to be in flight until they must have arrived.
-        home: owners of the state; None: equal shares of all ranks. Without nodes, each rank counts as one.
+        messages: include pull and push, assumed to be in flight until they must have arrived.
+        home: owners of the state; None: equal shares. Without nodes, each rank counts as one.
 
     Raises:
-        ValueError: the arguments do not fit one another.
+        ValueError: the arguments do not match.
     """
     blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
@@ -243,24 +241,24 @@ def rank_memory(
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return the bytes of a mini-batch on a rank: ids, positions and labels of its tokens, shifted labels of all."""
+    """Return the bytes of a mini-batch: ids, positions and labels of a rank's tokens, and shifted labels of all."""
     return INTEGER_BYTES * (3 * own + every)
 
 
 def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
     """Return how many micro-batches reach a stage's peak; further ones only add their tokens. None: all of them.
 
-    Args:
-        schedule: its kind.
-        rows: of the stages of its pipeline (`Pipeline.rows`).
-        position: of the stage in it.
-
     The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
+
+    Args:
+        schedule: its kind.
+        rows: of the pipeline's stages (`Pipeline.rows`).
+        position: of the stage.
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # A set of micro-batches enters a round as another leaves it.
+        # One set of micro-batches enters as another leaves.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -278,12 +276,11 @@ class Walk:
     """One rank's iteration, instruction by instruction, as `runtime.executor` runs it.
 
     Args:
-        blocks: the model.
-        strategy, micro_batches, rank, ranks, messages: as for `rank_memory`.
-        home_of: owners of the state; default: equal shares of all ranks.
-        state_bytes: per trained element at home: its weight and optimizer state; default: AdamW's.
-        over: by the index of an instruction, the exchanges (`exchange_name`) that have ended by then, without those
-            that it waits for by name; None: unknown, so they stay in flight until they must have arrived.
+        blocks: the model; other arguments as for `rank_memory`.
+        home_of: owners of the state; default: equal shares.
+        state_bytes: per trained element: weight and optimizer state; default: AdamW's.
+        over: by the index of an instruction, the exchanges (`exchange_name`) that have ended by then, besides those
+            that it waits for; None: exchanges stay in flight until they must have arrived.
     """
 
     def __init__(
@@ -322,7 +319,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk of the same program with as many other micro-batches."""
+        """Return a walk of the same program with other micro-batches of the same number."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -349,11 +346,11 @@ class Walk:
         return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
 
     def peak(self) -> Memory:
-        """Return the largest sum, in its parts."""
+        """Return the largest memory."""
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the largest sum, the instruction that reaches it, and the sum after each instruction."""
+        """Return the largest memory, the index of its instruction, and the bytes after each instruction."""
         at_home = self.at_home
         home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches.values())
@@ -374,7 +371,7 @@ class Walk:
         return best, at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
-        """Follow one instruction; yield temporary bytes at possible peaks."""
+        """Follow an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
@@ -404,7 +401,7 @@ class Walk:
         self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
-        """Keep a message's memory until it has arrived, at the latest at the commit."""
+        """Keep a message's memory until it arrives, at the latest at the commit."""
         if self._messages:
             self._alive.add(message, "messages", size, *shared)
             self._in_flight.append(message)
@@ -437,7 +434,7 @@ class Walk:
             self._known_links[key] = pushed(*layouts, self._rank, self._model.push_itemsize)
         link = self._known_links[key]
         total = gradients(name)
-        kept = () if link.outgoing else (total,)  # without a copy, the value itself is the message
+        kept = () if link.outgoing else (total,)  # without a copy, the value is the message
         size = max(link.outgoing + link.incoming, link.handed)  # one after the other
         if bucket_of(name) in self._pushed:
             size += added_bytes(*layouts, self._rank)
@@ -446,7 +443,7 @@ class Walk:
         self._alive.drop(total)
 
     def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
-        """Return the layouts of an exchange's bucket at home and on its stages; equal ones are the same objects."""
+        """Return a bucket's layouts at home and on its stages; equal ones are the same objects."""
         if (op, name) in self._layouts_of:
             return self._layouts_of[op, name]
         bucket = self._buckets[bucket_of(name)]
@@ -461,7 +458,7 @@ class Walk:
         return self._layouts_of[op, name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
-        # Matters only for parameters that each rank of a stage holds whole.
+        # Matters only for parameters that each rank holds whole.
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
@@ -475,7 +472,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         (enters, leaves) = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its own part of the whole input
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its part of the whole input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
@@ -526,7 +523,7 @@ class Walk:
 
     @cached_property
     def _at_home(self) -> frozenset[str]:
-        """The buckets whose gradients are accumulated at home."""
+        """Buckets whose gradients are accumulated at home."""
         pushes = [name for op, name in self._users if op is Op.PUSH]
         apart = {bucket_of(name) for name in pushes if not self._stays_home(name)}
         return frozenset(map(bucket_of, pushes)) - apart
@@ -546,14 +543,14 @@ class Walk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks receive a block's input, or send its output, whole."""
+        """Return whether sequence-parallel ranks receive a block's input whole, and send its output whole."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
         visit = stage.visit_of(index)
         first, end = stage.blocks[visit]
         split = self._part.sequence_parallel
-        # Pipelines that share a stage agree on its layers.
+        # Pipelines that share a stage agree on layers.
         role = next(role for role in stage.roles if role.visit == visit)
         return split and index == first and bool(role.previous), split and index == end - 1 and bool(role.following)
 

@@ -1,4 +1,4 @@
-"""The exact end of a pipeline with unequal stages, and messages that travel during computation."""
+"""The exact end of a pipeline with unequal stages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def stage_ends(
     """Return when the last backward on each stage's devices ends; see `compiled_replay`.
 
     Args:
-        early, forward, backward: seconds of each micro-batch on each stage, in the order in which they run [S][V].
-        ahead: seconds of a hidden state from each stage to the next [S - 1][V], or one more row, which is not used.
+        early, forward, backward: seconds of micro-batches in their order on each stage [S][V].
+        ahead: seconds of a hidden state from each stage to the next [S - 1][V]; one more row is ignored.
         back: seconds of its gradient, from stage s + 1 to s, like `ahead`.
         schedule: its kind.
-        devices: number of each stage's group of devices (`Pipeline.rows`); empty: each has its own.
+        devices: each stage's group of devices (`Pipeline.rows`); empty: its own.
     """
-    # numba is imported on the first call: most commands price nothing.
+    # numba is imported on demand: most commands price nothing.
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 
     stages = len(forward)

@@ -1,7 +1,4 @@
-"""Costs of schemes, for searches for the number of pipelines of each: from `Costs`, or from published constants.
-
-Published constants describe whole schemes only, with one number for pull and push (`Profile.charge`).
-"""
+"""Costs of schemes, for searches for the number of pipelines of each."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Schemes(Protocol):
-    """Costs for a search over schemes; see `Profile` for their meaning."""
+    """Costs for a search over schemes, from `Costs` or from published constants; see `Profile`."""
 
     @property
     def name(self) -> str: ...
@@ -42,10 +39,9 @@ class Schemes(Protocol):
 
 
 class CostedSchemes:
-    """Schemes of a profile with blocks, as `Costs` prices their pipelines.
+    """Schemes priced by `Costs`.
 
     Args:
-        costs: of the cluster on which they run.
         schemes: to choose from; default: the measured ones.
     """
 
@@ -64,11 +60,11 @@ class CostedSchemes:
 
     @cached_property
     def _fullest(self) -> tuple[int, ...]:
-        """Ranks by their owned elements, most first: a scheme that fits there fits anywhere."""
+        """Ranks by owned elements, descending: a scheme that fits there fits anywhere."""
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen on the ranks that own most of the state; all ranks share it, regardless of `devices`."""
+        """Return MaxLen on the ranks that own most of the state; `devices` is ignored."""
         return self.pipeline(scheme, devices).max_len
 
     def util_len(self, scheme: Scheme) -> int:
@@ -99,7 +95,7 @@ class CostedSchemes:
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0: the charge needs a simulation, which only final candidates of a search are worth."""
+        """Return 0: `charge` simulates, which is too slow for a search."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -118,9 +114,8 @@ def schemes_of(
     """Return the costs of schemes on `ranks` devices of the measured kind.
 
     Args:
-        profile: with blocks, or of published constants, which ignore the home.
-        ranks: of the whole world.
-        home: where state lives; None: in equal shares.
+        profile: with blocks, or of published constants, which ignore `home`.
+        home: owners of state; None: equal shares.
         schemes: to choose from; default: the measured ones.
     """
     if profile.blocks and profile.device is not None:

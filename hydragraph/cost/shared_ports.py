@@ -1,13 +1,13 @@
-"""Flows that share ports and network cards: the part of a simulation that needs a clock.
+"""Transfers that share ports and network cards.
 
-A flow occupies a resource for a fraction of its time alone: a message of 1 GB over a card of 10 GB/s that takes 0.2 s
-for other reasons occupies the card for a half. While the fractions on a resource sum to more than 1, its flows run at
-1 / their sum of their speed; a flow runs at the speed of its slowest resource.
+A flow occupies a resource for a fraction of its time: 1 GB over a card of 10 GB/s that takes 0.2 s for other reasons
+occupies half of the card. While the fractions on a resource sum to s > 1, its flows run at 1 / s of their speed; a flow
+runs at the speed of its slowest resource.
 
-Example: A takes 1 s alone and B 0.4 s; both begin at 0 and fill 0.8 of one card, together 1.6.
+Example: A takes 1 s alone and B 0.4 s; both begin at 0 and occupy 0.8 of one card.
 
     0 to 0.64     both run at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
-    0.64 to 1.24  A's other 0.6 s, alone again: it ends at 1.24 and not at 1
+    0.64 to 1.24 A's other 0.6 s, alone again
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-# Fractions that exceed 1 only by rounding do not slow each other.
+# Tolerates rounding.
 FULL = 1 + 1e-9
 
 Used = tuple[tuple[int, float], ...]  # (resource, part)
 
 
 class Flow:
-    """One transfer in progress: `left` seconds alone, at `rate` of its speed since `since`."""
+    """A transfer in progress: `left` seconds alone at `since`, and at `rate` of its speed from then on."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -33,15 +33,14 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # grows whenever its rate changes, which invalidates the ends computed before
+        self.version = 0  # grows with each change of rate, which invalidates earlier ends
 
 
 class Flows:
     """All flows, in the future and in progress."""
 
     def __init__(self) -> None:
-        # A heap of begins and ends. An end whose flow's rate has changed since is outdated, and skipped when its time
-        # comes. The turn settles ties in the order in which they were pushed.
+        # A heap of begins and ends. Ends of earlier versions of a flow are skipped. The turn settles ties by insertion.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}
@@ -52,7 +51,7 @@ class Flows:
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
-        """Yield flows in the order in which they end; more may begin meanwhile, at that time or later."""
+        """Yield (time, flow) in the order of ends; more flows may begin meanwhile, at that time or later."""
         while self._events:
             now, _, version, flow = heapq.heappop(self._events)
             if version == 0:
@@ -83,12 +82,12 @@ class Flows:
             users.discard(flow)
             if self._load[resource] > FULL:
                 freed |= users
-            # Exactly 0 without users, so that rounding errors do not accumulate over a long run.
+            # Exactly 0 without users: rounding errors do not accumulate.
             self._load[resource] = self._load[resource] - part if users else 0.0
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
-        # In a fixed order, so that ties of ends are settled alike in every run.
+        # A fixed order settles ties alike in every run.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most

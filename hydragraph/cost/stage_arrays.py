@@ -1,4 +1,4 @@
-"""Time of stages for a micro-batch, as arrays for compiled code; `compiled_replay` gives the end of a pipeline of them.
+"""Time of stages for a micro-batch, as arrays for compiled code.
 
     K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
     W  windows and chunks of attention, of all kinds
@@ -7,11 +7,9 @@
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage: of the slowest of its ranks
 
 A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences. Tables and links with
-measured points have no such form: they are approximated, and the result of a search is judged by
-`PipelineCost.seconds` (`StageTerms.faithful`).
+measured points are approximated (`StageTerms.faithful`), so results are judged by `PipelineCost.seconds`.
 
-Example: a stage of two kinds of ranks that compute forward in 2 l and 3 l + 1 seconds. A micro-batch of 4 and 6 tokens
-takes max(20, 31) = 31.
+Example: ranks that compute forward in 2 l and 3 l + 1 seconds take max(20, 31) = 31 for 4 + 6 tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ class StageTerms(NamedTuple):
 
     Attributes:
         seconds: [K, S, R, 5, 3 + W].
-        reaches: window and chunk of each further column, infinite if there is none [W, 2].
+        reaches: window and chunk of each further column [W, 2]; infinite: none.
         stages: of each kind [K].
         tables: order of the work of each kind [K, S, actions].
-        faithful: its numbers are those of `PipelineCost.seconds` [K].
+        faithful: whether the numbers are those of `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
@@ -63,8 +61,8 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     Args:
         kinds: of pipelines.
         count: maximum number of micro-batches of a pipeline.
-        shortest: minimum tokens of any micro-batch, for bounds: lines below tables and links with measured points
-            replace their approximations.
+        shortest: minimum tokens of any micro-batch; if given, lower bounds replace the approximations of tables and
+            links.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, shortest, reaches) for kind in kinds]
@@ -74,7 +72,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     for k, (array, _) in enumerate(arrays):
         stages, ranks = array.shape[:2]
         seconds[k, :stages, :ranks] = array
-        seconds[k, :stages, ranks:] = array[:, :1]  # a repeated kind of rank has no effect
+        seconds[k, :stages, ranks:] = array[:, :1]  # repetition has no effect
     return StageTerms(
         seconds,
         np.array([reach.order for reach in reaches], dtype=np.float64).reshape(-1, 2),
@@ -89,7 +87,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
 
 @lru_cache(maxsize=64)
 def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) -> ScheduleTable:
-    """Return the tables of kinds, given by schedule and rows or their number, as one [K, S, actions]."""
+    """Return the tables [K, S, actions] of kinds, given by schedule and rows or their number."""
     every = [table_of(schedule, rows, count) for schedule, rows in kinds]
     deepest = max(len(table.work) for table in every)
     longest = max(table.work.shape[1] for table in every)
@@ -136,7 +134,7 @@ def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) 
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # minimum and maximum tokens of a micro-batch, where a line must not lie above
+Span = tuple[int, int] | None  # tokens between which a line must be a lower bound; None: approximate
 
 
 def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
@@ -155,7 +153,7 @@ def _constants(curve: Curve, span: Span) -> Constants:
 
 
 def _per_byte(link: Interconnect, span: Span) -> float:
-    """Return seconds per byte; of a link with measured points, those of its fastest one if a lower bound is needed."""
+    """Return seconds per byte; for a lower bound, those of the fastest measured point."""
     quickest = max([link.bytes_per_s, *(speed for _, speed in link.points)])
     return 1 / (link.bytes_per_s if span is None else quickest)
 
@@ -193,12 +191,11 @@ def pairs_of(window: float, chunk: float, length: float) -> float:
 
 @compiled
 def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> None:
-    """Add `times` times the pairs of a sequence to the sums of a micro-batch.
+    """Add `times` times a sequence's pairs to a micro-batch's sums.
 
     Args:
         near: the sums [W], changed in place.
         reaches: windows and chunks [W, 2].
-        length: tokens of the sequence.
         times: 1 to add it, -1 to remove it.
     """
     for w in range(len(reaches)):
@@ -212,10 +209,9 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
     Args:
         row: [S, 5] to write to.
         seconds: of the pipeline's kind [S, R, 5, 3 + W].
-        stages: number of stages.
         squares: sum l^2 over the micro-batch's sequences.
         tokens: sum l.
-        near: sum of the pairs of each window and chunk [W].
+        near: sum of pairs of each reach [W].
     """
     for s in range(stages):
         for part in range(PARTS):

@@ -1,4 +1,4 @@
-"""Time of a pipeline stage for a micro-batch: its blocks' curves, on the slowest of its ranks."""
+"""Time of a pipeline stage for a micro-batch, on the slowest of its ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensor-parallel sums that the curves exclude: a ring of 2 (t - 1) messages each.
+    """Tensor-parallel sums outside the curves: a ring of 2 (t - 1) messages each.
 
     Attributes:
         ranks: t.
-        times: number of hidden states summed for one micro-batch.
+        times: number of summed hidden states per micro-batch.
         token_bytes: of one token's hidden state.
         link: the slowest link between neighbours.
         hidden: seconds per token that overlap with weight gradients; latencies never do.
@@ -51,13 +51,13 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Messages from one stage to the next, which its ranks send at the same time.
+    """Concurrent messages from the ranks of one stage to the next.
 
     Attributes:
-        links: of the messages that the slowest rank sends, one after another.
+        links: of the slowest rank's messages, sent one after another.
         token_bytes: of one token's hidden state.
         sharing: most messages through one network card.
-        part: bytes of a message over those of a hidden state.
+        part: fraction of a hidden state's bytes that is sent.
     """
 
     links: tuple[Interconnect, ...]
@@ -70,7 +70,7 @@ class Hop:
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
-            # Messages through one card together are limited by the card's full bandwidth.
+            # A card's full bandwidth limits its messages together.
             together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
             total += max(link.seconds(size), together)
         return total
@@ -81,8 +81,8 @@ class StageCost:
     """One stage.
 
     Attributes:
-        forward, backward: the computation of each kind of rank in it (a type of device at some rate).
-        aux: likewise, before its forward, without waiting for the message.
+        forward, backward: curves of each kind of rank (type of device, rate).
+        aux: likewise, before the forward and its message.
         rings: of forward and backward.
         ahead, back: messages to the next stage, and the gradients from there; None on the last stage.
     """
@@ -107,7 +107,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of forward, aux included, and backward for a micro-batch of these lengths."""
+        """Return the seconds of aux with forward, and of backward, for sequences of these lengths."""
         early, one, two = self.apart(lengths)
         return early + one, two
 
@@ -124,14 +124,13 @@ class StageCost:
 
     @property
     def constants(self) -> Constants:
-        """Constants of forward and backward together, for search, from the kind of rank with the largest b."""
+        """Constants of forward and backward together, of the kind of rank with the largest b, for search."""
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             parts = (*one, *two, *(self.aux[i] if self.aux else ()))
             whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
             b = whole.b
             c = whole.c
-            # Rings are linear in the tokens.
             for ring in self.rings or ():
                 b += ring.token_seconds(1 / ring.link.bytes_per_s)
                 c += ring.latency_s
@@ -145,14 +144,14 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the end of a pipeline whose micro-batches have sequences of these lengths and run in this order.
+    """Return the end of a pipeline for micro-batches of these lengths in this order.
 
     Args:
-        rows: the row of each stage (`Pipeline.rows`); empty: each has its own.
+        rows: of each stage (`Pipeline.rows`); empty: its own.
     """
     if not micro_batches:
         return 0.0
-    # Equal micro-batches cost the same: for each different one, the five seconds that `stage_ends` needs, by stage.
+    # By micro-batch, the five seconds of each stage for `stage_ends`.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
         ways = [[hop.seconds(sum(m)) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages]

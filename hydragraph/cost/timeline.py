@@ -1,8 +1,8 @@
-"""Simulate: price the rank programs of one iteration, instruction by instruction.
+"""Simulated times of one iteration, instruction by instruction.
 
 Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, its inputs
-are ready, and all participants have arrived: the ranks it exchanges with for a pull or push, all ranks for the commit.
-Transfers share ports and network cards (`cost.shared_ports`); tensor-parallel traffic is part of computation.
+are ready, and all participants have arrived: its partners for a pull or push, all ranks for the commit. Transfers share
+ports and cards (`cost.shared_ports`); tensor-parallel traffic is part of computation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SimulatedSpan:
 
 
 class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
-    """Each rank's spans, made on access: a thousand ranks have millions."""
+    """Spans of ranks, made on access: a thousand ranks have millions."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -66,7 +66,7 @@ class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
 def _aligned(
     instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
 ) -> Iterator[SimulatedSpan]:
-    """Give a rank that sends less often than the first of its stage the times of the instructions they share."""
+    """Yield the spans of a rank that sends less often than the first rank of its stage."""
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
@@ -86,9 +86,8 @@ class Timeline:
     """Times of every rank's instructions, in seconds from the start of the iteration.
 
     Attributes:
-        actors: the simulated units; ranks of a stage are one.
         times: of each actor.
-        curves: returns the memory of each rank over time.
+        curves: returns each rank's memory over time.
     """
 
     actors: tuple[Actor, ...]
@@ -114,7 +113,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """The chain of waits that determines the end; `str` describes it in words."""
+        """The chain of waits that determines the end."""
         return critical_path(self.actors, self.times)
 
     @cached_property
@@ -122,7 +121,7 @@ class Timeline:
         """Memory of each rank over time.
 
         Raises:
-            ValueError: this timeline was not made from costs, which know the sizes.
+            ValueError: the timeline was not made from `Costs`.
         """
         if self.curves is None:
             raise ValueError("this timeline knows no sizes: simulate with hg.simulate(costs, strategy, assignment)")
@@ -137,7 +136,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
-            until: dict[Stream, float] = {}  # while one push hands its sums on, the next one already runs
+            until: dict[Stream, float] = {}  # a push starts while the one before hands its sums on
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
                 begin = max(begin, until.get(stream, 0.0))
@@ -148,9 +147,9 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return how long a rank's computation, or its commit, waits for values of a stream.
+        """Return how long a rank's computation or commit waits for a stream's values.
 
-        Waits count as in a run (`runtime.instruction_trace.Exposed`), including the time before a transfer begins.
+        Includes the time before a transfer begins, like `runtime.instruction_trace.Exposed`.
         """
         return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
@@ -166,15 +165,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of time, from 0 to 1, in which computing ranks are idle; 0 if no rank computes."""
+        """Idle fraction of computing ranks, 0 to 1; 0 if no rank computes."""
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
         busy = sum(self.busy_s(rank, Stream.COMPUTE) for rank in working) / (len(working) * self.seconds)
-        return max(0.0, 1 - busy)  # sums of spans have rounding errors
+        return max(0.0, 1 - busy)  # rounding errors
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the timeline in the Trace Event Format, which https://ui.perfetto.dev opens: a process per rank."""
+        """Write the timeline in the Trace Event Format, which https://ui.perfetto.dev opens."""
         from hydragraph.cost.trace_file import TraceEvent, write_events
         from hydragraph.ir.instruction_text import instruction_text
 
@@ -187,7 +186,7 @@ class Timeline:
         write_events((events(rank) for rank in range(len(self.actor_of))), Path(path))
 
     def __str__(self) -> str:
-        """One line per rank: the busy milliseconds of each stream, and its idle fraction."""
+        """One line per rank: busy milliseconds of each stream, and the idle fraction."""
         names = "".join(f"{stream.value:>12}" for stream in Stream)
         lines = [f"rank{names}        idle"]
         for rank in range(len(self.actor_of)):
@@ -209,7 +208,7 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
             continue
         if instruction.stream is Stream.COMPUTE:
             needed = [maker[value] for value in instruction.after]
-            # The commit waits for all transfers instead of values: for the last to end on each stream.
+            # The commit waits for all transfers: for the last to end on each stream.
             if instruction.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
@@ -227,12 +226,11 @@ def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) ->
     """Price programs that were lowered one by one.
 
     Args:
-        programs: one per rank, in the order of the ranks; verified (`hydragraph.ir.verify`).
+        programs: one per rank, in order; verified (`hydragraph.ir.verify`).
         cluster: one device per rank.
-        work: costs of their instructions.
 
     Raises:
-        ValueError: ranks and devices differ in number, ranks of a stage in their programs, or the programs never end.
+        ValueError: the numbers of ranks and devices, or the programs of a stage, differ, or the programs never end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")

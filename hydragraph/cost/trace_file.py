@@ -1,8 +1,7 @@
 """Traces of real and simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
 
-A slice has a short name, such as "backward layer.0 [0]" or "send h2.0 to rank 3", and the operation as its category;
-its arguments contain the rest, including the whole instruction. Instructions that free values take negligible time, and
-have no slice.
+A slice has a short name, such as "send h2.0 to rank 3", the operation as its category, and the whole instruction among
+its arguments. Free instructions take negligible time and have no slice.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hydragraph.spec.assignment import Assignment
 
 
 class TraceEvent(NamedTuple):
-    """A span of time on one rank: its begin and end, in seconds."""
+    """A span of time on one rank, in seconds."""
 
     step: int
     stream: str
@@ -30,11 +29,10 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Description of a traced iteration, sufficient to simulate it.
+    """A traced iteration, described well enough to simulate it.
 
     Attributes:
-        step: its number, which its events carry.
-        strategy: its text.
+        step: number in its events.
         assignment: the sequences of each pipeline.
         seconds: of the whole step on rank 0, without waiting for a plan.
     """
@@ -50,8 +48,8 @@ class Trace:
     """A trace of a real run.
 
     Attributes:
-        steps: in the order in which they ran.
-        ranks: by rank, the events of all of them.
+        steps: in order.
+        ranks: by rank, the events of all steps.
     """
 
     steps: tuple[TracedStep, ...]
@@ -63,17 +61,16 @@ class Trace:
 
 
 def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
-    """Write all ranks' events, a process per rank and a thread per stream; the first one begins at 0.
+    """Write all ranks' events, a process per rank and a thread per stream; the first event begins at 0.
 
     Args:
-        per_rank: events by rank.
         path: a .json file.
-        steps: the iterations of a real run; other readers of the format ignore them.
+        steps: of a real run; other readers of the format ignore them.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []
     every = [list(events) for events in per_rank]
-    # Clocks of real runs have arbitrary origins; readers want the time since the first event.
+    # Clocks of real runs have arbitrary origins.
     first = min((event.begin for events in every for event in events), default=0.0)
     for rank, events in enumerate(every):
         records.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
@@ -101,7 +98,7 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
 
 
 def _instruction(name: str) -> Instruction | None:
-    """Return the instruction that an event is named after; None: it is a wait, or a message in flight."""
+    """Return the instruction that an event is named after; None for a wait or a message in flight."""
     try:
         return parse_instruction(name, 0)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Time of concurrent messages on a cluster, and the ports and cards that they occupy.
+"""Time of concurrent messages, and the ports and cards that they occupy.
 
-A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks that share a
-network card share its bandwidth. Of a *group* of ranks that act as one, such as a stage's, the slowest counts. A slow
-rank starts and ends its messages slowly: its rate scales their latency.
+A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks share the
+bandwidth of a network card. The slowest rank of a *group*, such as a stage, counts. A slow rank's rate scales the
+latency of its messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = tuple[int, int]  # (sending rank, receiving rank)
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Bytes between pairs of different ranks, each pair once: 1-D arrays of equal length."""
+    """Bytes between pairs of different ranks, each pair once: 1-D arrays."""
 
     src: Ints
     dst: Ints
@@ -59,9 +59,9 @@ class Passage:
     """One exchange between groups of ranks.
 
     Attributes:
-        seconds: of each group, alone on the cluster; 0 for a group that takes no part [G].
-        partners: whether two groups exchange any data; a participating group is its own partner [G, G].
-        occupied: for each group, (resource, fraction of its seconds in which it uses it).
+        seconds: of each group without other traffic; 0 if it takes no part [G].
+        partners: whether two groups exchange data; a participant is its own partner [G, G].
+        occupied: for each group, (resource, fraction of its seconds).
     """
 
     seconds: Floats
@@ -76,11 +76,11 @@ class Passage:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Messages that all begin together.
+    """Messages that begin together.
 
     Attributes:
         src, dst: of each message [M].
-        moving, filling: seconds that it travels, and that it occupies a card [M].
+        moving, filling: seconds of travel, and of occupying a card [M].
         across: whether it crosses nodes [M].
         rank_s: seconds of each rank [R].
     """
@@ -94,12 +94,11 @@ class _Exchange:
 
 
 class Roads:
-    """A cluster's links as arrays, for groups of ranks.
+    """Links of a cluster for groups of ranks.
 
-    A resource is a number: ports of groups out (0 .. G-1) and in (G .. 2G-1), then cards out, then cards in.
+    Resources are numbered: ports of groups out (0 .. G-1) and in (G .. 2G-1), cards out, cards in.
 
     Args:
-        cluster: one device per rank, their nodes and links.
         group: the group of each rank [R].
         handling: slowdown of each rank's message latency relative to a healthy one [R]; default: 1.
     """
@@ -115,7 +114,7 @@ class Roads:
         cards = {place: i for i, place in enumerate(dict.fromkeys(places))}
         self._card = np.array([cards[place] for place in places], dtype=np.int64)
         self._cards = len(cards)
-        # Equal nodes have equal links, so links are stored for pairs of the few kinds of nodes.
+        # Equal nodes have equal links, stored by pair of kinds of nodes.
         by_kind: dict[object, list[int]] = {}
         for number in dict.fromkeys(nodes):
             by_kind.setdefault(cluster.node(number), []).append(number)
@@ -149,17 +148,17 @@ class Roads:
         )
 
     def _link(self, a: int, b: int, across: bool) -> Interconnect | None:
-        """Return the link between nodes of two kinds; None if no two nodes have it."""
+        """Return the link between nodes of two kinds; None: no such nodes."""
         one = self._of_kind[a][0]
         other = one if not across else next((n for n in self._of_kind[b] if n != one), None)
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
-        """Return the seconds of the slowest rank for an exchange whose messages all begin together."""
+        """Return the slowest rank's seconds for messages that begin together."""
         return float(self._exchanged(moved).rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
-        """Return an exchange whose messages all begin together."""
+        """Return an exchange of messages that begin together."""
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst
@@ -188,7 +187,7 @@ class Roads:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # the busiest port of a group represents all
+        for base, at in ((0, src), (groups, dst)):  # the busiest port represents a group
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):

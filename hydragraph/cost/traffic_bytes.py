@@ -1,4 +1,4 @@
-"""Additional bytes of one rank's part of a bucket's exchange, beyond the weights and gradients themselves."""
+"""Additional bytes of a rank in a bucket's exchange, besides the weights and gradients themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 @dataclass(frozen=True)
 class MessageBytes:
-    """A bucket's exchange on one rank, in bytes: copies for sending, and received data.
+    """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
 
     Attributes:
-        outgoing, incoming: of weights, and of gradients on their way to first owners.
-        handed: both together, of gradients that first owners hand on to second ones.
+        outgoing, incoming: of weights, or of gradients to first owners.
+        handed: both, of gradients from first to second owners.
     """
 
     outgoing: int
@@ -29,9 +29,8 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
     """Return the message bytes of pulling a bucket's weights.
 
     Args:
-        owners, users: its home layout, and that of the stages using it.
-        rank, ranks: the rank, and their number.
-        itemsize: bytes of an element as it travels.
+        owners, users: layouts at home and on the stages.
+        itemsize: bytes of an element in transit.
     """
     incoming = pulled_bytes(owners, users, rank, itemsize)
     shard = owners.local_size(rank)
@@ -41,10 +40,10 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
     sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    # From two owners, parts come in the order of ranks.
+    # Parts of two owners come in the order of ranks.
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     if not staged and stays(owners, users):
-        return MessageBytes(0, incoming)  # after concatenation or a cast, these are the weights
+        return MessageBytes(0, incoming)  # after concatenation or a cast, the weights
     copied = (0 if as_it_is else sends.elements) + (receives.elements if staged else 0)
     return MessageBytes(copied * itemsize, incoming)
 
@@ -59,7 +58,7 @@ def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int
 
 
 def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
-    """Return whether a rank's gradients of a bucket are those of its home shard; arguments as for `pulled`."""
+    """Return whether a rank's gradients are those of its home shard; arguments as for `pulled`."""
     if not sums_stay(users, owners):
         return False
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -67,14 +66,14 @@ def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
 
 
 def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes of a push's sums before they are added to those of earlier pushes; arguments as for `pulled`."""
+    """Return the bytes of sums that are added to those of earlier pushes; arguments as for `pulled`."""
     if sums_at_home(owners, users, rank):
         return 0
     return GRADIENT_BYTES * owners.first.local_size(rank)
 
 
 def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-    """Return the message bytes of pushing a bucket's gradients; arguments as for `pulled`."""
+    """Return the message bytes of pushing gradients; arguments as for `pulled`."""
     if sums_stay(users, owners) and not len(owners.second.rank):
         return MessageBytes(0, 0)
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -90,7 +89,7 @@ def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BY
 
 
 def _copied(slices: Slices, at: Ints) -> int:
-    """Return the elements to copy for pieces of a shard; 0 if they are contiguous."""
+    """Return the elements to copy; 0 if they are contiguous."""
     if not len(slices):
         return 0
     straight = _in_order(at - at[0], slices.hi - slices.lo, slices.elements)
@@ -98,7 +97,7 @@ def _copied(slices: Slices, at: Ints) -> int:
 
 
 def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
-    """Return whether the local data is one whole buffer, at the same place in the source and the target."""
+    """Return whether the local data is one whole buffer in the source and the target."""
     lengths = sends.hi - sends.lo, receives.hi - receives.lo
     return (
         source == target
@@ -108,5 +107,5 @@ def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
 
 
 def _in_order(at: Ints, length: Ints, size: int) -> bool:
-    """Return whether consecutive pieces form the whole buffer, which then needs no copy."""
+    """Return whether consecutive pieces form the whole buffer."""
     return bool((at == length.cumsum() - length).all()) and int(length.sum()) == size

@@ -16,11 +16,11 @@ def what_if(costs: Costs, text: str) -> Costs:
     """Return the costs with one number changed.
 
     Args:
-        text: "device 3 x2.57": slow that rank down by this factor; "type l4 x2": all ranks of a type;
-            "between_nodes x0.5", "within_node x2": multiply the bandwidth of links.
+        text: "device 3 x2.57": slow a rank down; "type l4 x2": all ranks of a type; "between_nodes x0.5", "within_node
+            x2": multiply bandwidth.
 
     Raises:
-        ValueError: it has another form, or names a missing rank or type.
+        ValueError: the text has another form, or names a missing rank or type.
     """
     change = _FORM.fullmatch(text.strip())
     try:
