@@ -1,8 +1,8 @@
 """Bytes that a rank sends to others of its stage while it computes a block under tensor parallelism.
 
 For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends (t -
-1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The few numbers per token with which ranks of a sharded
-head agree on the loss are left out.
+1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The few numbers per token for the loss of a sharded head
+are left out.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
     order = range(len(times[a].end))
-    # Of several that end last, prefer one that waited for another instruction.
+    # If several end last, prefer one that waited for another instruction.
     i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
     while i >= 0:
         yield a, i

@@ -45,7 +45,7 @@ class Roofline:
 
     Attributes:
         attention: attention's fraction of the speed of large matrix products (`spec.known_devices`).
-        half: length of a weight's dimension at which its product has half the speed.
+        half: length of a weight's dimension that halves the speed of its product.
         memory: element-wise operators' fraction of the memory's bandwidth.
         launch_s: seconds to start a kernel.
     """

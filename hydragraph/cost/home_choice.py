@@ -54,7 +54,7 @@ class HomeQuestion:
         home: whose owners are chosen; its shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of the strategies; None: all equal.
-        health: a slow rank owns less, a lost one nothing.
+        health: slow ranks own less, lost ones own no state.
         room: elements that each rank has memory for; None: enough.
     """
 

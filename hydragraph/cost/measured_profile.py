@@ -47,7 +47,7 @@ class PipelineCost:
         near: additional seconds per pair of limited attention.
         stages: its depth PP, in groups of devices.
         max_len: most tokens of a micro-batch.
-        util_len: tokens from which a micro-batch uses the device well.
+        util_len: least tokens of a micro-batch that uses the device well.
         devices: their number.
         parts: its stages; empty: they are alike.
         rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
@@ -319,7 +319,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: the tokens from which a micro-batch uses the device well."""
+        """Return UtilLen: the least tokens of a micro-batch that uses the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(

@@ -27,7 +27,7 @@ class MemoryCurves(Sequence[MemoryCurve]):
             raise IndexError(rank)
         spans = self._timeline.ranks[rank]
         peak, at, after = self._walk_of(rank, _ended(spans)).curve()
-        # Of several changes at the same instant, the last one counts.
+        # The last of several simultaneous changes counts.
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):

@@ -137,7 +137,7 @@ class Pricing:
         return min(size, device.memory) if device is not None and self.measured else size
 
     def useful_tokens(self, pipeline: Pipeline) -> int:
-        """Return the tokens from which a micro-batch uses every device of a pipeline well."""
+        """Return the least tokens of a micro-batch that uses every device of a pipeline well."""
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
     # Blocks.

@@ -30,7 +30,7 @@ def stage_ends(
         schedule: its kind.
         devices: each stage's group of devices (`Pipeline.rows`); empty: its own.
     """
-    # numba is imported on demand: most commands price nothing.
+    # Most commands do not need numba.
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 
     stages = len(forward)

@@ -1,13 +1,12 @@
 """Planning: the strategy to run next, and the assignment of sequences to pipelines and micro-batches.
 
 Candidates come from `generators/`, are priced (`price_candidate`) and improved, and get their sequences from
-`assignment/`; `metis/` is Metis's own planner and `exact/` the integer programs. The package does not import
-torch.distributed or the runtime. numba compiles the search on first use, once per installation.
+`assignment/`. The package does not import torch.distributed or the runtime. numba compiles the search on first use.
 """
 
 from hydragraph import attributes
 
-# Imported when first used, so that a rank that does not plan needs neither numba nor scipy.
+# A rank that does not plan needs neither numba nor scipy.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner",
     {

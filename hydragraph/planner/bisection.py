@@ -1,4 +1,4 @@
-"""Bisection of a number from which on a condition holds."""
+"""Bisection of monotonic conditions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float, precision: float) -> tuple[float, float]:
-    """Return the last number found for which a monotonic condition does not hold, and the first for which it does.
+    """Return the last number found for which a monotonic condition fails, and the first for which it holds.
 
     Args:
-        low, high: numbers for which it does not, and does hold.
+        low, high: numbers for which it fails and holds.
         precision: relative difference of the results.
     """
     while high - low > precision * high:

@@ -1,7 +1,6 @@
-"""A plan in a few lines: what runs, how long and how full it is, and why the usual strategies and its rivals lose.
+"""A plan in a few lines, and why the usual strategies and its rivals lose.
 
-The usual strategies are plain data parallelism, plain tensor parallelism, and the best of all equal pipelines. Each
-loses by its memory, or by the kind of device time that it spends more of (`planner.device_time`).
+The usual strategies are plain data parallelism, plain tensor parallelism, and the best equal pipelines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hydragraph.spec.training_workload import Workload
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """Return at most five lines on a plan: the plan, its seconds and memory, and why each usual strategy loses."""
+    """Return at most five lines: the plan, its seconds and memory, and why each usual strategy loses."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
     lines = [
         f"plan: {_in_words(costs, plan)}",
@@ -40,7 +39,7 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
 
 
 def _in_words(costs: Costs, plan: Plan) -> str:
-    """Describe the pipelines, further candidates and idle devices of a plan."""
+    """Describe the pipelines, further strategies and idle devices of a plan."""
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
@@ -55,7 +54,6 @@ def _in_words(costs: Costs, plan: Plan) -> str:
 
 
 def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
-    """Return plain data parallelism, plain tensor parallelism, and the best other strategy of equal pipelines."""
     costs = varied.costs
     equal = _equal(costs)
     strategies = {}
@@ -77,7 +75,7 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
 
 
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
-    """Return the strategies of equal pipelines on all devices, by degree and number of stages."""
+    """Return strategies of equal pipelines on all devices, by (tensor-parallel degree, stages)."""
     layers = costs.outline.layers
     nodes = Counter(device.node for device in costs.cluster.devices)
     kinds = [costs.profile.of(name).pieces for name in costs.cluster.types]
@@ -94,10 +92,10 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
-    """Simulate the rivals that a plan's explanation shows, and say what they spend more time on.
+    """Simulate the rivals that an explanation shows, and add why they are slower.
 
     Args:
-        seconds: time after which further rivals keep the reasons that they have.
+        seconds: time limit; further rivals keep their reasons.
     """
     until = time.monotonic() + seconds
     varied = Varied(costs, workload.batches)
@@ -112,7 +110,7 @@ def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) ->
 
 
 def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
-    """Return how much longer a strategy takes than the plan and the cause, and its seconds."""
+    """Return why a strategy loses to the plan, and its seconds."""
     if rival == plan.strategy:
         return "is the plan", plan.seconds
     try:
@@ -135,10 +133,9 @@ def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:
-    """Return a line on the devices: how many of which type on how many nodes, with their speed and memory.
+    """Return a line on the devices: types, speed, memory and number of nodes.
 
     Args:
-        costs: of the cluster.
         links: text on the measured links.
     """
     nodes = len({device.node for device in costs.cluster.devices})

@@ -1,8 +1,7 @@
-"""Canonical order of ranks, so that plans do not depend on how nodes and devices are listed.
+"""Canonical order of ranks: plans do not depend on how nodes and devices are listed.
 
-Nodes, their network cards, and the devices that share a card are sorted by their properties, the fastest first. Results
-are converted back to the given ranks. Only intervals of the state follow the given order, with a small effect on
-seconds.
+Nodes, their network cards, and the devices that share a card are sorted, the fastest first. Only intervals of the state
+follow the given order, with a small effect on seconds.
 
 Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
 """
@@ -22,7 +21,7 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 Key = tuple[object, ...]
 
-# Number of leading key fields that are common to all devices of a type.
+# Leading key fields common to all devices of a type.
 TYPE = 4
 
 
@@ -41,7 +40,7 @@ def order_of(costs: Costs) -> list[int]:
 
 
 def _of_node(costs: Costs, ranks: Sequence[int]) -> list[int]:
-    """Return a node's ranks in order. Cards are defined by position, so runs keep their sizes."""
+    """Return a node's ranks in order; cards are defined by position, so they keep their sizes."""
     cards = [
         sorted(card, key=lambda rank: _device(costs, rank)) for _, card in groupby(ranks, key=costs.cluster.card_of)
     ]
@@ -61,7 +60,6 @@ def _link(link: Interconnect) -> Key:
 
 
 def _device(costs: Costs, rank: int) -> Key:
-    """Return the sort key of a device, the fastest and largest first."""
     device = costs.cluster.devices[rank]
     home = costs.home
     owned = [shares[rank] for shares in (home.shares, *home.buckets.values(), home.nodes) if shares is not None]
@@ -71,7 +69,7 @@ def _device(costs: Costs, rank: int) -> Key:
 
 
 def told(found: Finalists, order: Sequence[int]) -> Finalists:
-    """Convert the results from canonical order to the given ranks."""
+    """Convert results to the given ranks."""
     names = dict(enumerate(order))
     settled = tuple(as_told(plan, order) for plan in found.settled)
     passed = tuple(_proposal(proposal, names) for proposal in found.passed)
@@ -80,7 +78,7 @@ def told(found: Finalists, order: Sequence[int]) -> Finalists:
 
 
 def as_told(each: Settled, order: Sequence[int]) -> Settled:
-    """Convert one settled plan from canonical order to the given ranks."""
+    """Convert one settled plan to the given ranks."""
     strategy, pipelines = _named(each.strategy, dict(enumerate(order)))
     places = places_of(order)
     return replace(
@@ -103,7 +101,7 @@ def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:
 
 
 def _named(strategy: Strategy, names: dict[int, int]) -> tuple[Strategy, list[int]]:
-    """Return a strategy on the given ranks with sorted pipelines, and the original index of each pipeline."""
+    """Return a strategy on the given ranks with sorted pipelines, and each one's original index."""
     named = strategy.renumbered(names)
     pipelines = [
         Pipeline(tuple(replace(stage, devices=tuple(sorted(stage.devices))) for stage in pipeline.stages))

@@ -1,6 +1,6 @@
-"""Plans on fewer nodes: if sending takes longer than computing, a cluster's best plan may leave most of it idle.
+"""Plans on fewer nodes, which are best if sending takes longer than computing.
 
-A search on all devices uses most of them. Here some subsets of nodes are searched as if there were no others:
+These subsets of nodes are searched:
 
     nodes, fastest first    A A A B            (of two kinds)
     the first 1, 2, 4, ...  A | A A
@@ -20,10 +20,10 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs with some nodes lost, and the fraction of all power that is left.
+    """Yield costs with some nodes lost, and the fraction of computing power left.
 
     Args:
-        costs: nodes in planning order, the fastest first (`canonical_order`).
+        costs: nodes in planning order (`canonical_order`).
     """
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
@@ -35,7 +35,6 @@ def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
 
 
 def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
-    """Yield proper subsets of the nodes."""
     kinds: dict[object, list[int]] = {}
     for node in nodes:
         kinds.setdefault(kind_of(costs, node), []).append(node)
@@ -50,7 +49,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
 
 
 def kind_of(costs: Costs, node: int) -> object:
-    """Return the key of a node's kind: its hardware, and the current state of its devices."""
+    """Return the key of a node's hardware and the state of its devices."""
     built = costs.cluster.node(node)
     devices = [
         (costs.cluster.type_of(rank), device.memory_bytes, costs.health.rate(rank))
@@ -61,7 +60,6 @@ def kind_of(costs: Costs, node: int) -> object:
 
 
 def _only(costs: Costs, kept: frozenset[int]) -> Costs:
-    """Return costs with all other nodes lost."""
     rates = {
         rank: costs.health.rate(rank) if device.node in kept else math.inf
         for rank, device in enumerate(costs.cluster.devices)

@@ -1,4 +1,4 @@
-"""Deadlines of searches: moments of `time.monotonic`, or None for a search that runs to completion."""
+"""Deadlines of searches: moments of `time.monotonic`; None: no deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seconds of an average device by what they are spent on: why one plan takes longer than another.
+"""The seconds of an average device by cause: why one plan takes longer than another.
 
 computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
 traffic      pulls, pushes and messages that are not hidden, and the update
@@ -19,7 +19,7 @@ _WAITING = (TimeKind.LATE, TimeKind.OTHER)
 
 
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
-    """Simulate an iteration and return the mean seconds of a device by what they are spent on."""
+    """Simulate an iteration and return the mean seconds of a device by cause."""
     timeline = costs.changed(home=home).simulate(strategy, assignment)
     accounts = predicted_accounts(timeline)
     staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)
@@ -36,5 +36,5 @@ def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assign
 
 
 def main_cause(slower: dict[str, float], faster: dict[str, float]) -> str:
-    """Return what the slower plan spends most more on."""
+    """Return the cause on which the slower plan spends most more."""
     return max(slower, key=lambda kind: slower[kind] - faster.get(kind, 0.0))

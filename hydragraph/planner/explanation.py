@@ -1,4 +1,4 @@
-"""A plan in words: the work, memory and state of devices, the distance from the bound, and why rivals lost."""
+"""A plan in words: work, memory and state of devices, and the distance from the bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6  # rivals
 STREAMS = {True: "streaming weights and gradients", GRADIENTS: "streaming gradients"}
-TIGHT = 0.9  # of a device's memory, above which a plan warns if nothing was measured
+TIGHT = 0.9  # a plan without measurements warns above this fraction of memory
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Rival:
     """A strategy that lost.
 
     Attributes:
-        strategy: the strategy.
-        seconds: seconds of an iteration; infinite if it does not fit.
+        seconds: of an iteration; infinite if it does not fit.
         origin: the search that it came from.
         why: why it lost, in words.
     """
@@ -66,7 +65,6 @@ def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float,
 
 
 def _work(micro_batches: Sequence[Sequence[int]]) -> str:
-    """Describe the micro-batches of a pipeline, given the lengths of the sequences of each."""
     if not micro_batches:
         return "no micro-batches"
     sequences = _range([len(lengths) for lengths in micro_batches])
@@ -83,7 +81,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
-    """Return the stages of a pipeline: their devices, layers and marks; "7 + 7 layers" if they are interleaved."""
+    """Return a pipeline's stages in words; "7 + 7 layers" if they are interleaved."""
     stages = []
     for row in dict.fromkeys(pipeline.rows):
         mine = [stage for stage, there in zip(pipeline.stages, pipeline.rows, strict=True) if there == row]

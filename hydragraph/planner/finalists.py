@@ -1,15 +1,15 @@
-"""Selection of the few proposals that are settled exactly, by ever more expensive estimates.
+"""Selection of the few proposals that are settled exactly, by increasingly expensive estimates:
 
 pipeline recurrence         every proposal              lower bound of an iteration
 traffic of each card        every proposal              another lower bound
-with its traffic            while the bounds are below the best known time
-with fewer pipelines        the best of these, while reduced traffic saves more than the pipelines did
-with its own micro-batches  those that may then be best, in turn: cut for each pipeline, as a run cuts them
-memory and owners           those that may still be the best, and those to choose among
+with its traffic            while the bounds are below the best time
+with fewer pipelines        the best of these, while that helps
+with its own micro-batches  those that may then be best: cut for each pipeline, as in a run
+memory and owners           those that may still be best, and those to choose among
 a simulation                the best, and any that is estimated to end before it
 
-Every pipeline pulls all weights, so a pipeline that a slow link connects may cost more than it contributes. The search
-models links too coarsely to detect that. A pipeline without micro-batches only adds cost.
+Every pipeline pulls all weights, so a pipeline on a slow link may cost more than it contributes, which the search does
+not detect.
 """
 
 from __future__ import annotations
@@ -48,29 +48,28 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of ranks with three simulated plans, and with two.
+# Maximum ranks with three simulated plans, and with two.
 FEW = 16
 MANY = 64
-# Plans estimated to save less than this fraction are not simulated: estimates are seldom more accurate.
+# Plans estimated to save less are not simulated: estimates are seldom more accurate.
 SAVES = 0.003
-# Maximum number of settled plans when choosing among nearly equal ones.
+# Maximum settled plans when choosing among nearly equal ones.
 SETTLED = 6
-# Number of the best estimates that are tried with fewer pipelines.
+# Best estimates that are tried with fewer pipelines.
 LEANER = 3
-# Number of the best estimates that get the micro-batches of an actual run.
+# Best estimates that get the micro-batches of an actual run.
 CUT = 4
-# The resulting time is seldom less than this fraction of the promised one.
+# The result is seldom less than this fraction of the promised time.
 PROMISED = 0.97
-# Relative accuracy of the estimated time in which fewer pipelines do the work.
+# Accuracy of the estimate for fewer pipelines.
 ROUGHLY = 0.95
-# Equal owners are also tried if pull and push lengthen an iteration by this factor.
+# Other owners are tried if pull and push lengthen an iteration by this factor.
 WAITING = 1.05
-# Cost of a simulation relative to an estimate.
+# Time of a simulation relative to an estimate.
 SIMULATION = 40
 
-# The bytes of state that change their owner under a home.
+# Bytes of state that change owner under a home.
 Moved = Callable[[Home], int]
-# The same plan with simulated seconds.
 Exactly = Callable[[Settled], Settled]
 
 
@@ -79,11 +78,11 @@ class Proposal:
     """A strategy that might be the best.
 
     Attributes:
-        last_s: end of its last pipeline, without pull, push and update.
+        last_s: end of the last pipeline, without pull, push and update.
         expected_s: approximate seconds of an iteration.
         origin: the search that it came from.
-        across: the same strategy with another placement of its pipelines, if there is one.
-        least_s: lower bound of an iteration, from its pipelines and the traffic of cards.
+        across: the same strategy with another placement of pipelines, if any.
+        least_s: lower bound of an iteration, from pipelines and traffic of cards.
     """
 
     strategy: Strategy
@@ -111,7 +110,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Return the best result of each strategy, and the first proposals of the others, the most promising first."""
+        """Keep the best result of each strategy, and the most promising proposal of each other."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}
@@ -134,7 +133,7 @@ def proposals(
     stages: Sequence[Staged],
     simple: Sequence[Simple],
 ) -> list[Proposal]:
-    """Return strategies on ranks with assigned sequences, the most promising first; duplicates keep the first."""
+    """Return different strategies with assigned sequences, the most promising first."""
     by_strategy: dict[Strategy, Proposal] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         strategy, across = strategies_of(candidate)
@@ -158,7 +157,7 @@ def proposals(
 
 
 def _carried(cards: Cards, proposal: Proposal) -> Proposal:
-    """Raise the expected time to the time that cards need for their traffic."""
+    """Raise the expected time to the time that cards need for the traffic."""
     strategies = [
         strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None and not strategy.shares
     ]
@@ -167,7 +166,7 @@ def _carried(cards: Cards, proposal: Proposal) -> Proposal:
 
 
 def _busy(proposal: Proposal) -> Proposal:
-    """Drop the pipelines that run no micro-batch."""
+    """Drop pipelines without micro-batches."""
     assignment = proposal.assignment
     runs = [bool(count) for count in assignment.counts]
     if all(runs):
@@ -195,12 +194,12 @@ def finalists(
     """Settle the most promising proposals exactly.
 
     Args:
-        near: proposals within this fraction of the best are also settled.
-        until: after this time (of `time.monotonic`) only one plan that fits is still searched for.
-        known: results of earlier calls; this call adds its own.
-        moved: bytes that change their owner under a home; among proposals within `near` of each other, those that move
-            the fewest bytes come first. None: the fastest come first.
-        exactly: simulates a plan; default: with these costs.
+        near: also settle proposals within this fraction of the best.
+        until: after this time (of `time.monotonic`) the search ends with the first plan that fits.
+        known: results of earlier calls; new ones are added.
+        moved: bytes that change owner under a home; proposals within `near` of each other come in this order. None: the
+            fastest come first.
+        exactly: simulates a plan; default: `simulated`.
     """
     known = {} if known is None else known
     exactly = exactly or partial(simulated, costs)
@@ -243,13 +242,12 @@ def finalists(
 
 
 class _Queue:
-    """Queue of proposals, the most promising first, with micro-batches cut as in a run where that is faster.
+    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster.
 
-    Larger micro-batches hide more traffic. Finding the largest sizes is expensive: proposals are cut in their turn,
-    ordered by an optimistic time (`promised`).
+    Cutting is expensive, so proposals are cut in the order of an optimistic time (`promised`).
 
     Args:
-        estimates: proposals with their traffic.
+        estimates: proposals with traffic.
         others: proposals that come last.
     """
 
@@ -271,7 +269,7 @@ class _Queue:
         self._cut = 0
         self._cut_s = 0.0  # maximum so far
         self._numbers = count()
-        # Seconds, insertion number to break ties, whether it is still to be cut, and the proposal.
+        # Seconds, insertion number, whether it is still to be cut, and the proposal.
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
@@ -290,7 +288,7 @@ class _Queue:
             uncut, proposal = self._pop(limit)
             if not uncut:
                 return proposal
-            # A cut proposal is settled next, which takes about as long as the cut.
+            # Settling it next takes about as long as the cut.
             if self._cut < CUT and not is_late(self._until, 2 * self._cut_s):
                 self._cut += 1
                 began = time.monotonic()
@@ -299,7 +297,7 @@ class _Queue:
         return self._others.popleft() if self._others and math.isinf(limit) else None
 
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
-        """Pop the most promising entry or, among equally promising ones, the one that moves the fewest bytes."""
+        """Pop the most promising entry; of equally promising ones, the one that moves the fewest bytes."""
         if self._moved is None:
             return heappop(self._heap)[2:]
         limit = min(limit, self._heap[0][0] * (1 + self._near))
@@ -314,23 +312,23 @@ class _Queue:
         """Add the cut proposal if it is faster."""
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # a sequence is too long with equal owners, but a plan may have other owners
+        except Unsupported:  # too long with equal owners; a plan may have others
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
             self._add(seconds, _busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
 
     def left(self) -> list[Proposal]:
-        """Return the proposals that were never settled, the most promising first."""
+        """Return the proposals that were not settled, the most promising first."""
         queued = [proposal for _, _, uncut, proposal in self._heap if not uncut]
         return sorted([*queued, *self._others], key=lambda each: each.expected_s)
 
 
 def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
-    """Return the plan with its fastest owners: the current ones, equal ones, or owners chosen for each block.
+    """Return the plan with the fastest owners: the current ones, equal ones, or ones chosen for each block.
 
     Args:
-        last_s: end of its last pipeline. Other owners are tried only if pull and push lengthen that by much.
+        last_s: end of the last pipeline, without pull and push.
     """
     strategy = one.strategy
     if strategy.shares:
@@ -356,9 +354,9 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return equal owners among the training ranks, unless a plan has these or several copies.
+    """Return equal owners among the training ranks; None if a plan has these or several copies.
 
-    With unequal shares, owners hold pieces of other ranks' shards, which travel; a rank's own shard does not.
+    With unequal shares, owners hold pieces of other ranks' shards, which travel.
     """
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
@@ -369,7 +367,7 @@ def _equal_home(costs: Costs, one: Settled) -> Home | None:
 def _estimated(
     costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
-    """Return proposals with their traffic, except those that cannot beat the best."""
+    """Return proposals with traffic, except those that cannot beat the best."""
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
@@ -387,7 +385,7 @@ def _estimated(
 
 
 class _Clock:
-    """Cached estimates of seconds with traffic, assuming owners with unlimited memory; memory is checked later."""
+    """Cached estimates of seconds with traffic; memory of owners is not checked."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -410,7 +408,7 @@ class _Clock:
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
-    """Remove pipelines from the best estimates as long as that gains time."""
+    """Remove pipelines from the best estimates as long as that helps."""
     seen_strategies = {proposal.strategy for proposal in estimates}
     improved: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:
@@ -432,7 +430,7 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
 
 
 def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
-    """Yield variants without one node's pipelines or with one kind only, where they may be faster."""
+    """Yield variants without one node's pipelines, or with one kind only, that may be faster."""
     strategy, assignment = proposal.strategy, proposal.assignment
     nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
@@ -446,7 +444,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run proportionally more micro-batches, and fill once.
+        # The remaining pipelines run more micro-batches, and fill once.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -457,7 +455,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind: of the same hardware, and with as many pipelines of each form."""
+    """Yield one node of each kind: hardware, and number of pipelines of each form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:
@@ -471,5 +469,5 @@ def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> 
 
 
 def _simulations(costs: Costs) -> int:
-    """Return the number of plans to simulate: fewer on larger clusters, where a simulation takes longer."""
+    """Return the number of plans to simulate; simulations of large clusters are slow."""
     return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1

@@ -1,7 +1,7 @@
-"""Compilation of the planner's search in another process, while this one does something else.
+"""Compilation of the planner's search in another process.
 
-numba compiles a search when it is first used, once per installation: for 10 to 40 s of one core. While a command
-captures a model, a process that plans for a made-up one compiles, into the cache on disk, what plans call:
+numba compiles a search on first use, once per installation, for 10 to 40 s. While a command captures a model, a process
+plans for a made-up one, which fills numba's cache on disk:
 
     python -m hydragraph.planner.first_compilation
     python -m hydragraph.planner.first_compilation --varying    also for sequences of varying lengths
@@ -32,10 +32,10 @@ LENGTH = 1024
 
 
 class FirstCompilation:
-    """A process that compiles, if anything has to be compiled; it ends with a `with` block.
+    """A context manager for a process that compiles what is not compiled yet.
 
     Args:
-        varying: also compile what plans for sequences of varying lengths call.
+        varying: also compile for sequences of varying lengths.
     """
 
     def __init__(self, varying: bool) -> None:
@@ -43,7 +43,7 @@ class FirstCompilation:
         self._process: subprocess.Popen[bytes] | None = None
         if not all(map(is_compiled, last)):
             command = [sys.executable, "-m", __name__, *([VARYING] if varying else [])]
-            # If this fails, the process that needs the functions compiles them and reports the error.
+            # If this fails, this process compiles them and reports the error.
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class FirstCompilation:
         return self._process is None or self._process.poll() is not None
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until it has ended, and end it after some seconds; None: no limit."""
+        """Wait for the process, and kill it after `seconds`; None: no limit."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
@@ -79,7 +79,6 @@ def compile_searches(varying: bool) -> None:
 
 
 def _made_up() -> Costs:
-    """Return costs of six layers on two fast and two slow devices."""
     wire = Interconnect(1e10, 1e-6)
     kinds = [StageKind(tp, False, recompute) for tp in (1, 2) for recompute in (False, True)]
     types = {"fast": DeviceType(1e14, 10**9, 1e12), "slow": DeviceType(5e13, 10**9, 1e12)}

@@ -1,4 +1,4 @@
-"""A good plan immediately, for a run that waits for one.
+"""A good plan within a fraction of a second, for a run that waits for one.
 
     candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
     pipelines; what ran before ranks were lost, if it does not use them
@@ -6,7 +6,7 @@
     one mini-batch                                    for these, assigned quickly, traffic in order
     memory                                            from the best on, until one fits
 
-`hg.plan` considers all mini-batches, and finds better plans.
+`hg.plan` finds better plans.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum number of estimates of running strategies, and of searched ones; minimum number in total, whatever the time.
+# Maximum estimates of running strategies, and of searched ones; minimum in total, whatever the time.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
 SEARCHING = 0.6  # fraction of the deadline for the search
-SLOW = 1.5  # a rank of a higher rate may be better left idle
+SLOW = 1.5  # a slower rank may be better left idle
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        strategy, pipelines: what runs, and its costs.
-        assignment: assignment of the mini-batch used for the estimate.
-        seconds: seconds of that iteration.
+        pipelines: their costs.
+        assignment: of the mini-batch used for the estimate.
+        seconds: of that iteration.
     """
 
     strategy: Strategy
@@ -69,11 +69,9 @@ def plan_at_once(
     """Return the best strategy found within about `deadline_s`, or None if no strategy fits.
 
     Args:
-        costs: costs whose home is kept.
-        workload: mini-batches of varying lengths.
-        others: further strategies to estimate, such as the running one. The numbers of lost ranks in earlier
-            strategies are beyond the cluster's.
-        deadline_s: no estimate starts after this time. Checking memory may take longer.
+        costs: their home is kept.
+        others: further strategies to estimate, the running one first; lost ranks may be numbered beyond the cluster's.
+        deadline_s: no estimate starts after this time; checking memory may take longer.
     """
     began = time.monotonic()
     batch = sample(workload)
@@ -84,7 +82,7 @@ def plan_at_once(
     for strategy in in_turns:
         if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
             break
-        # The search's own memory estimate says that all of its pipelines hold the longest sequence.
+        # The search has checked that all pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))
@@ -95,7 +93,7 @@ def plan_at_once(
             continue
         limits = [p.max_len for p in pipelines]
         if min(limits) > 0 and max(limits) >= workload.longest:
-            return _estimate(costs, estimate.strategy, pipelines, batch, None)  # assigned as it will be
+            return _estimate(costs, estimate.strategy, pipelines, batch, None)
     return None
 
 
@@ -106,7 +104,7 @@ def sample(workload: Workload) -> tuple[int, ...]:
 
 
 def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
-    """Return running strategies without lost ranks, and variants of the first of them."""
+    """Return running strategies without lost ranks, and variants of the first."""
 
     def rate(rank: int) -> float:
         return costs.health.rate(rank) if rank < costs.ranks else math.inf
@@ -120,7 +118,7 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
         return every
     yard = Yard(costs, workload, workload.longest, SAFETY)
     number = len(first.pipelines)
-    # The slow pipelines continue without the slow ranks, with all ranks that are not lost, or not at all.
+    # Slow pipelines continue without slow ranks, with all ranks that are not lost, or not at all.
     for most in (SLOW, math.inf, 0.0):
         kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
         anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
@@ -131,7 +129,7 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
 
 
 def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
-    """Return strategies whose pipelines all hold the longest sequence, the most promising for equal ones first."""
+    """Return strategies whose pipelines all hold the longest sequence, the most promising first."""
     typical = workload.typical
     count, length = typical.sequences, typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER

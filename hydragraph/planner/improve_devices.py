@@ -1,17 +1,14 @@
-"""Improvement of plans for varying lengths, by moves of devices: long sequences need large groups, short ones small.
+"""Improvement of plans for varying lengths, by moves of devices.
 
-The search for equal sequences gives all pipelines of a type one degree, which is too slow for the longest sequence or
-wastes devices on the others. From its best plans, moves are made as long as they help with the actual mini-batches:
+The search for equal sequences gives all pipelines of a type one degree, but long sequences need large groups and short
+ones small. Moves are made as long as they help with the actual mini-batches:
 
-    split a node's devices differently: slowest devices together, each group a pipeline; or the slow ones idle
+    split a node's devices differently, each group a pipeline; or leave the slow ones idle
     make a pipeline's devices one pipeline, or two, of another degree
     join two pipelines' devices to one pipeline of some degree
     leave a pipeline's devices idle
 
-each for one node or pipeline, and for all equal ones. Moves are priced in the order of their time with all pipelines
-busy all the time.
-
-Example: four nodes of eight, with <tp4,pp1> everywhere and one long sequence: three nodes become 4 x <tp2,pp1>.
+each for one node or pipeline, and for all equal ones. Moves are priced in the order of `Yard.pace`.
 """
 
 from __future__ import annotations
@@ -30,28 +27,27 @@ from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Maximum number of strategies priced while improving one.
+# Maximum strategies priced while improving one.
 PRICED = 200
-# Number of moves priced before the best of them is made: the first gain is often a dead end.
+# Moves priced before the best is made: the first gain is often a dead end.
 AT_ONCE = 24
 # Fraction that a move must save.
 SAVES = 1e-3
-# Moves with an estimate above this multiple of the best are not priced.
+# Multiple of the best up to which moves are priced.
 REACH = 1.15
-# Assumed fraction of pull and push that is not overlapped, before it is estimated.
+# Assumed fraction of pull and push that is not overlapped.
 WAITED = 0.25
-# Devices slower than a node's healthiest by more than this factor may be better left idle.
+# Devices slower than a node's healthiest by this factor may be better left idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class Yard:
-    """Builder of pipelines from devices, and generator of moves of devices between pipelines.
+    """Builder of pipelines from devices, and of moves of devices.
 
     Args:
-        workload: a workload of varying lengths.
-        reach: tokens that a micro-batch must be able to have.
+        reach: tokens that every pipeline must hold.
         safety: usable fraction of a device's memory.
     """
 
@@ -78,13 +74,13 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return approximate seconds of an iteration: all pipelines busy all the time, plus exposed traffic."""
+        """Return approximate seconds of an iteration: pipelines always busy, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
 
     def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
-        """Return a pipeline's typical sequences per second, and the seconds of its ranks' pull and push."""
+        """Return a pipeline's typical sequences per second, and seconds of pull and push."""
         key = form_of(self._costs, pipeline)
         if key not in self._paces:
             slowest = 0.0
@@ -113,7 +109,7 @@ class Yard:
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
-                        # Take every other device of each stage, so that the parts are in the same nodes.
+                        # Every other device of each stage: the parts are in the same nodes.
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
@@ -128,7 +124,7 @@ class Yard:
                     yield from _with(strategy, [p for pair in joined for p in pair], merged)
 
     def _nodes_split(self, strategy: Strategy, count: int) -> Iterator[Strategy]:
-        """Yield strategies that regroup a node's single-group pipelines and idle devices."""
+        """Yield strategies that regroup nodes' single-stage pipelines and idle devices."""
         single: dict[NodeDevices, list[Pipeline]] = {node: [] for node in self._nodes}
         multi_stage_ranks: set[int] = set()
         for pipeline in strategy.pipelines:
@@ -152,8 +148,8 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # All nodes at once, except one or all equal ones: a layer passes only as fast as in the slowest pipeline,
-        # so small groups in one place gain little while all pay for the traffic.
+        # All nodes at once, except one or all equal ones: a layer passes as slowly as in the slowest pipeline, so small
+        # groups in one place gain little.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -167,18 +163,17 @@ class Yard:
     def _split(
         self, strategy: Strategy, nodes: Sequence[tuple[Devices, Sequence[int], list[Pipeline]]], count: int
     ) -> Iterator[Strategy]:
-        """Yield a strategy in which these devices form groups of these sizes, each a pipeline, instead of theirs."""
         new_pipelines = [
             self._pipeline(run, len(run), count) for ranks, sizes, _ in nodes for run in _runs(ranks, sizes)
         ]
         yield from _with(strategy, [p for _, _, pipelines in nodes for p in pipelines], new_pipelines)
 
     def laid_anew(self, pipeline: Pipeline, devices: Sequence[int], pipelines: int) -> Pipeline | None:
-        """Return a pipeline of some of its devices with layers by their rates; None if they do not hold the model.
+        """Return a pipeline of some devices with layers by rates; None if they do not hold the model.
 
         Args:
-            pipeline: a pipeline whose largest degree is kept, as far as the devices of a node allow.
-            devices: devices, none of them lost.
+            pipeline: its largest degree is kept if possible.
+            devices: not lost.
             pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
@@ -188,7 +183,7 @@ class Yard:
         return sorted({degree for degrees in self._degrees.values() for degree in degrees})
 
     def _pipeline(self, devices: Sequence[int], degree: int, count: int) -> Pipeline | None:
-        """Return a pipeline of all these devices, with groups of a degree where possible, for about `count` batches."""
+        """Return a pipeline of these devices, of one degree if possible, for about `count` micro-batches."""
         groups: list[Group] = []
         for node in self._nodes:
             mine = [rank for rank in node.devices if rank in set(devices)]
@@ -220,7 +215,7 @@ class Yard:
 def climbed(
     varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
-    """Return the improvement of a strategy; all strategies priced on the way stay in `varied`.
+    """Improve a strategy; strategies priced on the way stay in `varied`.
 
     Args:
         start: a strategy that takes all mini-batches.
@@ -244,7 +239,6 @@ def climbed(
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced
-                # Most moves lose even before their traffic is known.
                 seconds = varied.seconds(move, best)
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True
@@ -259,7 +253,7 @@ def _runs(devices: Sequence[int], shape: Sequence[int]) -> Iterator[Devices]:
 
 
 def _with(strategy: Strategy, without: Sequence[Pipeline], made: Sequence[Pipeline | None]) -> Iterator[Strategy]:
-    """Yield a strategy with some pipelines in place of others, if all of them could be built."""
+    """Yield a strategy with pipelines replaced, if all could be built."""
     gone = set(without)
     kept = [pipeline for pipeline in strategy.pipelines if pipeline not in gone]
     every = [*kept, *(pipeline for pipeline in made if pipeline is not None)]

@@ -1,12 +1,10 @@
-"""Improvement of candidate strategies on sample mini-batches: pipelines of one scheme are exchanged for another's.
+"""Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) does not price bubbles and rounds every scheme separately. So its candidates and the
-homogeneous strategies are only starts: for all mini-batches together, and for each group of mini-batches at the limit
-of a scheme, because one of short sequences may run a strategy that does not take the longest.
+The proposal (Hydraulis, section 7) does not price bubbles, so its candidates and the homogeneous strategies are only
+starts: for all mini-batches together, and for each group of mini-batches at the limit of a scheme, because short
+sequences may run a strategy that does not take the longest.
 
-Example: 2 <tp4,pp1> on 8 devices, where <tp2,pp1> and <tp8,pp1> were measured too. One exchange leads to
-<tp4,pp1> + 2 <tp2,pp1>, to 4 <tp2,pp1>, or to <tp8,pp1>. Each is priced on the tuning set; the best of them replaces
-the strategy if it is faster, and so on until none is.
+Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Number of candidates improved for each group of mini-batches, and the maximum number of exchanges for each.
+# Candidates improved for each group of mini-batches, and maximum exchanges for each.
 STARTS = 4
 ROUNDS = 16
-# Fraction of the time for all mini-batches that a further candidate must save to be chosen for its contribution.
+# Fraction of the time that a further candidate must save.
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return as many equal pipelines of each scheme as fit on the devices, if they take any sequence."""
+    """Return, for each scheme, as many pipelines as fit on the devices, if they take any sequence."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
@@ -50,15 +48,11 @@ def refine(
         batches: sequence lengths of sample mini-batches.
         devices: number of devices.
         context: the longest sequence that the static one must take; default: that of `batches`.
-
-    Each improvement removes pipelines of one scheme and adds as many of another as fit into the room. After the
-    first, each strategy is the one that saves most if every mini-batch runs the fastest of it and those before it;
-    when none saves a significant amount, the rest follow by their time for all mini-batches.
     """
     tuning = TuningSet(profile, batches, devices)
     longest = context if context is not None else max(tuning.longest, default=0)
     starts = list(dict.fromkeys(tuple(sorted(c, reverse=True)) for c in candidates))
-    seen = dict.fromkeys(starts)  # in order, each once
+    seen = dict.fromkeys(starts)
     everything = np.arange(len(tuning.longest))
     for group, reach in [(everything, longest), *groups(tuning, profile, devices)]:
         able = [s for s in starts if tuning.reach(s) >= reach]
@@ -70,9 +64,9 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Return the mini-batches at the limit of each scheme, with the longest sequence among them.
+    """Return the mini-batches at the limit of each scheme, with their longest sequence.
 
-    The group of the longest ones is omitted: strategies that take these take all.
+    The longest ones are omitted: strategies that take these take all.
     """
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
@@ -84,9 +78,9 @@ def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDAr
 def climbed(
     start: Strategy, tuning: TuningSet, group: NDArray[np.int64], reach: int, profile: Schemes, devices: int
 ) -> Strategy:
-    """Return the improvement of a strategy on a group of mini-batches; it still takes `reach` tokens.
+    """Improve a strategy on a group of mini-batches; it still takes `reach` tokens.
 
-    The costs of unequal pipelines are ignored on the way: one exchange alone seldom pays for them, several may.
+    The costs of unequal pipelines are ignored: one exchange seldom pays for them, several may.
     """
 
     def price(strategy: Strategy) -> float:
@@ -103,7 +97,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return, from all priced strategies, the best one that takes `reach`, then those that add most to those before.
+    """Return the best priced strategy that takes `reach`, then those that add most to those before.
 
     Empty if no strategy takes `reach` and all mini-batches.
     """
@@ -116,7 +110,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # time of each mini-batch with the strategies chosen so far
+    quickest = table[at]  # of each mini-batch, with the strategies chosen so far
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))
@@ -127,7 +121,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
 
 
 def exchanges(strategy: Strategy, profile: Schemes, devices: int) -> Iterator[Strategy]:
-    """Yield the results of one exchange: fewer or no pipelines of one scheme, and more of another."""
+    """Yield the results of one exchange: fewer pipelines of one scheme, more of another."""
     usable = [s for s in profile.schemes if size(s) <= devices and profile.max_len(s, devices) > 0]
     for old, new in product(dict.fromkeys(strategy), usable):
         count = strategy.count(old)

@@ -1,7 +1,4 @@
-"""Diagnosis when no plan fits: how much more memory, how much shorter sequences, or how many more devices would fit.
-
-Each is found by repeating the search with that one change until something fits.
-"""
+"""Diagnosis when no plan fits: how much more memory, shorter sequences, or more devices would fit."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from hydragraph.planner.streamed_data_parallelism import streaming_fits
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-# Maximum factors that are tried for memory and for the number of devices.
+# Maximum factors for memory and number of devices.
 MOST = 64
 MANY = 8
 # Relative precision of the memory factor.
@@ -30,7 +27,7 @@ def check_labels(costs: Costs, workload: Workload) -> None:
     """Reject devices too small for the labels of all sequences, which every rank holds.
 
     Raises:
-        Unsupported: some device is too small; the message names the ranks.
+        Unsupported: some device is too small.
     """
     running = _running(costs)
     least = batch_bytes(0, max(map(sum, workload.batches)))
@@ -49,11 +46,11 @@ def check_labels(costs: Costs, workload: Workload) -> None:
 def nothing_fits(
     costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY, streaming: bool = False
 ) -> Unsupported:
-    """Return the error for a workload that no plan fits, with the shortage and remedies.
+    """Return the error, with the shortage and remedies.
 
     Args:
-        short: plans that were settled exactly, with their shortages.
-        safety: fraction of all memory with which the search found no fit.
+        short: shortages of settled plans.
+        safety: fraction of memory that the search used.
         streaming: whether stages may stream.
     """
     state = costs.home.copies * state_bytes(costs)
@@ -83,11 +80,10 @@ def _running(costs: Costs) -> list[int]:
 
 
 def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) -> list[str]:
-    """Return the single changes that would make a plan fit."""
+    """Return single changes that would make a plan fit."""
     longest = workload.longest
 
     def able(costs: Costs, length: int = longest, times: float = 1.0) -> bool:
-        """Return whether a plan fits these sequences if the memory of every device is multiplied by `times`."""
         whole = fits(costs, workload.typical.sequences, length, times * safety)
         return whole or (streaming and streaming_fits(costs, length, times))
 
@@ -106,7 +102,7 @@ def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) ->
 
 
 def _least(able: Callable[[float], bool], most: float) -> float:
-    """Return approximately the least factor from 1 on with which `able` holds; infinite if there is none."""
+    """Return approximately the least factor >= 1 such that `able` holds; infinite: none."""
     high = 1.0
     while not able(high):
         if high >= most:
@@ -123,7 +119,7 @@ def _least(able: Callable[[float], bool], most: float) -> float:
 
 
 def _several(costs: Costs, times: int) -> Costs:
-    """Return the costs of a cluster with `times` as many nodes; the added ones are healthy."""
+    """Return the costs of `times` as many nodes; added ones are healthy."""
     cluster = costs.cluster
     count = 1 + max(device.node for device in cluster.devices)
     devices = tuple(replace(d, node=d.node + i * count) for i in range(times) for d in cluster.devices)

@@ -1,12 +1,11 @@
-"""Lower bound of the seconds of any plan on these devices.
+"""Lower bound of any plan's seconds.
 
-A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds on it, and a straggler's
-seconds count 1 / x (it slows its whole group, so this is optimistic). The cheapest cost w(type, block) bounds all
-others. Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least time in which all blocks of
-all sequences can be distributed: a small linear program over types and kinds of blocks.
+A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds; the cheapest cost w(type,
+block) bounds all others. Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least time in
+which all blocks of all sequences can be distributed: a linear program over types and kinds of blocks.
 
-A sequence also passes all blocks one after another: no plan ends before the fastest pass. Of a backward, only the input
-gradients count here, because under zb-h1 nothing waits for weight gradients.
+No plan ends before a sequence's fastest pass through all blocks. Only input gradients count there: zb-h1 does not wait
+for weight gradients.
 
 With healthy devices and one kind of block this is Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without
 stragglers.
@@ -30,7 +29,7 @@ from hydragraph.spec.strategy import Stage
 
 
 def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
-    """Return a lower bound of any strategy's seconds, averaged over these mini-batches.
+    """Return the bound, averaged over mini-batches.
 
     Args:
         batches: sequence lengths of each mini-batch.
@@ -55,7 +54,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     }
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
-    # Device-seconds of all sequences for one block of a template, and seconds of the longest sequence alone.
+    # Device-seconds of all sequences for a block, and seconds of the longest sequence alone.
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
@@ -68,7 +67,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                # The fixed cost of a micro-batch counts once, the minimum; auxiliary values are omitted.
+                # The fixed cost of a micro-batch counts once; auxiliary values are omitted.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)

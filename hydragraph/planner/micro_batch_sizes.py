@@ -1,7 +1,6 @@
-"""Micro-batches cut for each pipeline, as in a run, where the search only uses micro-batches of one size.
+"""Micro-batches of equal sequences, cut for each pipeline as in a run.
 
-Example: 32 sequences on four devices, one of them slow. In micro-batches of two they run 4, 4, 5 and 3 of these,
-and the third ends last. Cut for each, they run 9, 9, 9 and 5 sequences at once: no device waits, and none begins twice.
+The search only uses micro-batches of one size.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from hydragraph.spec.strategy import Strategy
 
 # No limit on a micro-batch's tokens.
 ANY = 2**62
-# Number of halvings of a bisection, for a relative precision of 1e-9, and its effect on a number of sequences.
+# Halvings of a bisection, for a precision of 1e-9, and its effect on a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence
-# Smaller micro-batches that are tried at the beginning and, reversed, at the end of a pipeline, relative to the others.
+# Relative sizes of smaller micro-batches tried at the beginning and, reversed, at the end of a pipeline.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
-    """Return the cost of each pipeline; pipelines of one form are computed once.
+    """Return the cost of each pipeline, computed once for each form.
 
     Args:
         limit: maximum tokens of a micro-batch; None: as many as fit.
@@ -51,19 +50,19 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
     """Return equal sequences cut as in a run, and when the last pipeline ends.
 
     Raises:
-        Unsupported: a sequence is too long for all pipelines, with the owners of `costs`.
+        Unsupported: a sequence is too long for all pipelines.
     """
     return equally_long(pipeline_costs(costs, strategy), lengths)
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by the exact ends of pipelines, and return when the last one ends.
+    """Assign equal sequences by exact ends of pipelines; return when the last one ends.
 
-    From an approximate assignment (`promised`), one sequence after another moves from the last pipeline to the one that
-    then ends first, while that ends before. Every pipeline has the number of micro-batches with the earliest end.
+    From an approximate assignment, sequences move from the last pipeline to the one that then ends first, while that
+    helps.
 
     Args:
-        lengths: of all sequences, which are equal.
+        lengths: of all sequences, all equal.
 
     Raises:
         Unsupported: they are too long for all pipelines.
@@ -87,11 +86,11 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 
 
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Return an approximate assignment of equal sequences with the best cut of every pipeline, ignoring memory.
+    """Return an approximate best assignment of equal sequences, ignoring memory.
 
     A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches: A per sequence and c per
-    micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), if that is at least 1, these are
-    A n + 2 sqrt((S - 1) A c n) + (S - 1) c. This gives the n that end by a given time, which a bisection minimizes.
+    micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c,
+    which gives the n that end by a time. Bisection minimizes that time.
     """
     kinds = _kinds(pipeline_costs(costs, strategy, ANY), lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
@@ -111,7 +110,7 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
-    """Return how many sequences each pipeline runs, so that all end at about the same time."""
+    """Return how many sequences each pipeline runs to end at about the same time."""
     every = Counter(kinds)
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # enough for any rounding
     low = 0.0
@@ -129,14 +128,14 @@ def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
 
 
 def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assignment:
-    """Return the assignment of sequences in order, by the sizes of each pipeline's micro-batches."""
+    """Return sequences in order, by the sizes of each pipeline's micro-batches."""
     numbers = iter(range(len(lengths)))
     batches = tuple(tuple(tuple(islice(numbers, size)) for size in pipeline_sizes) for pipeline_sizes in sizes)
     return Assignment(batches, tuple(lengths))
 
 
 class _Ends:
-    """Exact ends of a pipeline with the best sizes of micro-batches found, computed on demand."""
+    """Exact ends of a pipeline with the best sizes of micro-batches."""
 
     def __init__(self, pipeline: PipelineCost, kind: _PipelineKind, length: int) -> None:
         self._pipeline = pipeline
@@ -183,8 +182,8 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
     """Return n sequences in at most m micro-batches.
 
     Args:
-        first: sizes of the first micro-batches relative to the others.
-        last: of the last ones, beginning with the last.
+        first: relative sizes of the first micro-batches.
+        last: of the last ones, reversed.
     """
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
@@ -195,7 +194,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: its stages, seconds of a sequence and of a micro-batch on the slowest of them, and its memory.
+    """A pipeline: stages, seconds per sequence and micro-batch on the slowest, and memory.
 
     Attributes:
         most: maximum number of sequences in a micro-batch.
@@ -208,7 +207,7 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length. Fitted costs may be negative from noise, and are clamped."""
+        """Return the kind for sequences of one length; costs that are negative from noise are clamped."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 
@@ -227,7 +226,6 @@ class _PipelineKind:
         return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, n)
 
     def end(self, n: int) -> float:
-        """Return the end of n sequences."""
         if not self.most:
             return math.inf
         m = max(self._best(n), n / self.most)

@@ -1,7 +1,6 @@
-"""Planning for heterogeneous devices, `hg.plan`: the pipelines and stages they form, and the owners of the state.
+"""Planning for heterogeneous devices: `hg.plan`.
 
-Each search (`WAYS`) produces candidates, of which the best are settled exactly: on ranks, with an assignment, owners
-and memory. The fastest is the plan, which also reports why the others lost.
+Each search (`WAYS`) produces candidates; the best are settled exactly: ranks, assignment, owners and memory.
 """
 
 from __future__ import annotations
@@ -55,30 +54,29 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
 
-# Orders of Metis's search over stages: the exact least cost, or the memory-aware walk of improved Metis.
+# Orders of Metis's search: the exact least cost, or the memory-aware walk.
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Fractions of device memory to plan with, tried in turn while everything found is too large.
+# Fractions of device memory, tried in turn while everything found is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state takes more than TIGHT of all memory, the search also tries ROOMY times the memory limit.
+# If the state takes more than TIGHT of all memory, the search also tries ROOMY times the limit.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum number of candidates per search that are settled exactly, and the maximum number of each shape.
+# Maximum candidates per search that are settled exactly, and maximum of each shape.
 SETTLED = 6
 ALIKE = 1
-# Maximum number of ranks for which "auto" includes Metis's search.
+# Maximum ranks for which "auto" includes Metis's search.
 FEW = 64
-# Number of plans from Metis's search that "auto" settles.
+# Plans from Metis's search that "auto" settles.
 STAGED = 2
-# Plans within this fraction of the best count as equally good; the one that moves the fewest bytes wins.
+# Plans within this fraction of the best are equally good; the one that moves the fewest bytes wins.
 NEAR = 0.005
-# No new work starts after the fraction SEARCHING of the deadline; the searches end after the fraction FINDING of that,
-# and the rest is for settling what they found.
+# No new work starts after SEARCHING of the deadline; searches end after FINDING of that, the rest is for settling.
 SEARCHING = 0.9
 FINDING = 0.65
-# Number of plans that are improved for varying lengths.
+# Plans improved for varying lengths.
 CLIMBS = 3
-# Number of candidates for the iteration planner when lengths vary; each must save the fraction WORTH of the time.
+# Candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -90,23 +88,22 @@ class Plan:
     """A training plan for heterogeneous devices.
 
     Attributes:
-        strategy: ready to run: `hg.compile(model, plan.strategy, home=plan.home)`.
-        home: the owners of the state and their shares.
-        strategies: candidates for the iteration planner if lengths vary; the first one is `strategy`.
-        seconds: time of an iteration of `strategy`, averaged over the workload's mini-batches.
+        strategy: run it with `hg.compile(model, plan.strategy, home=plan.home)`.
+        home: owners of the state.
+        strategies: candidates for the iteration planner if lengths vary, `strategy` first.
+        seconds: mean time of an iteration of `strategy`.
         choosing_s: the same if each mini-batch runs the fastest of `strategies`.
         memory: peak bytes of each rank.
-        limits: memory limit of each rank, in bytes.
-        bound: lower bound of the seconds of any strategy on these devices.
+        limits: bytes that each rank may use.
+        bound: lower bound of any strategy's seconds.
         rivals: rejected strategies, the closest first.
-        assignment: assignment of the first mini-batch.
-        moved_bytes: state that changes its owner relative to the running plan.
+        assignment: of the first mini-batch.
+        moved_bytes: of state that changes owner relative to the running plan.
         origin: the search that found the plan.
-        simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
-            traffic.
+        simulated: whether the seconds were simulated; otherwise traffic is estimated.
         took_s: planning time.
-        text: the text that `explain` returns, without idle devices' reasons and rivals.
-        spare: ranks that work, but not in this plan.
+        text: of `explain`, without idle devices' reasons and rivals.
+        spare: running ranks that the plan does not use.
     """
 
     strategy: Strategy
@@ -132,7 +129,7 @@ class Plan:
         return self.seconds / self.bound - 1
 
     def explain(self) -> str:
-        """Return a description of the plan: pipelines, stages, memory, owners, and why the rivals lost."""
+        """Return a description of the plan, and why the rivals lost."""
         lost = [f"lost: {rival.strategy.name} {rival.why}" for rival in self.rivals[:SHOWN]]
         if len(self.rivals) > SHOWN:
             lost.append(f"lost: {len(self.rivals) - SHOWN} more")
@@ -140,7 +137,7 @@ class Plan:
         return "\n".join([self.text, *spare, *lost])
 
     def _why_spare(self) -> str:
-        """Compare with the best plan that uses any of the spare devices, or else compare their memory."""
+        """Compare with the best plan that uses spare devices, or else compare their memory."""
         using = [r.seconds for r in self.rivals if not set(self.spare).isdisjoint(r.strategy.devices)]
         if any(map(math.isfinite, using)):
             more = min(using) / self.seconds - 1
@@ -172,28 +169,21 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
-        costs: profile of the model for every type of device, the cluster, and its health.
-        workload: workload of one iteration.
-        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for stages whose data
-            parallelism differs (the plan of least cost in Metis's space), "metis" for the plan that improved Metis's
-            memory-aware walk finds there, "auto" for all at once (including Metis's space only up to 64 ranks and
-            without a deadline: with more ranks it takes ten seconds).
-        running: the current plan, strategy or strategy text; among nearly equal plans, the one that moves the fewest
-            bytes is chosen.
-        deadline_s: time limit; the best plan so far is then returned. None: the search runs to completion, and
-            equal arguments give equal plans.
-        solver: "scip" groups devices into pipelines with AutoHet's published program (its equation 3, through cvxpy)
-            instead of our search; for method "mixed" and few devices.
-        schedules: pipeline schedules that the run can use. Plans have "1f1b", or another one of these if it is faster;
-            "zb-h1" needs a run with `backend="eager"`.
-        streaming: whether method "auto" may propose stages that stream, which a deterministic run cannot use.
+        workload: of one iteration.
+        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the plan of least
+            cost in Metis's space, where data parallelism differs by stage, "metis" for the one that improved Metis's
+            memory-aware walk finds there, "auto" for all (Metis's space only up to 64 ranks and without a deadline).
+        running: the current plan or strategy; of nearly equal plans, the one that moves the fewest bytes is chosen.
+        deadline_s: time limit; then the best plan so far is returned. None: the search completes and is deterministic.
+        solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
+        schedules: that the run can use; the fastest is chosen. "zb-h1" needs a run with `backend="eager"`.
+        streaming: whether "auto" may propose stages that stream, which a deterministic run cannot use.
 
     Returns:
         the plan.
 
     Raises:
-        Unsupported: no plan fits (the message gives the shortage and remedies), a type was not measured, or all
-            devices are lost.
+        Unsupported: no plan fits, a type was not measured, or all devices are lost.
         ValueError: an invalid method, solver, deadline, schedule or `running`.
     """
     check_question(method, deadline_s, solver)
@@ -212,7 +202,7 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` other than costs and workload, which may be expensive to make.
+    """Check the arguments of `plan` before costs and workload, which may be expensive, are made.
 
     Raises:
         ValueError: an invalid method, solver or deadline.
@@ -231,7 +221,7 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection: planning creates many small objects, and each pass scans the whole program's."""
+    """Disable garbage collection: planning creates many small objects, and each pass scans the whole program."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -265,16 +255,15 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # Order by healthy rates if a plan is running: a rank that became slow keeps its place, so its state need not move.
+    # If a plan is running, order by healthy rates: a rank that became slow keeps its place and its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto"
-    # Metis's and the published method are left as they are.
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
-    # If lengths vary, a strategy that cannot take the longest sequence can still be a candidate for other mini-batches.
+    # A strategy that cannot take the longest sequence can be a candidate for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
@@ -286,7 +275,7 @@ def _plan(
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
     chosen = min((settled for settled in able if settled.seconds <= best * (1 + near)), key=preference)
-    # If lengths vary, the simulation used the planning order.
+    # With varying lengths, the simulation used the planning order.
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
@@ -315,13 +304,12 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Question:
-    """The problem that the searches solve.
+    """Input of the searches.
 
     Attributes:
         workload, method: as of `plan`.
-        ways: the searches for groups of devices that run.
-        near: plans within this fraction of the best are settled too.
-        until: deadline, as a value of `time.monotonic()`; None: no deadline.
+        near: also settle plans within this fraction of the best.
+        until: deadline (of `time.monotonic`); None: none.
     """
 
     workload: Workload
@@ -335,11 +323,10 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     """Search on the ranks in planning order.
 
     Args:
-        order: the ranks in planning order.
         moved: see `finalists`.
 
     Returns:
-        the results on the ranks as given, and the fraction of memory that the search used.
+        results on the given ranks, and the fraction of memory used.
     """
     began = time.monotonic()
     listed = order == list(range(costs.ranks))
@@ -347,7 +334,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     places = places_of(order)
 
     def exactly(each: Settled) -> Settled:
-        """Simulate on the ranks as given: ownership follows their order, and traffic follows ownership."""
+        """Simulate on the given ranks, whose order determines ownership."""
         exact_plan = simulated(costs, each if listed else as_told(each, order))
         return replace(each, by_batch=exact_plan.by_batch, simulated=True)
 
@@ -356,15 +343,15 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     )
     market = Market(ordered)
     looked = Finalists()
-    # The search's memory model is approximate: if the exact walk finds every plan too large, search with less memory.
+    # The search's memory is approximate: if every plan is too large, search with less.
     short: list[Shortage] = []
     for safety in SAFETIES:
         looked = ask(ordered, asked, safety=safety, market=market)
         short += looked.short
         if looked.settled or not looked.short:
             break
-    if asked.ways and PUBLISHED not in asked.ways:  # Metis's and the published method plan on all devices
-        # Use only the broadest search and skip final improvements: each subset of nodes is a separate problem.
+    if asked.ways and PUBLISHED not in asked.ways:
+        # Each subset of nodes is a separate problem: use only the broadest search, without improvements.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -380,11 +367,10 @@ def _extended(
     streaming: bool,
     schedules: Collection[str] | None,
 ) -> Finalists:
-    """Add streamed plans and refinements, which the searches do not generate.
+    """Add streamed plans and refinements.
 
     Args:
-        streaming: whether to add data parallelism that streams.
-        schedules: schedules to try on the best plans, with memory budgets; None: neither is tried.
+        schedules: to try on the best plans, with memory budgets; None: neither.
     """
     if streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
@@ -401,7 +387,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Run each search and settle its candidates as if it ran alone, so "auto" is never worse than a single search."""
+    """Run each search and settle its candidates as if it ran alone: "auto" is never worse than one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
@@ -416,10 +402,9 @@ def _looked_at(
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not is_late(ended):
-                # A plan slightly too large with equal shares may fit if first stages own less.
+                # It may fit if first stages own less.
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
-    # Metis's search is slow with many ranks, so there it must be requested explicitly.
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
@@ -436,10 +421,10 @@ def _looked_at(
 def _on_fewer(
     costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
 ) -> Finalists:
-    """Add what is found on fewer nodes, where that may beat the best so far.
+    """Add results on fewer nodes that may beat the best.
 
     Args:
-        whole_s: seconds that settling on all nodes took; a subset is expected to take proportionally less.
+        whole_s: seconds that all nodes took.
     """
     settled = list(looked.settled)
     passed = list(looked.passed)
@@ -457,7 +442,7 @@ def _on_fewer(
 
 
 def _tight(costs: Costs) -> bool:
-    """Return whether the state takes so much of all memory that its owners decide what fits."""
+    """Return whether the owners of the state decide what fits."""
     running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
 
@@ -465,7 +450,7 @@ def _tight(costs: Costs) -> bool:
 def _pooled(
     costs: Costs, workload: Workload, candidates: Sequence[SearchCandidate], until: float | None
 ) -> list[SearchCandidate]:
-    """Return variants of the candidates whose layers use all memory, where the search's own do not."""
+    """Return variants of candidates that share all memory."""
     variants: list[SearchCandidate] = []
     for candidate in candidates:
         if is_late(until):
@@ -475,7 +460,7 @@ def _pooled(
 
 
 def _check_copies(costs: Costs) -> None:
-    """Reject copies on different nodes if all running devices of a multi-node cluster are on one node."""
+    """Reject copies on different nodes if only one node still runs."""
     running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
@@ -487,14 +472,14 @@ def _check_copies(costs: Costs) -> None:
 
 
 def _reaches(workload: Workload) -> list[int]:
-    """Return the token counts that every pipeline must hold: the longest sequence, or less if lengths vary."""
+    """Return numbers of tokens that every pipeline must hold."""
     if not workload.lengths:
         return [0]
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
 def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
-    """Return the most promising candidates, with few of each shape."""
+    """Return the most promising candidates, few of each shape."""
     shapes: Counter[object] = Counter()
     unlike_candidates = []
     for candidate in candidates:
@@ -505,11 +490,10 @@ def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
 
 
 def _staged(costs: Costs, typical: Workload, method: Method, until: float | None) -> list[Staged]:
-    """Return the results of Metis's search: stages over all devices, whose data parallelism may change."""
     try:
         plans = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
-        # Its search space has no plan that fits, or has too few device kinds; other searches may succeed.
+        # Other searches may succeed.
         if method != "auto":
             raise
         return []
@@ -525,7 +509,7 @@ def _varying(
     until: float | None,
     safety: float,
 ) -> Finalists:
-    """Settle each search's results on the actual mini-batches; then improve the best of them if requested."""
+    """Settle each search's results on the actual mini-batches; improve the best if requested."""
     varied = Varied(costs, workload.batches)
     outcomes: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
@@ -549,7 +533,7 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return the strategies to improve: the best known one, and the best whose pipelines all have one shape."""
+    """Return strategies to improve: the best, and the best whose pipelines have one shape."""
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
     alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
@@ -565,7 +549,7 @@ def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apa
 def _origins(
     candidates: Sequence[SearchCandidate], stages: Sequence[Staged], plain: Sequence[Simple]
 ) -> dict[Strategy, str]:
-    """Return strategies, the most promising first, and the search that each came from."""
+    """Return strategies, the most promising first, and their searches."""
     origins: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         origins.setdefault(strategies_of(candidate)[0], candidate.origin)
@@ -594,7 +578,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
 
 
 def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
-    """Return the plan's strategy and those that gain most by choosing per mini-batch, with the plan's owners."""
+    """Return the plan's strategy and those that gain most by choosing per mini-batch, under its owners."""
     varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)

@@ -1,4 +1,4 @@
-"""The planning policy of iterations, and the decision whether to choose a strategy in every iteration."""
+"""The policy for planning iterations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Policy:
     """Settings for planning iterations.
 
     Attributes:
-        gain: fraction of the best static strategy's time that choosing in every iteration must save.
-        sample: number of mini-batches for that decision.
+        gain: fraction of the best static strategy's time that choosing must save.
+        sample: mini-batches for that decision.
         workers: processes that plan ahead; 0: plan when a step begins.
-        ahead: maximum number of mini-batches being planned or waiting.
-        patience_s: how long a step waits for its plan before it takes the quick one.
+        ahead: maximum mini-batches being planned or waiting.
+        patience_s: seconds that a step waits for its plan before it takes the quick one.
     """
 
     gain: float = 0.02
@@ -35,13 +35,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The choice between a static strategy and choosing in every iteration.
+    """A static strategy, or choosing in every iteration.
 
     Attributes:
-        static: the best static candidate; None if no candidate takes all mini-batches.
+        static: the best static candidate; None: no candidate takes all mini-batches.
         gain: the fraction of its time that choosing saves.
         dynamic: whether to choose in every iteration.
-        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of the choice.
+        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of choosing.
     """
 
     static: int | None
@@ -69,12 +69,11 @@ def static_or_dynamic(
 ) -> Decision:
     """Compare the best static candidate with choosing in every iteration, on sample mini-batches.
 
-    Args:
-        charges: seconds that each pays besides computing.
-        policy: the number of mini-batches to use, and the required gain.
+    Example: of candidates that take 10 and 12 s, then 10 and 7 s, choosing takes 17 s and the best static one 19 s, so
+    the gain is 1 - 17 / 19 = 10.5 %.
 
-    Example: candidates that take 10 and 12 s, then 10 and 7 s: choosing takes 17 s and the best static one 19 s, so the
-    gain is 1 - 17 / 19 = 10.5 %.
+    Args:
+        charges: seconds of each candidate besides computing.
     """
     from hydragraph.planner.assignment.best_candidate import (
         compare_pipelines,  # needs numba and scipy, which only planning requires

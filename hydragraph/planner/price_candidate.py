@@ -1,8 +1,4 @@
-"""Conversion of a search candidate to a runnable strategy: rank placement, assignment, exact seconds and memory.
-
-Micro-batches are distributed by the exact replay of the schedule with messages between stages; owners of the state are
-chosen by a walk of memory (`rank_memory.Walk`).
-"""
+"""Conversion of a search candidate to a runnable strategy: placement, assignment, exact seconds and memory."""
 
 from __future__ import annotations
 
@@ -34,9 +30,9 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 Line = tuple[float, float]  # bytes, and bytes per unit share of the state
 
-# Maximum number of micro-batches moved between pipelines after the initial distribution.
+# Maximum micro-batches moved between pipelines.
 MOVES = 64
-# Fraction of a device's memory that plans may use: walks with messages seldom exceed the estimate.
+# Usable fraction of a device's memory.
 NEAR_LIMIT = 0.99
 
 
@@ -45,12 +41,10 @@ class SearchCandidate:
     """A result of the search: pipelines of forms.
 
     Attributes:
-        bench: what priced it.
-        partition: the forms of each pipeline.
-        groups: ranks with these forms.
-        together: sequences in a micro-batch.
+        groups: ranks of these forms.
+        together: sequences per micro-batch.
         origin: the search that found it.
-        layout: layout of each kind of pipeline, if it differs from the bench's.
+        layout: of each kind of pipeline, if it differs from the bench's.
     """
 
     bench: Bench
@@ -67,7 +61,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key that similar candidates share: degrees, and the number of pipelines of each depth."""
+        """Key of similar candidates: degrees, and number of pipelines of each depth."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -83,22 +77,20 @@ class SearchCandidate:
         return [layout for layout, (_, times) in kinds for _ in range(times)]
 
     def exposed_s(self) -> float:
-        """Return the largest time of pull and push that a pipeline cannot overlap."""
+        """Return the longest pull and push that a pipeline cannot overlap."""
         laid = self.laid()
         return max(layout.exposed_s + more for layout, more in zip(laid, self.bench.awaited(laid), strict=True))
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A runnable strategy with its home, assignments, seconds and memory.
+    """A runnable strategy.
 
     Attributes:
-        strategy, home: what runs.
-        assignments: assignment of each mini-batch.
-        by_batch: seconds of each mini-batch; infinite if it cannot take the longest sequence.
+        assignments: of each mini-batch.
+        by_batch: seconds of each mini-batch, infinite if it does not take the longest sequence.
         memory: peak bytes of every rank.
-        simulated: whether the seconds were simulated; otherwise they are the slowest pipeline's and an estimate of
-            traffic.
+        simulated: whether the seconds were simulated; otherwise traffic is estimated.
     """
 
     strategy: Strategy
@@ -117,7 +109,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A strategy that does not fit: the rank that is shortest of memory, and the missing bytes."""
+    """A strategy that does not fit: the rank shortest of memory, and the missing bytes."""
 
     strategy: Strategy
     rank: int
@@ -128,14 +120,14 @@ class Shortage:
 
 
 def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None]:
-    """Return the pipelines placed on ranks: each within few nodes, and each across nodes if it can be."""
+    """Place pipelines on ranks: within few nodes, and across nodes if that differs."""
     laid = candidate.laid()
     within, across = (_placed(candidate, laid, by_stage) for by_stage in (False, True))
     return within, None if across == within else across
 
 
 def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
-    """Assign ranks to stages, pipeline by pipeline or stage by stage."""
+    """Assign ranks pipeline by pipeline, or stage by stage."""
     waiting: dict[int, list[Group]] = {}
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
     for group in candidate.groups:
@@ -153,12 +145,12 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
             for s, (layers, kind) in enumerate(zip(layout.layers, layout.kinds, strict=True))
         )
         pipelines.append(Pipeline(stages))
-    # Canonical order, so that the same strategy found in different ways compares equal.
+    # In canonical order, equal strategies compare equal.
     return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
 class Ends:
-    """Exact end times of pipelines that run equal micro-batches; equal pipelines are computed once."""
+    """Exact ends of pipelines that run equal micro-batches."""
 
     def __init__(self, costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)
@@ -170,7 +162,7 @@ class Ends:
         self._ends: dict[tuple[object, int], float] = {}
 
     def end(self, pipeline: int, count: int) -> float:
-        """Return the time when a pipeline has run `count` micro-batches."""
+        """Return when a pipeline has run `count` micro-batches."""
         key = (self._forms[pipeline], count)
         if key not in self._ends:
             self._ends[key] = self._end(*key)
@@ -183,9 +175,9 @@ class Ends:
         return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return the number of micro-batches of each pipeline that minimizes the end of the last one."""
+        """Return the micro-batches of each pipeline that minimize the last end."""
         every = range(len(self._forms))
-        # Once full, a pipeline takes one more step of its slowest stage for each further micro-batch.
+        # A full pipeline takes one step of its slowest stage per micro-batch.
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
         counts = [int(n) for n in shares(micro_batches, first, further)]
@@ -201,14 +193,14 @@ class Ends:
 
 
 def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list[float]]:
-    """Return the seconds of a micro-batch on every stage, as `replay` takes them [S, PARTS]."""
+    """Return a micro-batch's row for `replay` [S, PARTS]."""
     tokens = sum(lengths)
     hops = ([hop.seconds(tokens) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages)
     return [[*stage.apart(lengths), *hop] for stage, hop in zip(stages, hops, strict=True)]
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return the key that determines a pipeline's seconds: types, rates and links of its ranks."""
+    """Return a key: pipelines with equal keys take equally long."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -224,10 +216,10 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     """Distribute equal sequences in micro-batches of `together`.
 
     Args:
-        lengths: lengths of all sequences, which are equal.
+        lengths: of all sequences, all equal.
 
     Returns:
-        the assignment, and the end of its last pipeline without pull, push and update.
+        the assignment, and its last end without pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -244,7 +236,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Walk the memory of a strategy for equal sequences, and choose the owners of the state."""
+    """Choose the owners of a strategy for equal sequences."""
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         return choice
@@ -262,13 +254,13 @@ def simulated(costs: Costs, settled: Settled) -> Settled:
 def owners(
     costs: Costs, strategy: Strategy, assignment: Assignment, home: Home | None = None
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
-    """Return the owners of the state, and the resulting peak memory of every rank.
+    """Return the owners of the state, and every rank's peak memory.
 
-    An owner also holds messages, in proportion to its share (`_messages`). With stages that stream, the window of
-    exchanges limits them, so memory is walked.
+    An owner holds messages in proportion to its share (`_messages`). If stages stream, the window of exchanges limits
+    them, so memory is walked.
 
     Args:
-        home: fixed owners, if given.
+        home: fixed owners, if any.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -301,9 +293,9 @@ def owners(
 
 
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
-    """Return owners chosen for each block, and the resulting peak memory of every rank; None if they do not fit.
+    """Return owners chosen for each block, and every rank's peak memory; None if they do not fit.
 
-    Stages that own what they use send and receive less than `owners` plans for, so memory is walked exactly.
+    Stages that own what they use hold fewer messages than in `owners`, so memory is walked.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -317,9 +309,9 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 
 
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
-    """Return the peak bytes of every rank over several mini-batches of varying lengths.
+    """Return every rank's peak bytes over mini-batches of varying lengths.
 
-    Any pipeline of a shape may get the largest micro-batches that one of them has.
+    Any pipeline of a shape may get its largest micro-batches.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -339,7 +331,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return each rank's memory as a function of its share of the state: at peak activations, and at the end."""
+    """Return each rank's memory over its share of the state: at peak activations, and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -353,10 +345,10 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return the message bytes of an owner of the whole state, per rank: at peak activations, and at the end.
+    """Return the message bytes of an owner of the whole state, by rank: at peak activations, and at the end.
 
-    The third number is the stage's gradients, in flight at the end. An owner holds the weights that it sent until the
-    commit. Gradients of later stages arrive from every pipeline while a stage computes.
+    The third number is the stage's gradients, in flight at the end. Sent weights are held until the commit. Gradients
+    of later stages arrive from every pipeline while a stage computes.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -380,11 +372,11 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """The micro-batches that determine memory: once a pipeline is full, further ones add only tokens.
+    """The micro-batches that determine memory: in a full pipeline, further ones add only tokens.
 
     Attributes:
-        largest: the largest micro-batches of each pipeline, largest first, enough to fill it.
-        tokens: tokens of all micro-batches of each pipeline.
+        largest: of each pipeline, largest first, enough to fill it.
+        tokens: of all micro-batches of each pipeline.
         every: tokens of the mini-batch.
     """
 
@@ -403,13 +395,12 @@ class _DecisiveBatches:
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes that each rank needs for its stage, excluding its share of the state and messages."""
+    """Return the bytes of each rank's stage, without state and messages."""
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 
 def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> list[float]:
-    """Return the bytes of `needs`."""
-    # Lost ranks hold no data; all others receive the lengths of all sequences.
+    # All running ranks receive the lengths of all sequences.
     everyone = float(batch_bytes(0, decisive.every))
     bytes_by_rank = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
@@ -434,10 +425,7 @@ def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> lis
 
 
 def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> tuple[int, ...]:
-    """Return the bytes that each rank holds, with its share of the state and messages.
-
-    Ranks in equal places that own equally much are walked once, unless there are second owners.
-    """
+    """Return the bytes that each rank holds, state and messages included."""
     shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, decisive.largest, strict=True)]
     places_of: dict[int, list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(strategy.pipelines):
@@ -463,8 +451,8 @@ def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) 
 
 
 def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
-    """Return the number of micro-batches that determines the peak of every stage of a pipeline; None: all."""
-    # Every rank enters the exchanges of all pipelines, and messages outlive the micro-batch that sent them.
+    """Return how many micro-batches determine the peak of every stage; None: all."""
+    # Every rank enters all pipelines' exchanges, and messages outlive their micro-batch.
     every = strategy.pipelines if messages else (pipeline,)
     counts = [telling(strategy.schedule, p.rows, position) for p in every for position in range(len(p.stages))]
     return None if None in counts else max(count for count in counts if count is not None) + messages
@@ -483,7 +471,7 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
     """Return the `most` largest micro-batches (None: all), largest first.
 
-    With fewer than `most`, the largest is repeated, because a run cuts by what fits in a full pipeline (`max_len`).
+    With fewer, the largest is repeated: a run cuts by what fits in a full pipeline (`max_len`).
     """
     largest = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return largest[:1] * ((most or 0) - len(largest)) + largest

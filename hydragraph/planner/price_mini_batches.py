@@ -1,10 +1,10 @@
-"""Prices of strategies for mini-batches of varying lengths: an estimate of many, exact seconds of a few.
+"""Prices of strategies for mini-batches of varying lengths.
 
     an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in order
     memory and owners    for those that may be the best (`price_candidate.owners`)
     a simulation         for these, each mini-batch assigned by the iteration planner
 
-If no pipeline of a strategy can take a mini-batch's longest sequence, the strategy takes infinitely long for it.
+A strategy takes infinitely long for a mini-batch whose longest sequence does not fit.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
 
-# Effort of the assignments in estimates.
+# Effort of estimates.
 QUICK = Effort(kicks=1, enough=2e-2)
-# Number of strategies per search that are simulated.
+# Strategies per search that are simulated.
 SIMULATED = 3
-# Maximum number of reassignments while some rank is short of memory.
+# Maximum reassignments while a rank is short of memory.
 ROUNDS = 8
-# Maximum number of ranks for simulations; with more, estimates are final.
+# Maximum ranks for simulations.
 FEW = 128
 
 
 class Varied:
-    """Prices of strategies for sample mini-batches; each strategy and each pipeline is computed once.
+    """Cached prices of strategies for sample mini-batches.
 
     Args:
-        costs: costs whose home estimates use: a pipeline's memory hardly depends on the owners of the state.
+        costs: estimates use their home: a pipeline's memory hardly depends on owners.
         batches: tokens of each sequence of each mini-batch.
     """
 
@@ -57,7 +57,7 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return approximate seconds of every mini-batch; infinite if their mean without traffic reaches `below_s`."""
+        """Return approximate seconds of every mini-batch, infinite if their mean without traffic reaches `below_s`."""
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
             reach = max(pipeline.max_len for pipeline in pipelines)
@@ -74,23 +74,23 @@ class Varied:
         return self.priced[strategy]
 
     def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
-        """Return a function that estimates an iteration's seconds, by the better of two possible homes."""
+        """Return an estimator of an iteration's seconds under the better of two homes."""
         homes = homes_of(self.costs, strategy)
         estimators = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
         return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
-        """Return the approximate mean seconds of an iteration; see `by_batch` for `below_s`."""
+        """Return the approximate mean seconds of an iteration; see `by_batch`."""
         return mean(self.by_batch(strategy, below_s))
 
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose the owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
+        """Choose owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
 
         Args:
-            home: fixed owners of the state, if given.
-            simulating: whether to simulate; otherwise the seconds are estimated.
+            home: fixed owners, if any.
+            simulating: simulate instead of estimating seconds.
         """
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
@@ -121,19 +121,19 @@ class Varied:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen considers neither the rest of the mini-batch besides a pipeline's own micro-batches, nor messages.
-            # Sequences are whole: excluding enough of them may take several steps.
+            # MaxLen ignores messages and the rest of the mini-batch. Sequences are whole: excluding enough of them may
+            # take several steps.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
-        """Apply `of` to each mini-batch, once for equal ones."""
+        """Apply `of` once to equal mini-batches."""
         value_by_batch = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
         return tuple(value_by_batch[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
-        """Return the cost of each pipeline; pipelines of one form are computed once."""
+        """Return the cost of each pipeline, computed once for each form."""
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
@@ -160,9 +160,9 @@ def settle_best(
     """Settle the strategies with the lowest estimates, until `most` fit and take all mini-batches.
 
     Args:
-        origins: strategies, the most promising first, and the search that each came from.
-        until: after this time (of `time.monotonic`) one that fits is enough, and it is not simulated.
-        known: results so far, including those of other searches; this call adds its own.
+        origins: strategies, the most promising first, and their searches.
+        until: deadline (of `time.monotonic`); then one that fits is enough, and is not simulated.
+        known: results so far; new ones are added.
     """
     order = list(origins)
     if not is_late(until):
@@ -181,12 +181,12 @@ def _takes_all(found: Settled | Shortage) -> bool:
 
 
 def mean(by_batch: Sequence[float]) -> float:
-    """Return the mean of `by_batch`."""
+    """Return the mean."""
     return math.fsum(by_batch) / len(by_batch)
 
 
 def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
-    """Return the sort key of a strategy: the number of mini-batches it cannot take, and its mean for the others."""
+    """Return a sort key: number of mini-batches that do not fit, and mean of the others."""
     able = [seconds for seconds in by_batch if math.isfinite(seconds)]
     return len(by_batch) - len(able), mean(able) if able else math.inf
 
@@ -208,7 +208,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of a strategy's iteration seconds; if stages are shared or stream, it is a simulation."""
+    """Return an estimator of iteration seconds; with shared or streaming stages, a simulation."""
     if strategy.shares or strategy.streams:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

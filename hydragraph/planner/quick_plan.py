@@ -1,10 +1,6 @@
-"""The quick plan, in plain Python: longest first, each where it finishes first, without a profile or a compiler.
+"""The quick plan, in plain Python: longest first, each where it finishes first.
 
-For iterations whose own plan is late, and strategies without measured costs.
-
-Example: lengths 5000, 4000, 3000, 3000 and 3000 on two pipelines of two stages and one device each, both at 1 s per
-1000 tokens for any length: 5 + 3 s and 4 + 3 + 3 s of work, which is also the start of `local_search`. Each share is
-then cut into at least 2 x 2 micro-batches, or as many as it has sequences.
+For iterations whose plan is late, and strategies without measured costs.
 """
 
 from __future__ import annotations
@@ -19,26 +15,26 @@ from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Pipeline, Strategy
 
-# Rough costs for unmeasured models; only their ratios matter.
-# Number of tokens at which attention's quadratic cost is assumed to equal the linear one.
+# Rough costs for unmeasured models; only ratios matter. Tokens at which attention's quadratic cost equals the linear
+# one.
 QUADRATIC_FROM = 4096
 # Assumed fixed cost of a micro-batch, in tokens.
 OVERHEAD_TOKENS = 32
-# A micro-batch is cut at this many tokens unless one sequence is longer.
+# Maximum tokens of a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
 # Minimum tokens of a micro-batch that is assumed to use a device well.
 USEFUL_TOKENS = 256
-# Minimum number of micro-batches per stage, which limits a pipeline's bubble to a third.
+# Minimum micro-batches per stage: limits a pipeline's bubble to a third.
 MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
-    """Return assumed costs of an unmeasured pipeline, in seconds per layer and token of one device.
+    """Return assumed costs of a pipeline, in seconds per layer and token of one device.
 
     Args:
-        longest: longest sequence of the mini-batch; a micro-batch may be as long.
+        longest: longest sequence of the mini-batch, which must fit.
     """
-    # A stage's time is proportional to its layers per rank; the slowest stage determines the pace.
+    # Time is proportional to layers per rank.
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -52,7 +48,7 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
 
 
 def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
-    """Return assumed costs of each pipeline of a strategy; shared stages count as in `Costs.pipelines`."""
+    """Return assumed costs of each pipeline; shared stages count as in `Costs.pipelines`."""
     alone = [rough_cost(p, longest) for p in strategy.pipelines]
     pipeline_costs = []
     for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):
@@ -62,7 +58,7 @@ def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...
 
 
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence once, by rough costs; the same input gives the same assignment."""
+    """Assign every non-empty sequence once, by rough costs; deterministic."""
     longest = max(lengths, default=0)
     return assign_pipelines(rough_costs(strategy, longest), lengths)
 
@@ -73,7 +69,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
-    # Ties go to the least loaded, then to the first: every rank computes this plan itself, and all must agree.
+    # Ties go to the least loaded, then to the first: every rank computes this plan, and all must agree.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -97,7 +93,7 @@ def _work(pipeline: PipelineCost, length: int) -> float:
 
 
 def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Cut a share, longest first, into micro-batches of at most MaxLen tokens, opening new ones as needed."""
+    """Cut a share, longest first, into micro-batches of at most MaxLen tokens."""
     if not share:
         return ()
     total = sum(lengths[i] for i in share)
@@ -119,9 +115,9 @@ def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequen
 
 
 def _best_count(pipeline: PipelineCost, tokens: int) -> int:
-    """Return the number of micro-batches that finishes first: with P stages, m take (m + P - 1)(b tokens / m + c).
+    """Return the best number of micro-batches: with P stages, m take (m + P - 1)(b tokens / m + c).
 
-    The minimum is at m = sqrt((P - 1) b tokens / c): fewer have a longer bubble, more have more overhead.
+    The minimum is at m = sqrt((P - 1) b tokens / c).
     """
     if pipeline.stages == 1:
         return 1

@@ -1,12 +1,10 @@
-"""Refinements: choices that the search does not know, tried on the plans that it found.
+"""Refinements of the plans that the search found; each result is walked and simulated.
 
-    memory budgets   stages that recompute get the largest memory budget that fits, the later ones first, because
-                     they hold the fewest micro-batches
-    schedules        another schedule that the run can use, such as zb-h1
-    interleaving     each device runs several stages, so that pipelines fill sooner; owners are chosen again, because it
-                     computes other layers
-
-Each result fits by a walk of its memory, and is simulated.
+memory budgets   stages that recompute get the largest memory budget that fits, the later ones first, because
+                 they hold the fewest micro-batches
+schedules        another schedule that the run can use, such as zb-h1
+interleaving     each device runs several stages, so that pipelines fill sooner; owners are chosen again, because it
+                 computes other layers
 """
 
 from __future__ import annotations
@@ -21,25 +19,24 @@ from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs,
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-# Number of the fastest plans that are tried with budgets.
+# Fastest plans that are tried with budgets.
 BUDGETED = 2
-# Maximum number of groups of stages that get a budget one after the other.
+# Maximum groups of stages that get a budget one after the other.
 GROUPS = 4
-# Numbers of stages per device that are tried, one after the other while that helps.
+# Stages per device that are tried while that helps.
 VISITS = (2, 4)
-# Without full recomputation, which adds a forward, an iteration takes at least this fraction of the time.
+# Minimum fraction of an iteration without full recomputation, which adds a forward.
 LEAST = 3 / 4
 
 
 def refined(
     costs: Costs, plans: Sequence[Settled], schedules: Collection[str] = (), until: float | None = None
 ) -> list[Settled]:
-    """Return further plans that fit and are simulated to be faster than those that they come from.
+    """Return plans that fit and are faster than those that they come from.
 
     Args:
-        plans: plans that fit.
-        schedules: schedules that the run can use.
-        until: deadline, as a value of `time.monotonic()`; None: no deadline.
+        schedules: that the run can use.
+        until: deadline (of `time.monotonic`); None: none.
     """
     if is_late(until):
         return []
@@ -60,7 +57,7 @@ def refined(
 
 
 def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settled]:
-    """Return the plan with two interleaved stages per device, and with more, as long as each is faster than before."""
+    """Return the plan with two and more interleaved stages per device, as long as each is faster."""
     faster_plans: list[Settled] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
@@ -75,9 +72,9 @@ def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settl
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
-    """Return a strategy whose devices run several stages each, of about equally many of their layers.
+    """Return a strategy whose devices run `visits` stages of about equally many layers.
 
-    A device with fewer layers than `visits` runs as many stages as it has layers.
+    A device with fewer layers runs as many stages as layers.
 
     Returns:
         None if no pipeline can be interleaved.
@@ -90,11 +87,11 @@ def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
 
 
 def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
-    """Return the stages of a pipeline, each cut into `visits` parts, which take turns."""
+    """Return stages cut into `visits` parts, which take turns."""
     turns: list[Stage] = []
     for turn in range(visits):
         for i, stage in enumerate(stages):
-            # The first stage keeps the first block of the model, and the last one the last block.
+            # The first stage keeps the model's first block, the last one its last.
             first, end = (
                 -(-stage.layers * n // visits) if i == 0 else stage.layers * n // visits for n in (turn, turn + 1)
             )
@@ -106,7 +103,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: Settled, strategy: Strategy) -> Iterator[Settled]:
-    """Yield a plan's mini-batches under another strategy: with its owners, and with owners chosen for each block."""
+    """Yield a plan with another strategy: with its owners, and with owners chosen for each block."""
     memory = _fitting(costs, plan, strategy)
     if memory is not None and not plan.home.buckets:
         yield replace(plan, strategy=strategy, memory=memory)
@@ -129,7 +126,7 @@ def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, 
 
 
 def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
-    """Return a plan's strategy with the largest budgets that fit, and the peak memory of every rank."""
+    """Return a plan's strategy with the largest budgets that fit, and every rank's peak memory."""
     deepest = max(len(pipeline.stages) for pipeline in plan.strategy.pipelines)
     size = -(-deepest // GROUPS)
     strategy, memory = plan.strategy, plan.memory
@@ -146,7 +143,7 @@ def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy
 
 
 def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Strategy:
-    """Return a strategy whose fully recomputing stages at some places, counted from the last, have a budget."""
+    """Give a budget to fully recomputing stages at some places, counted from the last."""
     pipelines = (
         Pipeline(
             tuple(
@@ -162,9 +159,9 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
 
 
 def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return the peak memory of every rank under a plan's owners and assignments; None if it does not fit.
+    """Return every rank's peak memory under a plan's owners and assignments; None if it does not fit.
 
-    Owners stay, so memory changes by what stages need.
+    Memory changes by what stages need.
     """
     changes = []
     for assignment in dict.fromkeys(plan.assignments):

@@ -1,4 +1,4 @@
-"""A strategy for the current ranks if none of the given ones fits them: derived from the shape of the first one."""
+"""A strategy for the current ranks if none of the given ones fits them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Fits = Callable[[Strategy], bool]
 
 
 def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tuple[Strategy, ...]:
-    """Return the strategies that fit or, if there are none, one of the first one's shape on `ranks` ranks.
+    """Return the strategies that fit; if none does, one like the first on `ranks` ranks.
 
-    A pipeline never gets fewer devices than the smallest of the first strategy has, unless fewer are left in total. Its
-    tensor-parallel degree is kept if possible, which avoids compilation.
+    A pipeline gets no fewer devices than the smallest of the first strategy, unless fewer are left. The tensor-parallel
+    degree is kept if possible, which avoids compilation.
 
     Args:
         fits: whether a strategy fits model and ranks.
 
     Raises:
-        Unsupported: no strategy fits, not even on one device.
+        Unsupported: no strategy fits.
     """
     kept = tuple(strategy for strategy in known if fits(strategy))
     return kept or (_first(known[0], ranks, layers, fits),)
@@ -38,9 +38,9 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies on the first ranks: of the previous degrees if they leave few ranks idle, then of any degree.
+    """Yield strategies: of the previous degrees if few ranks are idle, then of any degree.
 
-    Those that use most ranks come first, then those with most pipelines.
+    Those with most ranks come first, then those with most pipelines.
     """
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
@@ -58,7 +58,7 @@ def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
 
 
 def _depth(devices: int, degree: int, layers: int) -> int:
-    """Return the number of stages of a degree in a pipeline of `devices` devices; 0 if it is impossible."""
+    """Return the number of stages of a degree on `devices` devices; 0: impossible."""
     depth, left = divmod(devices, degree)
     return depth if not left and depth <= layers else 0
 

@@ -1,9 +1,6 @@
-"""The nodes to rent within a budget: those on which a step takes the least time.
+"""The nodes to rent within a budget for the fastest step.
 
-Whole nodes are rented. A combination of nodes is planned if no further node can be paid for.
-
-Example: two nodes of 4 H100 at $2.5 per device and hour, and four nodes of 8 L4 at $0.5. A budget of $25 an hour pays
-for 8 H100 and 8 L4 ($24), for 4 H100 and 24 L4 ($22), or for 32 L4 ($16).
+A combination of whole nodes is planned if no further node can be paid for.
 """
 
 from __future__ import annotations
@@ -31,9 +28,7 @@ class RentalOffer:
     """Nodes that a budget pays for, and the plan on them.
 
     Attributes:
-        costs: of their devices, renumbered.
-        prices: of these devices.
-        plan: the plan; its ranks are those of `costs`.
+        costs: of their devices, renumbered; `plan` uses these numbers.
     """
 
     costs: Costs
@@ -42,13 +37,13 @@ class RentalOffer:
 
     @property
     def per_hour(self) -> float:
-        """Dollars for an hour of all devices, including idle ones."""
+        """Dollars per hour of all devices, idle ones included."""
         cluster = self.costs.cluster
         return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
 
     @property
     def devices(self) -> str:
-        """Its devices by type, such as "4 h100-sxm + 24 l4"."""
+        """Devices by type, such as "4 h100-sxm + 24 l4"."""
         types = Counter(map(self.costs.cluster.type_of, range(self.costs.ranks)))
         return " + ".join(f"{count} {name}" for name, count in types.items())
 
@@ -62,16 +57,16 @@ class RentalOffer:
 def offers(
     costs: Costs, workload: Workload, prices: RentalPrices, budget: float, plan: Callable[[Costs], Plan]
 ) -> list[RentalOffer]:
-    """Return plans within a budget, the fastest first; slower ones may be missing.
+    """Return plans within a budget, the fastest first; slower ones may be omitted.
 
     Args:
-        costs: of all devices that can be rented.
+        costs: of all rentable devices.
         budget: dollars per hour.
-        plan: plans on some of them.
+        plan: makes a plan on some of them.
 
     Raises:
         ValueError: the budget is not a number, or pays for no node.
-        Unsupported: no plan fits on any of the combinations.
+        Unsupported: no plan fits on any combination.
     """
     rental_offers: list[RentalOffer] = []
     refused: Unsupported | None = None
@@ -91,7 +86,7 @@ def offers(
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every combination of nodes to which no further node can be added.
+    """Return the ranks of every maximal combination of nodes.
 
     Raises:
         ValueError: the budget is not a number, or pays for no node.
@@ -118,11 +113,11 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
 
 
 def _maximal(each: Sequence[float], most: Sequence[int], budget: float) -> Iterator[tuple[int, ...]]:
-    """Yield how many nodes of each kind to take, such that none can be added.
+    """Yield maximal numbers of nodes of each kind.
 
     Args:
-        each: price of a node of each kind.
-        most: number of nodes of each kind.
+        each: price of a node, by kind.
+        most: number of nodes, by kind.
     """
     limit = budget * (1 + ROUNDING)
     able = [many if price * many <= limit else int(limit / price) for price, many in zip(each, most, strict=True)]

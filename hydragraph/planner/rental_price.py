@@ -1,4 +1,4 @@
-"""The price of training under a plan: dollars per hour of the devices that it uses, and per million tokens."""
+"""The price of training under a plan, per hour and per million tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class RentalPrices:
     """Prices of renting devices.
 
     Attributes:
-        cluster: the devices.
-        per_hour: dollars for an hour of one device, by type.
+        per_hour: dollars per hour of one device, by type.
     """
 
     cluster: Cluster
@@ -26,10 +25,10 @@ class RentalPrices:
 
     @classmethod
     def parse(cls, texts: Sequence[str], cluster: Cluster) -> RentalPrices:
-        """Read texts such as "h100-sxm=2.5", or "2.5" for all types that have no text of their own.
+        """Read texts such as "h100-sxm=2.5", or "2.5" for all other types.
 
         Raises:
-            ValueError: a text is not a price, names a type that the cluster does not have, or a type has no price.
+            ValueError: a text is not a price or names an unknown type, or a type has no price.
         """
         named: dict[str, float] = {}
         for text in texts:
@@ -49,15 +48,15 @@ class RentalPrices:
         return cls(cluster, per_hour)
 
     def hour(self, strategy: Strategy) -> float:
-        """Return the dollars for an hour of the devices that a strategy uses."""
+        """Return the dollars per hour of a strategy's devices."""
         return math.fsum(self.per_hour[self.cluster.type_of(rank)] for rank in set(strategy.devices))
 
     def million_tokens(self, strategy: Strategy, seconds: float, workload: Workload) -> float:
-        """Return the dollars for a million tokens, if an iteration of the workload takes so many seconds."""
+        """Return the dollars per million tokens, given the seconds of an iteration."""
         return per_million_tokens(self.hour(strategy), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
-        """Return the price of a plan, and its cheapest rival if that is cheaper per token."""
+        """Return the price of a plan, and its cheapest rival if cheaper per token."""
         own = self.million_tokens(plan.strategy, plan.seconds, workload)
         used = len(set(plan.strategy.devices))
         said = [f"price: ${self.hour(plan.strategy):.4g} an hour for {used} devices, ${own:.4g} per million tokens"]
@@ -75,6 +74,6 @@ class RentalPrices:
 
 
 def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:
-    """Return the price of a million tokens, if an iteration of the workload takes so many seconds."""
+    """Return the price of a million tokens, given the seconds of an iteration."""
     tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
     return per_hour * seconds / 3600 / tokens * 1e6

@@ -1,7 +1,4 @@
-"""Requests to and answers of a planner: a `PlanRequest` once, then an `Answer` for every mini-batch.
-
-Both are exchanged with planning processes, so neither needs torch, numba or scipy.
-"""
+"""Requests to a planner and its answers, without torch, numba or scipy: planning processes exchange them."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The input that is the same in all iterations.
+    """Input common to all iterations.
 
     Attributes:
-        candidates: the pipelines of each candidate.
-        charges: seconds that each pays besides computing.
-        guessed: whether the costs are rough ones, whose MaxLen is raised for a longer sequence.
+        candidates: pipelines of each.
+        charges: seconds of each besides computing.
+        guessed: whether costs are rough; then MaxLen is raised for a longer sequence.
     """
 
     candidates: tuple[tuple[PipelineCost, ...], ...]
@@ -32,7 +29,7 @@ class PlanRequest:
     guessed: bool = False
 
     def reaching(self, longest: int) -> PlanRequest:
-        """Return the request for a mini-batch with a sequence of this many tokens."""
+        """Return the request for a mini-batch whose longest sequence has `longest` tokens."""
         if not self.guessed or all(p.max_len >= longest for c in self.candidates for p in c):
             return self
         stretched = (tuple(replace(p, max_len=max(p.max_len, longest)) for p in c) for c in self.candidates)
@@ -47,7 +44,7 @@ class PlanRequest:
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
-        """Return the expected seconds of an iteration: its slowest pipeline, exactly, and the charge."""
+        """Return the expected seconds of an iteration, charge included."""
         tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
@@ -57,14 +54,14 @@ class PlanRequest:
             compare_pipelines,  # needs numba and scipy, which only planning requires
         )
 
-        # With guessed costs it is unknown what fits, so no length is rejected.
+        # With guessed costs, no length is rejected.
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A choice or an error, and the seconds it took."""
+    """A choice or an error, and the planning seconds."""
 
     choice: Choice | None
     error: Exception | None
@@ -72,9 +69,9 @@ class Answer:
 
 
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
-    """Choose, and return any exception in the answer."""
+    """Choose; return any exception in the answer."""
     began = time.perf_counter()
-    # The worker must survive a mini-batch that cannot be planned; the step that takes the answer raises its error.
+    # The worker must survive; the step that takes the answer raises its error.
     try:
         choice = request.choose(lengths)
     except Exception as error:
@@ -83,9 +80,6 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
 
 
 def get_ready() -> None:
-    """Load and, if they are not cached, compile planning's dependencies, so that the first plan is fast.
-
-    It plans a few sequences for two different pipelines, which exercises the whole search.
-    """
+    """Load and, if not cached, compile what planning needs."""
     pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
     answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

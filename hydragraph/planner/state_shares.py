@@ -1,10 +1,8 @@
-"""Shares of the state per rank: limited by a device's memory, and balanced by its speed and link.
+"""Shares of the state per rank, limited by memory, and balanced by speed and link.
 
-An owner of a fraction s of the state takes s k_r seconds for it: sending weights, receiving gradients, updating. The
-largest of these counts, so s_r = min(room_r, T / k_r) for the least T at which the fractions add up to 1: water
-filling. Ranks without layers own no state as long as the others have room.
-
-Example: k = (1, 1, 2), room for a half on each: T = 0.4 gives (0.4, 0.4, 0.2).
+An owner of a fraction s of the state takes s k_r seconds: sending weights, receiving gradients, updating. The largest
+counts, so s_r = min(room_r, T / k_r) for the least T such that the fractions add up to 1. Ranks without layers own no
+state as long as the others have room.
 """
 
 from __future__ import annotations
@@ -23,26 +21,25 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this fraction of the largest, or to the second one where the first would exceed some rank's
-# room.
+# Shares are rounded to this fraction of the largest; the second one applies if the first exceeds a rank's room.
 STEPS = (32, 1024)
-# Number of corrections of shares that rounding made too large.
+# Corrections of shares that rounding made too large.
 CORRECTED = 8
 _HALVINGS = 80
-# Decimal places of shares that are not rounded to steps, and the precision of their sums.
+# Decimal places of other shares, and precision of their sums.
 PLACES = 9
 EXACT = 1e-9
 
 
 def filled(seconds: Floats, room: Floats) -> Floats | None:
-    """Return fractions that add up to 1 and stay within `room`, with the least maximum of `seconds * fraction`.
+    """Return fractions within `room` that add up to 1, with the least maximum of `seconds * fraction`.
 
     Args:
         seconds: k of each rank, above 0.
-        room: the fraction of the state that each can hold.
+        room: fraction of the state that each can hold.
 
     Returns:
-        the fractions; None if there is not enough room.
+        the fractions; None: too little room.
     """
     if room.sum() < 1:
         return None
@@ -59,12 +56,12 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return fractions as `filled` does, for two copies on different nodes: no node has more than half of the total.
+    """Return fractions like `filled` for two copies on different nodes: no node has more than half.
 
-    A node that would have more owns the whole state once, and all others share the second copy.
+    A node that would have more owns one copy, and the others share the second.
 
     Args:
-        nodes: node of each rank.
+        nodes: of each rank.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -86,7 +83,7 @@ def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
-    """Return the seconds that owning all of the state would take each rank; infinite for a lost one."""
+    """Return the seconds k that owning the whole state takes each rank; infinite: lost."""
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
@@ -94,7 +91,7 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
     for rank in range(costs.ranks):
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
-        # A rank with a network card of its own sends over it; others share cards.
+        # Ranks may share network cards.
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
         moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
         update = costs.piece_profile(rank).update
@@ -105,11 +102,11 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
 
 
 def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home) -> Home | None:
-    """Return a home with shares for each rank; None if ranks have no room for the state.
+    """Return a home with shares for each rank; None: too little room.
 
     Args:
-        room: the fraction of the state that each rank can hold in addition to its stage's needs.
-        given: the home whose number of copies is kept; returned without a rule if too few nodes have ranks for them.
+        room: fraction of the state that each rank can hold besides its stage.
+        given: its copies and nodes are kept.
     """
     seconds = seconds_of_shares(costs, strategy)
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
@@ -118,11 +115,11 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
     nodes = _nodes(costs, given)
-    # Idle ranks own state if the others alone have no room, or are all on one node and copies are wanted.
+    # Idle ranks own state if the others have no room, or are all on one node and copies are wanted.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
-            shares = np.round(parts / parts.max(), PLACES)  # coarse steps would move that node away from half
+            shares = np.round(parts / parts.max(), PLACES)  # coarse steps would move the node away from half
         else:
             shares = None if parts is None else _rounded(parts, free)
         if (
@@ -136,24 +133,24 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 
 
 def _rounded(parts: Floats, room: Floats) -> Floats:
-    """Return shares in coarse steps; nearly full ranks are rounded down to stay within their room."""
+    """Return shares in coarse steps; nearly full ranks are rounded down."""
     relative = parts / parts.max()
     shares: Floats = relative
     for steps in STEPS:
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
             shares = np.asarray(rounded / steps)
-            # Rounding also changed the sum, to which the shares are relative.
+            # Rounding changed the sum, to which shares are relative.
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)
             rounded = np.where(full, np.floor(room * rounded.sum()), rounded)
-    # If room is that tight, shares are not rounded.
+    # Too tight for rounding.
     return np.asarray(relative)
 
 
 def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
-    """Return the fraction of the state that ranks have no room for; with two copies, a node takes one at most."""
+    """Return the fraction of the state without room; with two copies, a node takes at most one."""
     able = np.clip(np.array(room, dtype=np.float64), 0.0, 1.0)
     able[list(costs.health.lost)] = 0.0
     most = 1.0 if given.copies == 1 else 0.5
@@ -161,13 +158,13 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
 
 
 def _nodes(costs: Costs, given: Home) -> Sequence[int]:
-    """Return the node of each rank; on one node each rank counts as a node."""
+    """Return the node of each rank; on a single node, each rank counts as one."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
 
 def fractions(costs: Costs, home: Home) -> list[float]:
-    """Return the fraction of the state that each rank owns; with two copies, the fractions add up to 2."""
+    """Return each rank's fraction of the state; the fractions add up to the number of copies."""
     ranks = range(costs.ranks)
     if home.buckets or home.rule is not None:
         owned = costs.changed(home=home)
@@ -177,7 +174,7 @@ def fractions(costs: Costs, home: Home) -> list[float]:
 
 
 def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
-    """Return the possible homes of a strategy without memory limits: equal for all blocks, and by block."""
+    """Return possible homes without memory limits: equal for all blocks, and by block."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
     if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
         return (alike,)  # every rank uses all blocks
@@ -185,7 +182,7 @@ def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
 
 
 def fraction_of(home: Home, rank: int, ranks: int) -> float:
-    """Return the fraction of the state that a rank owns under a home of shares alone."""
+    """Return a rank's fraction of the state under a home of shares alone."""
     if home.shares is None:
         return home.copies / ranks
     return home.copies * home.shares[rank] / math.fsum(home.shares)
@@ -195,9 +192,9 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home that is chosen for each block (`cost.home_choice`).
 
     Args:
-        given: the home whose number of copies is kept; returned without a rule if too few nodes have ranks for them.
+        given: its copies and nodes are kept; returned without a rule if too few nodes are left.
         room: elements that each rank has memory for; None: unlimited, and each block is owned by its users, which is
-            fast enough for a search over many strategies.
+            faster.
     """
     nodes = _nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):

@@ -1,16 +1,11 @@
-"""Data parallelism whose stages stream: a rank holds few weights and gradients beside its share of the state.
+"""Data parallelism whose stages stream: ranks hold few weights and gradients besides their shares of the state.
 
-Where links are fast, streaming is an alternative to stages for a large model: with `stream: true` a rank holds two
-blocks and pulls each block twice per micro-batch; with `stream: gradients` it holds the weights, and pushes gradients
-once per micro-batch.
+With `stream: true` a rank holds two blocks and pulls each block twice per micro-batch; with `stream: gradients` it
+holds the weights, and pushes gradients once per micro-batch.
 
-One strategy is priced for each kind of stage and each of the two: all devices, in groups of one degree. An iteration
-takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the whole
-mini-batch, and as the traffic of its slowest rank over the slowest link that it uses. The strategies with the least
-maximum of the two are simulated.
-
-Example: 64 sequences of 2,048 tokens, an 8B Llama and 8 A100 of 80 GB, by the datasheet: 8*<tp1,pp1>w computes for
-3.97 s and takes 4.01 s. The best plan that does not stream has four pipelines of two stages, and takes 4.30 s.
+One strategy is priced for each kind of stage and each of the two. An iteration takes at least as long as its
+computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the whole mini-batch, and as the slowest rank's
+traffic. Strategies with the least maximum of the two are simulated.
 """
 
 from __future__ import annotations
@@ -32,20 +27,17 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Number of strategies that are simulated.
+# Strategies that are simulated.
 SIMULATED = 3
 LEAST_S = 1e-12  # minimum seconds of a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
-    """Return strategies of data parallelism that streams.
+    """Return simulated strategies that stream, and the shortages of those that do not fit.
 
     Args:
-        below_s: strategies that are expected to take longer are left out; infinite if no plan is known.
-        until: deadline, as a value of `time.monotonic()`; None: no deadline. The search for a first plan ignores it.
-
-    Returns:
-        the simulated strategies, and the shortages of those that do not fit.
+        below_s: strategies expected to take longer are left out; infinite: no plan is known.
+        until: deadline (of `time.monotonic`), ignored while no plan is known; None: none.
     """
     varied = Varied(costs, workload.batches)
     outcomes: list[Settled | Shortage] = []
@@ -64,7 +56,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
         expected = max(computing, _traffic_s(owned, strategy, _micro_batches(owned, strategy, workload)))
         fitting.append((expected, strategy, settled))
     able = 0
-    # The longest sequence alone fits, but a whole mini-batch may not.
+    # The longest sequence fits, but a mini-batch may not.
     for expected, strategy, settled in sorted(fitting, key=lambda each: each[0]):
         if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
@@ -77,7 +69,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
 
 
 def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:
-    """Settle again without the pipelines that run no micro-batch of any mini-batch, which only cost traffic."""
+    """Settle again without pipelines that never run a micro-batch, which only cost traffic."""
     if isinstance(found, Shortage) or not math.isfinite(found.seconds):
         return found
     runs = [
@@ -90,7 +82,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the strategy that holds least fits: of the highest degree, streaming all and recomputing.
+    """Return whether the smallest strategy fits: of the highest degree, streaming all and recomputing.
 
     Args:
         longest: tokens of a micro-batch.
@@ -104,7 +96,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def _strategies(costs: Costs) -> Iterator[Strategy]:
-    """Yield all devices in groups of one degree, for each kind of stage that all types have costs of."""
+    """Yield all devices in groups of one degree, for each kind of stage common to all types."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -123,7 +115,7 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
 
 
 def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
-    """Return the owners and memory with the longest sequence alone in every micro-batch."""
+    """Settle with the longest sequence alone in every micro-batch."""
     assignment = Assignment.even([1] * len(strategy.pipelines), longest)
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
@@ -132,7 +124,7 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the mean seconds in which the pipelines compute a mini-batch, distributed by speed."""
+    """Return the mean seconds of computing a mini-batch distributed by speed."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -142,14 +134,14 @@ def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 
 
 def _micro_batches(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
-    """Return the least mean number of micro-batches of every pipeline, of equal shares of the tokens."""
+    """Return the least mean number of micro-batches of every pipeline."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
     limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]
 
 
 def _traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
-    """Return the seconds of the slowest rank's pulls and pushes."""
+    """Return the slowest rank's seconds of pulls and pushes."""
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     several = len({costs.cluster.node_of(rank) for rank in strategy.devices}) > 1

@@ -1,21 +1,17 @@
-"""Lower bound of an iteration from the traffic of network cards, for any owners of the state.
+"""Lower bound of an iteration from the traffic of network cards, for any owners; tensor-parallel groups are in one
+node.
 
-It requires that each tensor-parallel group is in one node. Each pipeline pulls every block's weights and pushes its
-gradients once. Let its stages on node n take w_n of a block's bytes and g_n of its gradients', summed over pipelines (W
-and G over nodes), and let n own a fraction f_n of that block's state. Then
+Let stages on node n pull w_n bytes of a block's weights and push g_n of its gradients, summed over pipelines (W and G
+over nodes), and let n own a fraction f_n of the block's state. Then
 
     n takes in    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-of it. The sums over blocks are limited by the node's cards, and the total taken in is limited by all cards
-together. Owners are not known yet, and each block may have its own, so the minimum over all f of each block counts: the
-terms are linear in f_n, so for a node the minimum is at f_n = 0 or 1, and for all nodes together it is reached if the
-block is owned by the node that uses most of it.
+The sums over blocks are limited by the node's cards, and the total taken in by all cards. For each block the minimum
+over f counts: for a node it is at f_n = 0 or 1, for all nodes together it is reached if the node that uses most of the
+block owns it.
 
 A block that every rank uses whole counts as one use per node.
-
-Example: two pipelines, each on a node of its own, w = g = (1, 1) GB and cards of 1 GB/s. A node takes in
-(1 - f) + f = 1 GB for any f: at least 1 s. All together: 4 - 2 = 2 GB over 2 GB/s: the same.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ Floats = NDArray[np.float64]
 
 
 def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
-    """Return the bytes of every block's weights and gradients; what several blocks use counts at the first of them."""
+    """Return the bytes of every block's weights and gradients; shared ones count at the first block."""
     first = {name: min(costs.outline.index[block] for block in users) for name, users in costs.outline.buckets}
     weights = np.zeros(len(costs.outline.blocks))
     gradients = np.zeros(len(costs.outline.blocks))
@@ -44,7 +40,7 @@ def bytes_by_block(costs: Costs) -> tuple[Floats, Floats]:
 
 
 class Cards:
-    """Network cards of nodes, and the bytes of blocks that pass through them."""
+    """Network cards of nodes, and the bytes of blocks."""
 
     def __init__(self, costs: Costs) -> None:
         self._span = costs.outline.span
@@ -58,11 +54,11 @@ class Cards:
         self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
-        """Return a lower bound of an iteration, for pipelines that all run micro-batches and share no stage."""
+        """Return a lower bound of an iteration, for pipelines that run micro-batches and share no stage."""
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0
-        uses = np.zeros((nodes, len(self._weights)))  # number of uses of a block on a node
+        uses = np.zeros((nodes, len(self._weights)))  # uses of a block on a node
         for pipeline in strategy.pipelines:
             done = 0
             for stage in pipeline.stages:
@@ -70,7 +66,7 @@ class Cards:
                 done += stage.layers
                 for rank in stage.devices:
                     uses[self._node[rank], begin:end] += 1 / stage.tp
-        # A collective may bring a block that every rank uses whole, and it enters each node once.
+        # A collective may bring a block used whole by every rank into each node once.
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
@@ -84,7 +80,7 @@ class Cards:
 
 
 def _speed(cluster: Cluster, number: int) -> float:
-    """Return the bytes/s that a node's cards can carry in one direction, over its fastest link."""
+    """Return the bytes/s of a node's cards in one direction, over its fastest link."""
     node = cluster.node(number)
     types = {device.type for device in cluster.devices if device.node == number}
     links = [node.outer, *(pair.link for pair in cluster.pairs if not types.isdisjoint(pair.types))]

@@ -1,7 +1,7 @@
-"""Estimate of an iteration's end with pull and push, without a simulation: pipelines by recurrence, traffic in order.
+"""Estimate of an iteration's end with pull and push, without a simulation.
 
-All owners take part in every exchange of a bucket, so exchanges pass through the cluster one after another: the pulls
-in the order of the blocks, the pushes in reverse. With p_b and q_b the seconds of the slowest rank in them,
+Exchanges pass through the cluster one after another: pulls in the order of blocks, pushes in reverse. With p_b and q_b
+the slowest rank's seconds,
 
     a bucket arrives at       P_b = p_0 + ... + p_b; no pipeline's first forward passes it before
     its gradient is complete  C_b = when the last of the pipelines has run its last backward of the blocks that use it
@@ -9,9 +9,6 @@ in the order of the blocks, the pushes in reverse. With p_b and q_b the seconds 
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, if there are any; h_b is the time to hand it on
 
 The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update.
-
-Example: two blocks, one stage, forwards of 1 s, backwards of 2 s, p = q = 1.5 s. Pulls end at 1.5 and 3, forwards at
-2.5 and 4, backwards at 6 and 8; pushes at 7.5 and 9.5.
 """
 
 from __future__ import annotations
@@ -35,16 +32,16 @@ from hydragraph.spec.strategy import Pipeline, Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the approximate seconds of an iteration; see `Iterations` for the arguments."""
+    """Return the approximate seconds of an iteration; see `Iterations`."""
     return Iterations(costs, strategy).seconds(assignment)
 
 
 class Iterations:
-    """Approximate seconds of a strategy's iterations; computes once what is common to all mini-batches.
+    """Approximate seconds of a strategy's iterations.
 
     Args:
-        costs: costs with the plan's home.
-        strategy: a strategy without shared stages.
+        costs: with the plan's home.
+        strategy: without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:
@@ -84,7 +81,6 @@ class Iterations:
 
 
 def _ending(costs: Costs) -> float:
-    """Return the seconds of the commit and the slowest update."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     commit = 0.0
     norm = 0.0
@@ -103,7 +99,7 @@ def _ending(costs: Costs) -> float:
 
 
 def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return the slowest rank's seconds for every bucket's pull, push and handing on; the mini-batch has no effect."""
+    """Return the slowest rank's seconds for every bucket's pull, push and handing on."""
     work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
@@ -127,8 +123,6 @@ def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[s
 
 
 class _Blocks:
-    """Seconds of a pipeline's stages and blocks for given micro-batches."""
-
     def __init__(self, costs: Costs, pipeline: Pipeline) -> None:
         self._outline = costs.outline
         self._stages = costs.stages(pipeline)
@@ -142,7 +136,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when the last backward of every block has run if weights arrive at the times in `there`."""
+        """Return when every block's last backward ends if weights arrive at the times `there`."""
         stages = self._stages
         early, forward, backward, ahead, back = _rows(stages, batches)
         now = 0.0
@@ -170,7 +164,7 @@ def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
 
 
 def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """Return the arguments of `stage_ends`: seconds of each micro-batch on each stage."""
+    """Return the arguments of `stage_ends`."""
     rows: list[list[list[float]]] = [[], [], [], [], []]
     for stage in stages:
         priced = {m: stage.apart(m) for m in dict.fromkeys(map(tuple, batches))}

@@ -1,4 +1,4 @@
-"""The tuning set: mini-batches on which many strategies are priced quickly; common tables are computed once."""
+"""Mini-batches on which many strategies are priced quickly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Sequences x devices: a larger tuning set is cut to its first mini-batches, at least one.
+# Sequences x devices: a larger tuning set is cut to its first mini-batches.
 WORK = 3_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Tables common to all strategies with a given number of devices.
+    """Tables of strategies with some number of devices.
 
     Attributes:
-        column: column of each scheme in `problems`' kinds.
+        column: of each scheme in `problems`' kinds.
         reach: MaxLen of each scheme [K].
-        problems: one for each mini-batch that some scheme takes, None for others.
+        problems: of each mini-batch; None: no scheme takes it.
     """
 
     column: dict[Scheme, int]
@@ -34,14 +34,13 @@ class _Tables:
 
 
 class TuningSet:
-    """Mini-batches, and the seconds of strategies for them.
+    """Cached seconds of strategies for mini-batches.
 
-    A strategy is priced once by the quick plan of each mini-batch, and by the costs of pull and push as far as they are
-    known without a simulation (`charge_in_search`).
+    A strategy is priced by `quick_end` and `charge_in_search`.
 
     Attributes:
-        longest: tokens of the longest sequence of each mini-batch.
-        priced: computing seconds of each mini-batch [B], for every strategy priced so far.
+        longest: longest sequence of each mini-batch.
+        priced: computing seconds of each mini-batch [B], by strategy.
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
@@ -50,7 +49,7 @@ class TuningSet:
             list(b) for b in batches[:1]
         ]
         self._profile = profile
-        self._tables: dict[int, _Tables] = {}  # by a strategy's number of devices
+        self._tables: dict[int, _Tables] = {}  # by number of devices
         self.longest = [max(lengths, default=0) for lengths in self._batches]
         self.priced: dict[Strategy, Floats] = {}
 
@@ -60,17 +59,17 @@ class TuningSet:
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return the seconds of a strategy for each mini-batch [B], infinite for one that it cannot take."""
+        """Return a strategy's seconds for each mini-batch [B], infinite if it does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:
-        """Return its seconds without the costs of unequal pipelines."""
+        """Return a strategy's seconds without charges."""
         if strategy not in self.priced:
             self.priced[strategy] = self._price(strategy)
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
-        # MaxLen depends on the number of devices that share the state, so strategies with idle ones have other tables.
+        # MaxLen depends on the number of devices that share the state.
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)
@@ -84,7 +83,7 @@ class TuningSet:
         )
 
     def _for(self, devices: int) -> _Tables:
-        """Return the tables of strategies with this number of devices, on which MaxLen depends."""
+        """Return the tables of strategies with this number of devices."""
         if devices not in self._tables:
             schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
             kinds = [self._profile.pipeline(s, devices) for s in schemes]

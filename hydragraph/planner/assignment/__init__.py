@@ -1,4 +1,1 @@
-"""Assignment of sequences to pipelines and micro-batches: searches, bounds, and the strategy for one mini-batch.
-
-The shape of the pipelines is given here. It is chosen in `planner/plan.py`.
-"""
+"""Assignment of sequences to given pipelines and micro-batches: searches, bounds, the strategy for a mini-batch."""

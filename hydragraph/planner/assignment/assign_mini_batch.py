@@ -1,18 +1,17 @@
 """Assignment of a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
 
-A pipeline's end is known only once its share is cut into micro-batches. So sequences are dispatched by the time of the
-best number of equal micro-batches (`local_search.finish`, FORMED); then each share is packed, and the excess is added
-to the pipeline's end in the next round of dispatching.
+Sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED). Then
+each share is packed, and the excess is added to the pipeline's end in the next round of dispatching.
 
 These rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
-drain. The result that is best by the actual schedule is then improved by that schedule (`schedule_search`).
+drain. The best result by the actual schedule is then improved by it (`schedule_search`).
 
     z        a deadline for every pipeline
-    room(z)  [K]  seconds of work that a pipeline of each kind can do by z under the envelope, for any number V of
+    room(z)  [K]  seconds of work that a pipeline of each kind can do by z under the envelope, with any number V of
              micro-batches
 
-Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work. With several,
-sqrt(work) = sqrt(25) - sqrt(3) = 3.27: V = sqrt(3 work / c) = 5.66 of them hold 10.68. No pipeline does more.
+Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work; several hold (sqrt(25) -
+sqrt(3))^2 = 10.68 with V = sqrt(3 work / c) = 5.66.
 
 Equations of Hydraulis -> functions:
 
@@ -41,7 +40,7 @@ from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, k
 from hydragraph.planner.deadline import is_late
 from hydragraph.spec.assignment import Assignment
 
-# Number of rounds by the envelope, effort of each, and kicks of each packing.
+# Rounds by the envelope, effort of each, and kicks of each packing.
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
@@ -55,7 +54,7 @@ class PlannedAssignment(Assignment):
 
     Attributes:
         seconds: when the last pipeline ends, exactly (`PipelineCost.seconds`).
-        bound: lower bound of the `seconds` of any assignment.
+        bound: lower bound of any assignment's seconds.
         by_pipeline: `seconds` of each pipeline, 0 for one without work.
     """
 
@@ -84,16 +83,15 @@ def assign(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign every sequence to a pipeline and a micro-batch, so that the last pipeline finishes early.
+    """Assign every sequence to a pipeline and a micro-batch; minimise the end of the last pipeline.
 
     Args:
         schemes: one per pipeline; together they use all devices.
         profile: costs of each scheme.
-        lengths: tokens per sequence; those of length 0 are left out.
-        deadline_s: seconds until the last improvement may start; 0: only the quick plan. None: only the effort
-            limits the search, so the same arguments give the same assignment.
+        lengths: tokens per sequence; zeros are left out.
+        deadline_s: seconds until the last improvement may start; 0: only the quick plan. None: only the effort limits
+            the search, which is then deterministic.
         effort: search effort; default: `EFFORT`, or the quick plan if the deadline is 0.
-        seed: seed of the search.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
@@ -119,10 +117,9 @@ class Bounded:
 
     Attributes:
         problem: its arrays.
-        given: input of the search by the schedule.
-        first: an assignment to pipelines, longest first [n].
+        first: an assignment, longest first [n].
         relaxed: the relaxation by the envelope.
-        seconds: lower bound of any assignment, exactly.
+        seconds: lower bound of any assignment.
     """
 
     problem: AssignmentProblem
@@ -133,7 +130,7 @@ class Bounded:
 
 
 def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
-    """Return the bound for all assignments to these pipelines, and the start of the search."""
+    """Return the lower bound and the start of the search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     sequences = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
@@ -149,7 +146,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
 
 
 def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
-    """Return terms that are nowhere above a stage's seconds."""
+    """Return terms that never exceed a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
     return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))
@@ -164,7 +161,7 @@ def assign_bounded(
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign a bounded mini-batch; see `assign`."""
-    # No round is interrupted, so every plan is complete.
+    # Rounds are never interrupted, so every plan is complete.
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
@@ -184,8 +181,8 @@ class MicroBatchCut:
     """Sequences cut into micro-batches, as arrays; see `schedule_search`.
 
     Attributes:
-        placed, batch: the pipeline and the number of the micro-batch of each sequence [n].
-        order, count: the numbers of each pipeline's micro-batches in execution order [P, C], and their count.
+        placed, batch: pipeline and micro-batch number of each sequence [n].
+        order, count: each pipeline's micro-batches in execution order [P, C], and their count [P].
         ends: when each pipeline ends [P].
     """
 
@@ -202,7 +199,7 @@ class MicroBatchCut:
 
 
 def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> MicroBatchCut:
-    """Search by the envelope for a few rounds; return the result that is best by the schedule."""
+    """Search by the envelope; return the best result by the schedule."""
     problem = start.problem
     relaxed = start.relaxed
     placed = start.first
@@ -247,16 +244,15 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
 
 
 def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
-    """Return an assignment improved by its schedule; it is never worse."""
+    """Return an assignment improved by its schedule, never worse."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # If costs are tables, the search used constants close to them: the tables decide.
+    # The search approximates tables by constants; the tables decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
 def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) -> MicroBatchCut:
-    """Return micro-batches with their exact ends."""
     cut = MicroBatchCut(placed, batch, order, count, np.asarray(ends_of(placed, batch, order, count, start.given)))
     faithful = start.given.terms.faithful[start.problem.kind_of]
     if not faithful.all():
@@ -283,17 +279,17 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    """Return [n, K] the minimum cost of a sequence: its work, and without a bubble its share of full micro-batches."""
-    # Without a bubble, c is paid at least once per MaxLen tokens. With one, `formed_room` weighs c.
+    """Return the minimum cost [n, K] of a sequence: its work and, without a bubble, its share of c."""
+    # Without a bubble, c is paid at least once per MaxLen tokens; with one, `formed_room` weighs it.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function that gives the work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
+    """Return a function: z -> work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
 
-    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
-    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
+    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z)
+    - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])

@@ -1,7 +1,6 @@
-"""Choice of the strategy for a mini-batch: the candidate whose assignment finishes first (Hydraulis, section 6).
+"""Choice of a mini-batch's strategy: the candidate whose assignment finishes first (Hydraulis, section 6).
 
-Candidates are assigned in the order of their bounds, and one whose bound is no less than the best assignment so far is
-skipped: with bounds 2.0, 2.4 and 2.7 s, and assignments of 2.5 s for the first and 2.6 s for the second, the third is.
+Candidates are assigned in the order of their lower bounds, and skipped if the bound is no less than the best so far.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class Verdict:
 
     Attributes:
         seconds: expected seconds, `charge` included; infinite if it was not assigned.
-        bound: lower bound of its seconds, `charge` included.
-        charge: its costs besides computing, in seconds.
+        bound: lower bound of `seconds`.
+        charge: seconds besides computing.
         why: why it lost; "" for the winner.
     """
 
@@ -34,11 +33,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The winner, and the results of all candidates.
+    """The winner and all verdicts.
 
     Attributes:
-        index: index of the winner among the candidates.
-        assignment: assignment of the winner; its seconds do not include the charge.
+        index: of the winner.
+        assignment: of the winner; its seconds exclude the charge.
         verdicts: one per candidate.
     """
 
@@ -48,7 +47,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the winner, its charge included."""
+        """Expected seconds of the winner, charge included."""
         return self.verdicts[self.index].seconds
 
 
@@ -58,10 +57,9 @@ def choose(
     """Return the index of the candidate that finishes first, and its assignment.
 
     Args:
-        candidates: strategies, each a list of schemes; each pays its charge for pull and push.
+        candidates: strategies, each a list of schemes.
         profile: costs of each scheme.
         lengths: tokens per sequence.
-        seed: seed of the search.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -78,11 +76,11 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose, and give the reasons why the others lost.
+    """Choose, and report why the others lost.
 
     Args:
         candidates, profile, lengths, seed: see `choose`.
-        all_of_them: also assign candidates whose bound already loses, to show their seconds.
+        all_of_them: also assign candidates whose bound already loses.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]
@@ -100,7 +98,7 @@ def compare_pipelines(
     """Choose among strategies of any pipelines.
 
     Args:
-        charges: seconds that each candidate pays besides computing; default: 0.
+        charges: seconds of each candidate besides computing; default: 0.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -135,7 +133,7 @@ def compare_pipelines(
         assignment = assign_bounded(starts[i], lengths, seed=seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
-        # Ties go to the first candidate, so that every process chooses alike.
+        # Ties go to the first candidate: every process chooses alike.
         if (seconds, i) < (best, winner):
             best = seconds
             winner = i

@@ -1,13 +1,11 @@
-"""A proven lower bound on when the last pipeline finishes: the linear relaxation over kinds of pipelines.
+"""A lower bound on when the last pipeline finishes: the linear relaxation over kinds of pipelines.
 
-Pipelines of one kind are interchangeable, so sequences need only be shared among kinds: minimise theta with
-sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 of the kinds,
-sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z, for any x: so the
-bound is exact arithmetic on all sequences, and the linear program, solved on groups of similar lengths, only
-finds good prices.
+Sequences are shared among kinds: minimise theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices
+lambda >= 0 of the kinds and any x, sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every
+reachable z. The linear program, solved on groups of similar lengths, only finds good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
-    z            a deadline for all pipelines; the bound is a lower bound of z
+    z            a deadline for all pipelines
     cost[i, t]   [n, K]  minimum seconds that sequence i adds to a pipeline of kind t; infinite if it does not fit
     capacity(z)  [K]     seconds of work that all pipelines of a kind can do by z
     x, `shares`  [n, K]  the fraction of each sequence that each kind gets; rows add up to 1
@@ -17,20 +15,17 @@ Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capaci
 
     at prices 1 and 2/3, the first sequence costs min(4, 4) = 4 and the second min(2, 5.33) = 2: 6 in all
     1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
-    0.4 of the first and the second take kind 0 until 3.6, and 0.6 of the first kind 1; undivided they end at 6 or later
 
-This holds for any capacities. `schedule_bound` adds bounds from the schedule itself, for every kind whose backward is
-one action (`HOLDS_FOR`). Let the shortest of some sequences take t forward through the stages before a stage, and u
-back: the stage begins no earlier than t, and u remains when it is done. So the pipeline ends no earlier than t + u +
-their time on that stage. This holds for all sequences above some length:
+`schedule_bound` adds bounds from the schedule itself, for kinds whose backward is one action (`HOLDS_FOR`). If the
+shortest of some sequences takes t forward through the stages before a stage, and u back, the pipeline ends no earlier
+than t + u + their time on that stage. For all sequences above some length:
 
     divided     the relaxation for those sequences, with room z - t - u on each pipeline
-    pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p. With one kind of
-                n pipelines, two of the n + 1 longest share one
+    pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p
     alone       no sequence ends before it would alone on the best pipeline for it
 
 Example: two pipelines of one stage, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline,
-and the two shortest of them take 6.
+and take at least 6.
 
 The papers solve Eq. 3 of Hydraulis or estimate it; these bounds are ours.
 """
@@ -53,24 +48,24 @@ from hydragraph.planner.bisection import above, bisect
 
 Floats = NDArray[np.float64]
 
-# The kinds of schedules for which `schedule_bound` holds.
+# Kinds of schedules for which `schedule_bound` holds.
 HOLDS_FOR = WHOLE_BACKWARD
-# Groups of similar lengths in the linear program: their prices are close to those of sequences, and always valid.
+# Groups of similar lengths in the linear program; its prices are always valid.
 GROUPS = 200
-# Rounds of the program, each at the z that the previous one proved.
+# Rounds of the program, each at the z proved by the one before.
 ROUNDS = 3
-# Factor over the highest price for a kind without room, which cannot take any work.
+# Factor over the highest price for a kind without room.
 FORBIDDING = 1e6
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The bound, and its solution's shares of each sequence.
+    """The bound and its solution.
 
     Attributes:
         seconds: lower bound of any assignment.
-        shares: [n, K], the fraction of each sequence that each kind gets.
-        prices: prices of the kinds [K].
+        shares: fraction of each sequence for each kind [n, K].
+        prices: of the kinds [K].
     """
 
     seconds: float
@@ -92,7 +87,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     z = start
     shares = np.zeros_like(cost)
     prices = np.ones(cost.shape[1])
-    # Prices are optimal for the capacities at one z, but exclude more; better ones may exist at the proved z.
+    # Prices are optimal for the capacities at one z, but exclude more: better ones may exist at the proved z.
     for _ in range(ROUNDS):
         room = capacity(z)
         if not room.any():
@@ -107,18 +102,18 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
 
 
 def _groups(cost: Floats) -> NDArray[np.int64]:
-    """Return where groups of similar sequences start; sequences of a group fit the same kinds."""
+    """Return where groups of similar sequences start."""
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Finer groups at the long end, where one sequence matters; all sequences of a group fit the same kinds.
+    # Finer groups at the long end, where one sequence matters; sequences of a group fit the same kinds.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
 
 
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
-    """Solve the linear program on groups; return the price of each kind and every sequence's shares."""
+    """Solve the linear program on groups; return the prices of kinds and the shares of sequences."""
     n, kinds = cost.shape
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
@@ -139,7 +134,7 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     )
     if solution.x is None:  # some sequence fits only a kind without room
         return np.ones(kinds), np.zeros_like(cost)
-    # The capacities' duals are the prices; the solver's sign is that of a minimum, and noise may be below 0.
+    # The capacities' duals are the prices, negated for a minimum; noise may be below 0.
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
@@ -160,13 +155,13 @@ def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], st
 
 @dataclass(frozen=True, eq=False)
 class Least:
-    """Minimum seconds of sequences on each kind of pipeline, on the chosen stage.
+    """Minimum seconds of sequences on one stage of each kind of pipeline.
 
     Attributes:
-        work: seconds of computing each sequence there [n, K], infinite if it does not fit.
+        work: seconds of each sequence there [n, K], infinite if it does not fit.
         overhead: fixed seconds of a micro-batch there [K].
-        prefixes: last index of each examined prefix of the sequences, the longest ones [p], ascending.
-        fill: seconds of the shortest sequence of each prefix before and after that stage [p, K].
+        prefixes: last index of each examined prefix of the sequences [p], ascending.
+        fill: seconds of each prefix's shortest sequence before and after that stage [p, K].
     """
 
     work: Floats
@@ -175,7 +170,7 @@ class Least:
     fill: Floats
 
     def divided(self, problem: AssignmentProblem) -> Floats:
-        """Return [n, K]: the work of each sequence, plus its share of the overhead of MaxLen-token micro-batches."""
+        """Return each sequence's work plus its share of the overhead of MaxLen-token micro-batches [n, K]."""
         per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
         return np.asarray(self.work + problem.lengths[:, None] * per_token)
 
@@ -184,7 +179,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum seconds of sequences.
 
     Args:
-        terms: terms of its kinds, with lines nowhere above a stage's seconds (`stage_terms`, with `shortest`).
+        terms: of its kinds, as lower bounds (`stage_terms` with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
@@ -196,11 +191,11 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
-        # The slowest kind of rank of each stage, for each sequence alone: [S, n].
+        # Slowest kind of rank, for each sequence alone: [S, n].
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
-        # Any stage and kind of rank gives a bound: choose the one with the most work plus time before it.
+        # Any stage and kind of rank gives a bound; choose the one with the most work plus time before it.
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()
@@ -212,27 +207,26 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
 
 
 def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
-    """Return a lower bound of any assignment's end, by the schedule itself; see the module docstring.
+    """Return a lower bound of any assignment's end by its schedule.
 
     Args:
-        prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation are good ones.
+        prices: of the kinds [K]; any non-negative ones are valid, those of the relaxation good.
     """
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
     low = max(_divided(problem, least, prices), alone(problem, terms))
-    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for a different order of summation
+    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for other orders of summation
 
 
 def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
-    """Return the bound for sequences that can be divided at will."""
     cost = least.divided(problem)
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # The capacity by z is the sum over kinds of price count max(0, z - fill). For the kinds in order of fill, the
-    # minimum over prefixes of this order gives z.
+    # The capacity by z is the sum over kinds of price count max(0, z - fill): with kinds in order of fill, the minimum
+    # over prefixes gives z.
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
@@ -243,11 +237,11 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
 
 
 def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
-    """Return the bound for whole sequences, at least `low`."""
+    """Return the bound for undivided sequences, at least `low`."""
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    # As many of the shortest of them as fit in a micro-batch share its overhead.
+    # As many of the shortest as fit in a micro-batch share its overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     sequence_s = least.work[least.prefixes] + least.overhead / together
 
@@ -260,12 +254,11 @@ def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
 
 
 def alone(problem: AssignmentProblem, terms: StageTerms) -> float:
-    """Return the largest end of any sequence alone on the best pipeline for it."""
+    """Return the largest end of a sequence alone on its best pipeline."""
     return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 
 
 def _alone(terms: StageTerms, kind: int, length: float) -> float:
-    """Return the end of a pipeline that computes one sequence."""
     stages = int(terms.stages[kind])
     row = np.zeros((1, stages, terms.seconds.shape[3]))
     near = np.zeros(len(terms.reaches))

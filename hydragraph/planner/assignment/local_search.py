@@ -1,6 +1,6 @@
-"""Assignment of sequences to unlike pipelines: longest first, then local search with kicks (compiled by numba).
+"""Assignment of sequences to different pipelines: longest first, then local search with kicks (compiled).
 
-    n  sequences, sorted by length, descending: the longest of any set of them is its least index
+    n  sequences, sorted by length, descending
     P  pipelines
     K  kinds of pipelines; those of one kind are equal
 
@@ -11,8 +11,8 @@
     placed[i]      [n]     the pipeline of sequence i; -1: none
     ends[p]        [P]     when pipeline p finishes
 
-The end of a pipeline depends on its work, its tokens and its longest sequence, not on individual sequences. So
-its state is these three, and its second longest sequence, which takes over when the longest one leaves.
+The end of a pipeline depends only on its work, its tokens and its longest sequence. Its state is these three, and the
+second longest sequence, which takes over when the longest one leaves.
 
 Example: sequences of 5, 4, 3, 3 and 3 seconds, and two equal pipelines without a bubble.
 
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Columns of `terms`. MODE is one of EQ3, FORMED (cut into micro-batches) and SINGLE (itself one micro-batch).
+# Columns of `terms`. MODE is EQ3, FORMED (cut into micro-batches) or SINGLE (itself one micro-batch).
 BUBBLE = 0  # PP - 1
 FIXED = 1  # seconds to add
 QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
@@ -51,23 +51,23 @@ OVERHEAD = 4
 MAX_LEN = 5  # maximum tokens of a micro-batch
 UTIL_LEN = 6  # desired minimum tokens of a micro-batch
 MODE = 7
-COLUMNS = 8  # then, for each of W windows and chunks: window, chunk, seconds per pair (`cost.reach`)
+COLUMNS = 8  # then, for each of W reaches (`cost.reach`): window, chunk, seconds per pair
 
 EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
-# Pipelines that local search examines first: a step's best partner is usually one that finishes early.
+# Pipelines that local search examines first: the best partner usually finishes early.
 NEAR = 16
-# Fraction of the last end that a step must save: rounding alone must not keep the search running forever.
+# Fraction of the last end that a step must save: rounding alone must not keep the search running.
 LEAST_GAIN = 1e-12
-# With more sequences than MANY a step is more expensive, so it must save at least LEAST_OF_MANY.
+# With more than MANY sequences, steps are slower and must save at least LEAST_OF_MANY.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
-    """Sequences to assign, and the pipelines to assign them to; see the module docstring."""
+    """Sequences and pipelines; see the module docstring."""
 
     cost: Floats
     lengths: Floats
@@ -81,7 +81,7 @@ class SearchState(NamedTuple):
     Attributes:
         loads: seconds of work.
         tokens: tokens of all its sequences.
-        longest, second: index of its longest sequence and of the next one; n if there is none.
+        longest, second: index of its longest sequence and of the next one; n: none.
         ends: when it finishes.
     """
 
@@ -97,11 +97,11 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + the least over V of
-    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c), as if load could be cut into V equal parts. The
-    seconds of attention with a window or chunks add to a longest^2 + b longest.
+    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c). Limited attention adds to a longest^2 + b
+    longest.
 
     Args:
-        tokens: total tokens of its sequences; 0 if it has none.
+        tokens: of its sequences; 0: none.
     """
     if tokens <= 0.0:
         return 0.0
@@ -110,7 +110,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         alone += terms[w + 2] * pairs_of(terms[w], terms[w + 1], longest)
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
-    # By Eq. 2, the bubble is as long as the longest sequence alone: a micro-batch holds at least that.
+    # By Eq. 2, a micro-batch of the bubble holds at least the longest sequence.
     if terms[MODE] == EQ3:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
@@ -135,7 +135,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
 @compiled
 def no_state(pipelines: int) -> SearchState:
-    """Return the state of pipelines that have not been computed yet."""
+    """Return the state of pipelines without work."""
     return SearchState(
         np.zeros(pipelines),
         np.zeros(pipelines),
@@ -147,15 +147,14 @@ def no_state(pipelines: int) -> SearchState:
 
 @compiled
 def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, state: SearchState) -> None:
-    """Recompute the state of the pipelines that changed, and clear their marks.
+    """Recompute the state of the pipelines that changed.
 
     Args:
         extra: seconds to add to each pipeline's end [P].
         changed: the pipelines to recompute [P]; all False afterwards.
     """
     n = len(placed)
-    # Sums are recomputed rather than updated incrementally, so equal assignments have bitwise equal ends, whatever
-    # steps led to them.
+    # Sums are recomputed rather than updated: equal assignments have bitwise equal ends, whatever steps led to them.
     for p in range(len(changed)):
         if changed[p]:
             state.loads[p] = 0.0
@@ -191,13 +190,11 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @compiled
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Put each sequence, longest first, where it finishes first; -1 if it fits nowhere.
-
-    Only the pipeline of each kind that finishes first so far is examined.
+    """Assign each sequence, longest first, where it finishes first; -1 if it fits nowhere.
 
     Args:
         start: pipeline p takes only sequences from start[p] on [P].
-        fullest: put each sequence where the least room is left instead.
+        fullest: assign each sequence where the least room is left instead.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -211,7 +208,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     longest = np.zeros(pipelines)  # in tokens
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front = np.empty(kinds, np.int64)  # the pipeline of each kind that finishes first now
+    front = np.empty(kinds, np.int64)  # each kind's pipeline that finishes first now
     least = np.empty(kinds)  # its sort key
     for i in range(n):
         front[:] = -1
@@ -222,7 +219,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Among pipelines of one kind, the one that ends first is the best unless its own longest decides.
+            # Among pipelines of one kind, the one that ends first is best unless its own longest decides.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -249,18 +246,18 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
 @compiled
 def quick_end(instance: Instance) -> float:
-    """Return when the last pipeline finishes if each sequence, longest first, is put where it finishes first."""
+    """Return when the last pipeline finishes after `longest_first`."""
     placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
     return max(0.0, ends_of(placed, instance).max())
 
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: in each shuffled order, put a sequence where the global maximum grows least; keep the best trial.
+    """Alg. 1: in each shuffled order, assign a sequence where the maximum grows least; keep the best trial.
 
     Args:
         orders: one order of the sequences per trial [trials, n].
-        least_loaded: whether ties, which are the rule, go to the least loaded pipeline or to the first.
+        least_loaded: whether ties, which are frequent, go to the least loaded pipeline instead of the first.
 
     Returns:
         When the last pipeline finishes, and where each sequence is.
@@ -277,7 +274,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
         tokens = np.zeros(pipelines)
         longest = np.zeros(pipelines)  # in tokens
         placed = np.full(n, -1, np.int64)
-        last = 0.0  # when the last pipeline finishes so far: O_max of Alg. 1
+        last = 0.0  # O_max of Alg. 1
         for i in orders[trial]:
             least = np.inf
             tie = np.inf
@@ -326,10 +323,9 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a value that, plus any added work, is a lower bound of pipeline q's end with that work.
+    """Return a lower bound of pipeline q's end, to which added work is added.
 
-    An end grows by at least the added work. But with more tokens a pipeline may form more micro-batches (FORMED), and
-    has a shorter bubble: then only its total work is a lower bound.
+    With more tokens, a FORMED pipeline may have more micro-batches and a shorter bubble: only its work is a bound.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -340,12 +336,12 @@ def best_step(
 ) -> tuple[float, int, int, int]:
     """Return the step that most reduces the later end of pipeline p and of its partner.
 
-    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q. Most steps cannot beat the best so
-    far by their work alone. Among a pipeline's sequences of one length, only the first is tried.
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q. Among a pipeline's sequences of one
+    length, only the first is tried.
 
     Args:
         p: the last pipeline to finish.
-        horizon: pipelines that finish later than this are not considered as partners.
+        horizon: latest end of a partner.
 
     Returns:
         The later end of both, i, k (-1: a move), q; i is -1 if no step helps.
@@ -358,14 +354,14 @@ def best_step(
     ends = state.ends
     n = len(placed)
     own = kind_of[p]
-    # Separate functions for moves and swaps would make the whole search a tenth slower.
+    # Separate functions for moves and swaps make the search a tenth slower.
     best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
-    tried = -1.0  # tokens of the sequence of p that was tried last
-    shorter = 0  # the first sequence that has fewer
-    seen = np.empty(len(kind_of))  # tokens of the sequence of each partner that was tried last
+    tried = -1.0  # tokens of the last tried sequence of p
+    shorter = 0  # the first shorter sequence
+    seen = np.empty(len(kind_of))  # tokens of each partner's last tried sequence
     for i in range(n):
         if placed[i] != p or lengths[i] == tried:
             continue
@@ -377,7 +373,7 @@ def best_step(
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
         end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
-        # Moves: p only gets shorter, so q decides, unless p is still the later one.
+        # Moves: p gets shorter, so q decides unless p is still the later one.
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
@@ -391,7 +387,7 @@ def best_step(
                     best_i = i
                     best_k = -1
                     best_q = q
-        # Swaps: for a shorter sequence only, because a longer one would delay p's end.
+        # Swaps: a longer sequence would delay p's end.
         seen[:] = tried
         for k in range(shorter, n):
             q = placed[k]
@@ -422,10 +418,10 @@ def best_step(
 
 @compiled
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Improve in place: move a sequence away from the last pipeline to finish, or swap two, while that helps.
+    """Improve in place: move a sequence away from the last pipeline, or swap two, while that helps.
 
     Args:
-        extra: seconds to add to each pipeline [P], as learned from packing; zeros elsewhere.
+        extra: seconds to add to each pipeline [P].
 
     Returns:
         When the last pipeline finishes.
@@ -455,11 +451,10 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @compiled
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Iterated local search, in place: move a few sequences at random, descend again, keep the result unless worse.
+    """Iterated local search in place: move a few sequences at random, descend, keep the result unless worse.
 
     Args:
         extra: seconds to add to each pipeline [P].
-        seed: the same seed gives the same result.
 
     Returns:
         When the last pipeline finishes.
@@ -477,7 +472,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
-        # 4 to 8: enough that a descent does not simply undo them, few enough to keep most of the solution.
+        # 4 to 8: enough that a descent does not undo them, few enough to keep most of the solution.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)
@@ -498,12 +493,11 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 def rounded(shares: Floats) -> NDArray[np.bool_]:
     """Return one kind per sequence, such that neighbours together get their shares [n, K].
 
-    Walking along the sequences, each takes the kind that is furthest behind: shares of 1/3 and 2/3 become kinds
-    1, 0, 1, 1, 0, 1.
+    Each sequence takes the kind that is furthest behind: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)
-    # The share that each kind should have received so far, minus what it got.
+    # Shares of each kind so far, minus what it got.
     owed = np.zeros(kinds)
     for i in range(n):
         chosen = 0

@@ -1,4 +1,5 @@
-"""Packing of one pipeline's sequences into micro-batches (compiled): every number V that the bound does not exclude.
+"""Packing of one pipeline's sequences into micro-batches (compiled), for every number V that the bound does not
+exclude.
 
     n        sequences of the pipeline, sorted by length, descending
     V        micro-batches; `count` in code
@@ -7,12 +8,12 @@
     PP       stages
     placed   [n]  the micro-batch of each sequence; -1: none
 
-For one V, micro-batches are like V equal pipelines that take MaxLen tokens each, so `local_search` assigns them.
+For one V, micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns them.
 
 Example: work 5 4 3 3 3, c = 1, PP = 4, any V from 1 to 5. The lower bounds of Eq. 1 by V: 76, 50, 42, 49 and 48.
 
     V = 3 is tried first: 5 | 4 3 | 3 3, whose largest is 7, so (7 + 1) (4 - 1 + 3) = 48
-    the best remaining bound is 48, at V = 5: no other V can be better, and the answer is 48, after one V of five
+    the best remaining bound is 48, at V = 5, so the answer is 48
 
 Equations of Hydraulis -> functions:
 
@@ -46,18 +47,17 @@ from hydragraph.planner.assignment.local_search import (
     longest_first,
 )
 
-# Number of the best V that are searched further.
+# Number of best V that are searched further.
 KICKED = 3
 # Relative gap to the bound that counts as optimal.
 ENOUGH = 1e-3
-# Objectives; see the module docstring.
 EQ1 = 0
 SUM = 1
 
 
 @compiled
 def price(objective: int, largest: float, total: float, count: float, terms: Floats) -> float:
-    """Return the seconds of `count` micro-batches with `total` work, the largest of them with `largest`."""
+    """Return the seconds of `count` micro-batches with `total` work, the largest with `largest`."""
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
     if objective == EQ1:
@@ -67,14 +67,13 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 
 @compiled
 def largest_at_least(work: Floats, count: int) -> float:
-    """Return a lower bound on the largest of `count` micro-batches: the mean, and pigeonhole bounds.
+    """Return a lower bound on the largest of `count` micro-batches, from the mean and pigeonholes.
 
     Among the 2 count + 1 sequences with most work, three share a micro-batch, which has at least the work of the last
-    three of them; and so for any number of sharers. Work 5 4 3 3 3 in 2 micro-batches: the mean is 9, of the first 3
-    two share at least 4 + 3 = 7, of all 5 three share at least 3 + 3 + 3 = 9.
+    three; and so for any number of sharers.
 
     Args:
-        work: descending, as lengths are [n].
+        work: descending [n].
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -91,11 +90,11 @@ def largest_at_least(work: Floats, count: int) -> float:
 
 @compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
-    """Return a micro-batch for each sequence (longest first), -1 for those that no longer fit."""
+    """Return a micro-batch for each sequence, -1 for those that do not fit."""
     instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
     placed = longest_first(instance, start, False)
-    # If tokens are scarce, filling the fullest first keeps the remaining room in one piece.
+    # If tokens are scarce, filling the fullest first keeps the room in one piece.
     if placed.min() < 0:
         placed = longest_first(instance, start, True)
     if placed.min() >= 0:
@@ -107,13 +106,13 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve an assignment in place by `kicks` kicks, or until the largest micro-batch has at most `enough` work."""
+    """Improve an assignment in place, until the largest micro-batch has at most `enough` work."""
     kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
-    """Return micro-batches as pipelines of one kind that take at most MaxLen tokens."""
+    """Return micro-batches as pipelines of one kind with at most MaxLen tokens."""
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -133,16 +132,16 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 
 @compiled
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
-    """Return the best packing of one pipeline: seconds, their lower bound, V, and each sequence's micro-batch.
+    """Return the best packing: seconds, their lower bound, V, and each sequence's micro-batch.
 
-    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only if
-    no packing was possible.
+    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only if no
+    packing exists.
 
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
-        terms: row of the pipeline's kind; see `local_search`.
-        kicks: kicks of the local search for each V that is searched further.
+        terms: of the pipeline's kind; see `local_search`.
+        kicks: for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
@@ -152,9 +151,9 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
         bounds[v - low] = price(objective, largest_at_least(work, v), total, v, terms)
-    # Best bound first: once a packing is as good as the next bound, no remaining V can beat it.
+    # Once a packing is as good as the next bound, no remaining V can beat it.
     tried = np.full((KICKED, n), -1, np.int64)
-    kept = np.full(KICKED, -1)  # V - low of each, the best first
+    kept = np.full(KICKED, -1)  # V - low, the best first
     values = np.full(len(bounds), np.inf)
     best = np.inf
     open_bounds = bounds.copy()
@@ -173,7 +172,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # With one stage SUM does not depend on the largest micro-batch, so kicks, which level it, cannot help.
+    # With one stage, SUM does not depend on the largest micro-batch, which kicks level.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
@@ -187,7 +186,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # Capacity is too tight for Appendix C's numbers: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    # Capacity may exceed Appendix C's range: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -200,7 +199,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 def form_in_order(
     work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int, table: ScheduleTable, climb: int
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with micro-batches numbered in the order that ends first, and that end.
+    """Return the result of `form` with micro-batches in the order that ends first, and that end.
 
     Args:
         table: of the pipeline's schedule, for as many micro-batches as sequences.

@@ -1,7 +1,4 @@
-"""A mini-batch to assign to pipelines, as the arrays of the search and the bound.
-
-The symbols are those of `local_search`: n sequences in descending length, P pipelines of K kinds.
-"""
+"""A mini-batch and its pipelines as arrays; symbols as in `local_search`."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ Bubble = Literal["longest", "constant"]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """Sequences in descending length, and pipelines grouped into kinds of equal ones.
+    """Sequences in descending length, and pipelines grouped into equal kinds.
 
     Attributes:
-        pipelines: all pipelines, in the caller's order.
-        kinds: the distinct pipelines.
-        kind_of: the index in `kinds` of each pipeline [P].
+        pipelines: in the caller's order.
+        kinds: different pipelines.
+        kind_of: index in `kinds` of each pipeline [P].
         counts: pipelines of each kind [K].
-        order: the caller's index of each sequence [n].
+        order: caller's index of each sequence [n].
         lengths: tokens [n].
         cost: seconds of work (`PipelineCost.work`) [n, K], infinite if a sequence is longer than MaxLen.
-        terms: how a pipeline of each kind finishes [K, 8 + 3 W]; see `local_search`.
+        terms: coefficients of each kind's end [K, 8 + 3 W]; see `local_search`.
     """
 
     pipelines: tuple[PipelineCost, ...]
@@ -64,7 +61,7 @@ class AssignmentProblem:
         return tuple(map(tuple, of_pipeline))
 
     def only(self, allowed: NDArray[np.bool_]) -> Instance:
-        """Return the input of compiled functions with sequences limited to the allowed kinds [n, K]."""
+        """Return the input of compiled functions with each sequence limited to its allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
@@ -74,8 +71,8 @@ def problem_of(
     """Return the arrays of a mini-batch; sequences of length 0 are left out.
 
     Args:
-        formed: whether pipelines cut their work into micro-batches; otherwise they are priced by Eq. 2.
-        bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant.
+        formed: whether pipelines cut their work into micro-batches; otherwise Eq. 2 prices them.
+        bubble: in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant.
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.
@@ -84,7 +81,7 @@ def problem_of(
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
     tokens = _checked(lengths)
-    # Stable, so that equal lengths keep the caller's order, and every process plans alike.
+    # A stable order makes every process plan alike.
     order = np.argsort(-tokens, kind="stable")
     order = order[tokens[order] > 0]
     sizes = tokens[order].astype(np.float64)
@@ -113,7 +110,7 @@ def _checked(lengths: Sequence[int]) -> Ints:
 
 
 def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
-    """Return the columns of windows and chunks [K, 3 W]; a kind has 0 seconds for those of the others."""
+    """Return the columns of reaches [K, 3 W]; a kind has 0 seconds for those of others."""
     nears = [dict(kind.near) for kind in kinds]
     reaches = sorted({reach for near in nears for reach in near}, key=lambda each: each.order)
     rows = [[value for r in reaches for value in (*r.order, near.get(r, 0.0))] for near in nears]
@@ -122,7 +119,7 @@ def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     """Return the row for `local_search.finish`."""
-    # A constant bubble is part of FIXED, and BUBBLE stays 0.
+    # A constant bubble is part of FIXED; BUBBLE stays 0.
     depth = float(kind.stages - 1)
     row = np.zeros(local_search.COLUMNS)
     row[local_search.QUADRATIC] = kind.a
@@ -131,7 +128,7 @@ def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     row[local_search.MAX_LEN] = kind.max_len
     row[local_search.UTIL_LEN] = kind.util_len
     row[local_search.MODE] = FORMED if formed else EQ3
-    # By Eq. 2, a pipeline pays c once for its last micro-batch, which its sequences' work does not include.
+    # By Eq. 2, the last micro-batch's c is not part of the sequences' work.
     if formed:
         row[local_search.BUBBLE] = depth
     elif bubble == "longest":

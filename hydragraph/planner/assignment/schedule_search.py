@@ -1,20 +1,19 @@
-"""Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled by numba).
+"""Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled).
 
-The end of a pipeline is computed task by task (`compiled_replay.replay`), so that small first and last micro-batches,
-uneven stages and slow links count exactly. That is expensive; so only the pipeline that ends last is improved, by the
-first step found that helps, until no step or effort is left.
+The end of a pipeline is computed exactly (`compiled_replay.replay`), which is expensive: only the pipeline that ends
+last is improved, by the first step found that helps, until no step or effort is left.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
-    M            maximum number of micro-batches: as many as sequences. Each has a number for its lifetime
+    M            maximum number of micro-batches, n. Each keeps its number
     batch[i]     [n]        the number of sequence i's micro-batch
-    order[p, x]  [P, C]     the number of the micro-batch at position x of pipeline p; count[p] of them, C at most
+    order[p, x]  [P, C]     the micro-batch at position x of pipeline p; count[p] of them, C at most
     rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_arrays`
     ends[p]      [P]        when pipeline p ends
 
-Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds; the forward is a third of each.
+Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds.
 
-    4 4 2 2  ends at 16; the micro-batches in their order by length
-    2 4 4 2  at 14.67: the pipeline fills and drains with small ones. The envelope gives 16 for both
+    4 4 2 2  ends at 16
+    2 4 4 2  ends at 14.67: the pipeline fills and drains with small ones
 
 A step, of the pipeline that ends last:
 
@@ -39,11 +38,11 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Fraction of the last end that a step must save: large savings first, because small ones take as long to find.
+# Fraction of the last end that a step must save: large savings first, since small ones take as long to find.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum number of tasks (a forward or backward of a micro-batch on a stage) in a search, over all its trials.
+# Maximum number of tasks (forwards and backwards of micro-batches on stages) in a search.
 TASKS = 500_000
-# Cost of a trial besides its tasks, in tasks.
+# Overhead of a trial, in tasks.
 TRIAL = 20
 
 
@@ -52,9 +51,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         lengths: tokens [n].
-        kind_of: kind of each pipeline [P].
+        kind_of: of each pipeline [P].
         max_len: maximum tokens of a micro-batch of each kind [K].
-        terms: costs of each kind's stages.
     """
 
     lengths: Floats
@@ -67,16 +65,14 @@ class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
-        placed: the pipeline of each sequence [n].
-        batch, order, counts: see the module docstring (`count`).
-        members, squares, tokens: of each micro-batch: number of sequences, sum l^2 and sum l [M].
-        near: of each micro-batch: sum of the pairs of each window and chunk [M + 2, W].
-        rows: [M + 2, S, 5]; the last two are those of a trial, here and in `near`.
+        placed, batch, order, counts: see the module docstring.
+        members, squares, tokens: number of sequences, sum l^2 and sum l of each micro-batch [M].
+        near: sum of pairs of each reach [M + 2, W].
+        rows: [M + 2, S, 5]; the last two belong to a trial, here and in `near`.
         busy: computing seconds of each stage of a pipeline [P, S].
         ends: [P].
         spent: tasks computed so far [1].
-        scratch: scratch arrays of `replay`.
-        trial: two orders of a trial [2, C + 1].
+        trial: two trial orders [2, C + 1].
     """
 
     placed: Ints
@@ -97,7 +93,7 @@ class Draft(NamedTuple):
 
 @compiled
 def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Draft:
-    """Return the plan of an assignment; later functions change it in place."""
+    """Return the draft of an assignment; later functions change it in place."""
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
@@ -131,7 +127,7 @@ def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 @compiled
 def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
-    """Recompute the pipelines that changed from `placed`, `batch`, `order` and `count`."""
+    """Recompute changed pipelines from `placed`, `batch`, `order` and `counts`."""
     for p in range(len(changed)):
         if changed[p]:
             for x in range(plan.counts[p]):
@@ -174,10 +170,10 @@ def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> 
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, given: Sequences) -> bool:
-    """Fill the row of trial `at` with micro-batch m without sequence `less` and with `more`; return whether it fits.
+    """Fill the row of trial `at` with micro-batch m minus sequence `less` plus `more`; return whether it fits.
 
     Args:
-        m: a micro-batch of pipeline p; -1: an empty one.
+        m: a micro-batch of pipeline p; -1: empty.
         at: 0 or 1.
         less, more: sequences; -1: none.
     """
@@ -207,11 +203,11 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
 @compiled
 def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
-    """Write pipeline p without sequence i to the first trial order; return its number of micro-batches."""
+    """Write pipeline p without sequence i to the first trial order; return its micro-batch count."""
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0
-    # A micro-batch of only this sequence is removed; otherwise its remainder takes its place, as trial 0.
+    # A micro-batch of only this sequence is removed; otherwise its remainder, trial 0, takes its place.
     for x in range(plan.counts[p]):
         other = plan.order[p, x]
         if other != m:
@@ -227,12 +223,12 @@ def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
 
 @compiled
 def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Put sequence i into a micro-batch of pipeline q, or into a new one, if q then ends before `best`.
+    """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
 
     Args:
         order, count: the micro-batches of q, without i.
     """
-    rest = len(plan.placed)  # what i leaves of its own micro-batch: trial 0
+    rest = len(plan.placed)  # the remainder of i's own micro-batch, trial 0
     with_it = rest + 1
     for x in range(count):
         m = order[x]
@@ -269,7 +265,7 @@ def exchanged(order: Ints, count: int, m: int, by: int) -> None:
 
 @compiled
 def opened(order: Ints, count: int, x: int, m: int) -> None:
-    """Insert micro-batch m at position x of an order, in place."""
+    """Insert micro-batch m at position x, in place."""
     for y in range(count, x, -1):
         order[y] = order[y - 1]
     order[x] = m
@@ -277,7 +273,7 @@ def opened(order: Ints, count: int, x: int, m: int) -> None:
 
 @compiled
 def closed(order: Ints, count: int, x: int) -> None:
-    """Remove the micro-batch at position x of an order, in place."""
+    """Remove the micro-batch at position x, in place."""
     for y in range(x, count - 1):
         order[y] = order[y + 1]
 
@@ -293,9 +289,9 @@ def free_number(plan: Draft) -> int:
 
 @compiled
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
-    """Put sequence i into micro-batch m of pipeline q or, if m is -1, into a new one at position x of it.
+    """Put sequence i into micro-batch m of pipeline q; m = -1: into a new one at position x.
 
-    `x` counts the micro-batches without i: if i was alone, its own is removed.
+    `x` does not count i's own micro-batch if i was alone.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -332,14 +328,14 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 
 @compiled
 def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Put sequence i of pipeline p into another of its micro-batches, or into a new one, if p then ends sooner."""
+    """Put sequence i into another or a new micro-batch of its pipeline p if p then ends before `best`."""
     count = without(i, p, plan, given)
     return bool(try_places(i, p, plan.trial[0], count, best, plan, given))
 
 
 @compiled
 def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Swap sequence i with a shorter one of another micro-batch of pipeline p if p then ends sooner."""
+    """Swap sequence i with a shorter one of another micro-batch of pipeline p if p then ends before `best`."""
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -362,7 +358,7 @@ def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
-    """Return the least work of the busiest stage of pipeline q with sequence i, and without k (-1: none)."""
+    """Return a lower bound of pipeline q's busiest stage with sequence i and without k (-1: none)."""
     seconds = given.terms.seconds[given.kind_of[q]]
     reaches = given.terms.reaches
     most = 0.0
@@ -371,7 +367,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
     if k >= 0:
         length -= given.lengths[k]
         squares -= given.lengths[k] * given.lengths[k]
-    # With one kind of ranks a stage's seconds are linear; with several, a sum of maxima is not: no bound is used.
+    # A stage's seconds are linear with one kind of ranks only.
     if seconds.shape[1] > 1:
         return 0.0
     for s in range(given.terms.stages[given.kind_of[q]]):
@@ -389,7 +385,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Put sequence i of pipeline p into a pipeline that ends by `horizon`, if both then end before `best`."""
+    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
@@ -408,7 +404,9 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Exchange sequence i of pipeline p for a shorter one of a pipeline that ends by `horizon`, if that helps."""
+    """Exchange sequence i of pipeline p for a shorter one of a pipeline that ends by `horizon`, if both then end before
+    `best`.
+    """
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -440,7 +438,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
 
 @compiled
 def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int, changed: Bools) -> bool:
-    """Take the first step found that makes the last pipeline end earlier; mark the pipelines it changed."""
+    """Take the first step found that helps the last pipeline p; mark changed pipelines."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
@@ -463,7 +461,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
             else:
                 improved = try_swaps(i, p, best, plan, given)
             if improved:
-                # A leave or trade also changes the pipeline where sequence i is now.
+                # A leave or trade also changes the sequence's new pipeline.
                 changed[plan.placed[i]] = True
                 return True
     changed[p] = False
@@ -472,7 +470,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place while steps help, tasks are left and the last end is above `enough`; return that end."""
+    """Improve in place while steps help, tasks are left and the last end exceeds `enough`; return that end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -485,7 +483,7 @@ def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
 
 @compiled
 def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
-    """Put a random sequence into a random micro-batch, or swap two micro-batches; mark the changed pipelines."""
+    """Move a random sequence to a random micro-batch, or swap two micro-batches; mark changed pipelines."""
     i = np.random.randint(len(plan.placed))
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
@@ -504,7 +502,7 @@ def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
-        # `plan.tokens` predates the current kick, so the sum over sequences decides whether it fits.
+        # `plan.tokens` predates this kick.
         tokens = 0.0
         for k in range(len(plan.placed)):
             if plan.batch[k] == m:
@@ -530,14 +528,14 @@ def improve(
     enough: float,
     seed: int,
 ) -> float:
-    """Improve an assignment in place: descend; then move a few sequences at random, descend, keep unless worse.
+    """Improve an assignment in place by iterated local search.
 
-    The steps and their order do not depend on `kicks`, `tasks` and `enough`, which only end the search, and the best
-    assignment seen is kept: so larger limits never give a worse result.
+    `kicks`, `tasks` and `enough` only end the search, and the best assignment is kept: larger limits never give a worse
+    result.
 
     Args:
         placed, batch, order, count: see the module docstring.
-        tasks: maximum number of tasks to compute; a step that has begun is finished.
+        tasks: maximum tasks; a step that has begun is finished.
 
     Returns:
         When the last pipeline ends.
@@ -572,7 +570,7 @@ def improve(
 
 @compiled
 def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy the arrays that define a plan."""
+    """Copy the arrays that define a draft."""
     kept[0][:] = plan.placed
     kept[1][:] = plan.batch
     kept[2][:] = plan.order

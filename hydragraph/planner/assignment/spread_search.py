@@ -1,9 +1,8 @@
-"""Search for the best assignment of a mini-batch to pipelines, from several starts, against the proven bound.
+"""Search for the best assignment of a mini-batch to pipelines, from several starts.
 
-The starts: the relaxation, rounded; longest first; Alg. 1; and longest first with random pipelines that refuse long
-sequences, so that few pay for their bubble. Local search improves the best few of them, and the best of these is kicked
-until it is close enough to the bound.
-    n sequences, P pipelines, K kinds, `placed` [n]: as in `local_search`
+Starts: the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that refuse long
+sequences, so few pay for their bubble. Local search improves the best few, and kicks the best one until it is close to
+the bound. Symbols are those of `local_search`.
 """
 
 from __future__ import annotations
@@ -18,32 +17,31 @@ from hydragraph.planner.assignment.bounds import Relaxation, relax
 from hydragraph.planner.assignment.local_search import Floats, Instance, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem
 
-# Number of sequences beyond which kicks decrease: each then takes longer, and longest first leaves less to gain.
+# With more sequences, kicks take longer and gain less, so there are fewer.
 MANY = 1024
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Search effort; with more of either the result is never worse.
+    """Search effort; more effort never gives a worse result.
 
     Attributes:
-        kicks: number of local search kicks, for up to 10 pipelines and `MANY` sequences; fewer for more of either.
-        enough: stop at this relative gap to the bound; more effort is a smaller one.
+        kicks: for up to 10 pipelines and `MANY` sequences; fewer for more of either.
+        enough: relative gap to the bound that ends the search.
     """
 
     kicks: int = 50
     enough: float = 1e-3
 
     def kicks_for(self, pipelines: int, sequences: int) -> int:
-        """Return the kicks for these numbers, rounded up, so that some effort never becomes none."""
+        """Return the number of kicks, rounded up."""
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Shuffles of Alg. 1, and starts in which pipelines refuse sequences above a random length; fewer with more than 10
-# pipelines.
+# Shuffles of Alg. 1, and starts with refusing pipelines; fewer with more than 10 pipelines.
 TRIALS = 100
 CAPS = 24
-# Number of the best starts that local search improves: a worse start may descend to a better end.
+# Best starts that local search improves: a worse start may descend to a better end.
 DESCENTS = 4
 
 
@@ -51,8 +49,8 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
     """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
-        cost: [n, K] lower bound of the seconds that a sequence adds to a pipeline.
-        room: seconds of it that a pipeline of each kind [K] can take by z.
+        cost: lower bound of the seconds that a sequence adds to a pipeline [n, K].
+        room: z -> seconds of it that a pipeline of each kind can take by z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
@@ -67,7 +65,7 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
 
 
 def value(problem: AssignmentProblem, placed: Ints) -> float:
-    """Return when the last pipeline finishes: Eq. 3, or the expected result of packing (`AssignmentProblem.terms`)."""
+    """Return when the last pipeline finishes, by `AssignmentProblem.terms`."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
@@ -77,10 +75,10 @@ def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
 
 
 def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
-    """Put each sequence, longest first, where it finishes first.
+    """Assign each sequence, longest first, where it finishes first.
 
     Args:
-        instance: arrays to use instead of its own, such as those of `AssignmentProblem.only`.
+        instance: arrays to use instead of the problem's own.
         start: pipeline p takes only sequences from start[p] on [P].
     """
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
@@ -99,13 +97,13 @@ def search(
     """Return the best assignment found [n].
 
     Args:
-        relaxed: the bound to stop at, and its solution's shares of each sequence.
-        widely: whether to start from Alg. 1 and random caps as well.
+        relaxed: the bound to stop at.
+        widely: also start from Alg. 1 and refusing pipelines.
     """
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
     best_placed = longest_first(problem) if first is None else first
-    # The starts must not depend on the effort: otherwise more effort could lead to a worse end.
+    # Starts independent of the effort: more effort must not give a worse result.
     starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)
@@ -124,7 +122,6 @@ def kicked(
 
     Args:
         extra: seconds to add to each pipeline's end [P].
-        effort: number of kicks, and the accepted gap to the bound.
     """
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
@@ -134,7 +131,6 @@ def kicked(
 
 
 def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely: bool, seed: int) -> list[Ints]:
-    """Return the starts: the relaxation, longest first and, if `widely`, Alg. 1 and random caps."""
     starts = [longest_first(problem, problem.only(local_search.rounded(relaxed.shares))), first.copy()]
     if not widely:
         return starts
@@ -147,10 +143,10 @@ def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely
     starts.append(local_search.greedy(orders, problem.instance, True)[1])
     if problem.terms[:, local_search.BUBBLE].any():
         for _ in range(caps):
-            # Some pipelines, few or many, refuse the longest sequences; squaring makes most of them refuse only a few.
+            # Squaring makes most of the refusing pipelines refuse only a few.
             capped = random.random(pipelines) < random.random()
             start = np.where(capped, (n * random.random(pipelines) ** 2).astype(np.int64), 0)
-            # Those that can take the longest sequences refuse half as many, so that each sequence has a taker.
+            # Pipelines with the largest MaxLen refuse half as many: each sequence needs a taker.
             start[problem.kind_of == int(np.argmax([k.max_len for k in problem.kinds]))] //= 2
             starts.append(longest_first(problem, start=start))
     return starts

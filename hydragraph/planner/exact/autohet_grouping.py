@@ -1,15 +1,15 @@
-"""AutoHet's grouping by effective computing power (its equations 2 and 3), as published, by SCIP.
+"""AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
-Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i are put into D groups, each a
-pipeline with one entity per stage. With M micro-batches in an iteration a group runs K = M / D of them; with P stages
-it waits the fraction rho = (P - 1) / (K + P - 1) of the time (the bubble of the default schedule), so
+Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
+with one entity per stage. A group runs K = M / D of M micro-batches; with P stages its bubble is rho = (P - 1) / (K + P
+- 1) of the time. So
 
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
 every entity in exactly one group, every group's memory at least `least_memory`.
 
-Example: 4 of power 1 and 2 of power 2, M = 8, memory for everything everywhere. D = 6: min G = 1, 6 in all. D = 4: the
-two fast ones alone, (1, 1) twice: K = 2, G = 2 and 2 * 2 / 3: 5.33 in all.
+Example: 4 of power 1 and 2 of power 2, M = 8, enough memory. D = 6: min G = 1, 6 in all. D = 4, the fast ones alone and
+(1, 1) twice: K = 2, G = 2 and 2 * 2 / 3, 5.33 in all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from hydragraph.errors import Unsupported
 from hydragraph.planner.exact.integer_programs import cvxpy_with
 
-# Relative difference below which numbers are equal.
+# Relative tolerance.
 SAME = 1e-9
 
 
@@ -35,12 +35,11 @@ class NothingHolds(Unsupported):
 
 @dataclass(frozen=True)
 class EntityKind:
-    """Entities that are interchangeable.
+    """Interchangeable entities.
 
     Attributes:
         power: g of one entity; any unit.
         memory: m, bytes of one entity.
-        count: number of entities.
     """
 
     power: float
@@ -62,19 +61,19 @@ class Grouping:
 
 
 def effective_power(kinds: Sequence[EntityKind], group: Sequence[int], micro_batches: float) -> float:
-    """Return G of a group that runs `micro_batches` micro-batches (equation 2)."""
+    """Return G of a group (equation 2)."""
     stages = sum(group)
     return micro_batches * sum(k.power * n for k, n in zip(kinds, group, strict=True)) / (micro_batches + stages - 1)
 
 
 def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro_batches: int) -> float:
-    """Return D min_j G_j of a grouping (the objective of equation 3)."""
+    """Return D min_j G_j (equation 3)."""
     per_group = micro_batches / len(groups)
     return len(groups) * min(effective_power(kinds, group, per_group) for group in groups)
 
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
-    """Reject entities that are not valid, or that hold no model together."""
+    """Reject invalid entities, and those whose memory together does not hold the model."""
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
         raise ValueError(f"kinds are {list(kinds)}: give at least one, of positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
@@ -100,12 +99,12 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
     """Return the grouping of most effective computing power; small instances only.
 
-    The product (sum_j y_j) z is linear for a given number of groups, so each number is solved separately; the z x_ij
-    in the bubble ratio is linearized as w_ij = z x_ij with sum_j w_ij = z.
+    Each number of groups is one linear program; z x_ij in the bubble ratio is linearized as w_ij = z x_ij with sum_j
+    w_ij = z.
 
     Args:
-        micro_batches: M, micro-batches of an iteration over all groups.
-        least_memory: bytes that a group needs to train the model.
+        micro_batches: M.
+        least_memory: bytes that a group needs.
 
     Raises:
         Unsupported: all memory together is less than one group needs, or cvxpy or SCIP is not installed.
@@ -143,7 +142,6 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
 
 
 def _counted(kinds: Sequence[EntityKind], chosen: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    """Return the number of each kind in every group, from entities by groups."""
     kind_of = [k for k, kind in enumerate(kinds) for _ in range(kind.count)]
     groups = []
     for column in chosen.T:

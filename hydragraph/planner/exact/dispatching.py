@@ -30,9 +30,9 @@ class Dispatch:
     """Sequences of each pipeline.
 
     Attributes:
-        pipelines: the caller's sequences of each pipeline, longest first.
+        pipelines: sequences of each, longest first.
         seconds: Eq. 3: the largest of sum (a l^2 + b l) + c + (PP - 1) T(longest).
-        bound: lower bound of any dispatch.
+        bound: lower bound of any dispatch's seconds.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -55,17 +55,15 @@ def dispatch(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Dispatch:
-    """Dispatch sequences to pipelines so that the last one finishes early.
+    """Dispatch sequences to pipelines; minimise the end of the last one.
 
     Args:
         schemes: one per pipeline; together they use all devices.
-        lengths: tokens per sequence; those of length 0 are left out.
+        lengths: tokens per sequence; zeros are left out.
         profile: costs of each scheme.
-        bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen, a constant of the pipeline.
-        method: "greedy" is Alg. 1 (ties to the least loaded); "exact" solves Eq. 3 as an integer program through cvxpy
-            (slow; small cases).
-        effort: search effort; default: `Effort()`.
-        seed: seed of the search.
+        bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen.
+        method: "greedy" is Alg. 1 (ties to the least loaded); "exact" solves Eq. 3 through cvxpy (slow).
+        effort: default: `Effort()`.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
@@ -91,8 +89,8 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function for the work that a pipeline of each kind can do by z after its least bubble."""
-    # A pipeline in use has at least the shortest sequence, and with it the least bubble.
+    """Return a function: z -> work that a pipeline of each kind can do by z after its least bubble."""
+    # A pipeline in use has at least the shortest sequence.
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

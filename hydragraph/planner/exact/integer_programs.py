@@ -1,4 +1,4 @@
-"""The integer programs of Hydraulis for small cases, through cvxpy: `pip install hydragraph[exact]`.
+"""The integer programs of Hydraulis, through cvxpy: `pip install hydragraph[exact]`.
 
 Eq. 3 (0-1 program; Eq. 2 is each pipeline's end)  `exact_dispatch`
 Eq. 1 for every V of Appendix C                    `exact_packing`, one program each in `_least_largest`
@@ -20,11 +20,11 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
-    """Import and return cvxpy, if it is installed and has a solver.
+    """Import cvxpy with a solver.
 
     Args:
         where: what needs it.
-        otherwise: what else the caller can do.
+        otherwise: an alternative for the user.
     """
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
@@ -44,7 +44,7 @@ def _cvxpy() -> Any:
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
     """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
 
-    A pipeline without sequences takes no time: its constants count only if it is used.
+    Constants of unused pipelines do not count.
     """
     cp = _cvxpy()
     n = len(problem.lengths)
@@ -58,9 +58,9 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
     for j, row in enumerate(terms):
         kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
-        # The bubble is (PP - 1) T of the longest assigned: T grows with length, so it is the maximum over all assigned.
+        # T grows with length, so T of the longest assigned is the maximum over all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
-        extra = cp.Variable()  # at least the constants of every assigned sequence
+        extra = cp.Variable()
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
     return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
@@ -79,8 +79,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # Eq. 1 multiplies by V: one program per V stays linear. V beyond the range of Appendix C is used only if capacity
-    # requires it.
+    # One linear program per V. V beyond the range of Appendix C is used only if capacity requires it.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):
@@ -99,12 +98,12 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
 
 
 def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
-    """Return the assignment to `count` micro-batches that minimises the largest; None if they cannot hold all."""
+    """Return the assignment to `count` micro-batches with the least largest one; None if they cannot hold all."""
     cp = _cvxpy()
     o = cp.Variable((len(work), count), boolean=True)
     largest = cp.Variable()
     constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
-    # Micro-batches are interchangeable, so sequence i only needs the first i + 1, which excludes symmetric solutions.
+    # Sequence i only needs the first i + 1 micro-batches, which excludes symmetric solutions.
     constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
     program = cp.Problem(cp.Minimize(largest), constraints)
     program.solve(solver=cp.HIGHS)

@@ -31,11 +31,10 @@ class Packing:
     """Micro-batches of one pipeline.
 
     Attributes:
-        micro_batches: the caller's sequences in each, in execution order.
-        seconds: value of the objective: "published" (PP - 1 + V) max cost (Eq. 1), "sum": sum of costs + (PP - 1) max
-            cost, "1f1b": the recurrence.
+        micro_batches: sequences of each, in execution order.
+        seconds: value of the objective; see the module docstring.
         seconds_1f1b: the 1F1B recurrence in this order.
-        bound: lower bound of the objective for any packing with V in the range of Eq. 1.
+        bound: lower bound of the objective with V in the range of Eq. 1.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -64,12 +63,12 @@ def pack(
     Args:
         scheme: scheme of the pipeline.
         profile: costs of the scheme.
-        lengths: tokens per sequence; those of length 0 are left out.
-        devices: number of devices that share the sharded state, which determines MaxLen; default: this pipeline's own.
-        objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" takes the better of both in
-            the order in which the true recurrence finishes first, so it is never worse than either.
-        method: "exact" solves Eq. 1 as an integer program through cvxpy (slow; small cases).
-        kicks: search effort for each number of micro-batches.
+        lengths: tokens per sequence; zeros are left out.
+        devices: number of devices that share the state; default: this pipeline's own.
+        objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" the better of both in its
+            best order.
+        method: "exact" solves Eq. 1 through cvxpy (slow).
+        kicks: search effort for each V.
 
     Raises:
         Unsupported: a sequence is longer than MaxLen, or the profile does not contain the scheme.
@@ -96,7 +95,7 @@ def pack_pipeline(
         climb: rounds of improving the order of micro-batches.
     """
     if objective == "1f1b":
-        # No search optimizes the recurrence directly: take the better of both packings, each in its best order.
+        # No search optimizes the recurrence directly.
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
         packing = min(both, key=lambda p: p.seconds_1f1b)
         return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))
@@ -125,5 +124,5 @@ def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequ
 
 
 def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    """Return the end of a pipeline's micro-batches by its schedule, on stages that take the same time."""
+    """Return the end of a pipeline's micro-batches by its schedule, on equal stages."""
     return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)

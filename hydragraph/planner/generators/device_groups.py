@@ -1,8 +1,8 @@
 """Tensor-parallel groups inside nodes: equal devices in groups of one degree, stragglers in small ones.
 
-A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted by their rates,
-the slowest first, and consecutive runs form the groups, which is optimal for given sizes (Malleus, theorem 1). Sizes
-do not decrease, so that a straggler slows few devices. Splits with the largest sum of 1 / y come first (theorem 2).
+A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted, the slowest
+first, and consecutive runs form the groups, which is optimal for given sizes (Malleus, theorem 1). Sizes do not
+decrease. Splits with the largest sum of 1 / y come first (theorem 2).
 
 Example: eight devices, one of rate 5.4, at most 4 in a group, rho = 1, 0.52, 0.28 for 1, 2, 4 ranks:
 
@@ -22,19 +22,17 @@ from itertools import product
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
 
-# Number of alternative splits of a node with stragglers, and the maximum number of combinations of degrees.
+# Alternative splits of a node with stragglers, and maximum combinations of degrees.
 SPLITS = 3
 COMBINATIONS = 256
 
 
 @dataclass(frozen=True)
 class Group:
-    """Devices that share each layer.
+    """Devices of one node that share each layer.
 
     Attributes:
-        devices: ranks, in one node.
-        site: their site.
-        rate: rate of the slowest.
+        rate: of the slowest.
     """
 
     devices: tuple[int, ...]
@@ -48,14 +46,12 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Key of its times and memory: groups of one form are interchangeable."""
+        """Key of times and memory: groups of one form are interchangeable."""
         return GroupForm(self.site, self.tp, self.rate)
 
 
 @dataclass(frozen=True)
 class GroupForm:
-    """A site, a degree and a rate."""
-
     site: DeviceSite
     tp: int
     rate: float
@@ -63,7 +59,7 @@ class GroupForm:
 
 @dataclass(frozen=True)
 class NodeDevices:
-    """The devices of one node and type that still run, the slowest first."""
+    """Running devices of one node and type, the slowest first."""
 
     devices: tuple[int, ...]
     rates: tuple[float, ...]
@@ -89,7 +85,7 @@ def nodes_of(costs: Costs) -> tuple[NodeDevices, ...]:
 
 
 def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to split `count` devices into groups of these sizes, none smaller than the one before it."""
+    """Yield the ways to split `count` devices into groups of non-decreasing sizes."""
 
     def rest(left: int, least: int) -> Iterator[tuple[int, ...]]:
         if left == 0:
@@ -103,7 +99,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return groups of one degree, with the remainder in as few smaller ones as possible, the smaller first."""
+    """Return groups of one degree, after the remainder in as few smaller ones as possible."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -113,7 +109,7 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """Return sum 1 / y of a split: the layers per second of all its groups together (Malleus, theorem 2)."""
+    """Return sum 1 / y of a split: layers per second of all groups (Malleus, theorem 2)."""
     total = 0.0
     first = 0
     for size in split:
@@ -125,14 +121,11 @@ def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float])
 def groupings(
     costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
-    """Return the groupings to examine.
-
-    Each type of device has a degree; nodes with stragglers are split in each of a few best ways up to that degree.
+    """Return groupings to examine: a degree per type of device, and the best splits of nodes with stragglers.
 
     Args:
-        nodes: nodes with the devices to group.
         split: whether nodes with stragglers may have groups of different sizes.
-        symmetric: whether all types have the same degree.
+        symmetric: whether all types have one degree.
     """
     sites = list(dict.fromkeys(node.site for node in nodes))
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
@@ -157,7 +150,7 @@ def groupings(
 def _split(
     node: NodeDevices, degree: int, degrees: Sequence[int], seconds: Mapping[int, float], place: int, split: bool
 ) -> tuple[int, ...]:
-    """Return the split of a node: regular, or for nodes with stragglers the place-th best."""
+    """Return a regular split or, with stragglers, the place-th best."""
     even = regular(len(node.devices), degree, degrees)
     if not (split and node.uneven) or place == 0:
         return even
@@ -165,7 +158,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # After the best: the fewest groups with at least 0.9 of its power, which keeps stages and pipelines few.
+    # After the best: the fewest groups with 0.9 of its power, which keeps stages and pipelines few.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)
@@ -173,7 +166,6 @@ def _split(
 
 @cache
 def _ranked(node: NodeDevices, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the splits of a node, the most powerful first."""
     table = dict(zip(sizes, seconds, strict=True))
     shapes = list(splits(len(node.devices), sizes))
     return tuple(sorted(shapes, key=lambda shape: (-power(node, shape, table), len(shape))))

@@ -1,7 +1,7 @@
-"""Seconds and bytes of a layer on a tensor-parallel group: the numbers that the search uses.
+"""Seconds and bytes of a layer on a tensor-parallel group, for the search.
 
-They are read from `Costs`, for micro-batches of given lengths, on a healthy group: a group with a straggler takes its
-rate times as long (Malleus: y = rho_k max x_g). Each layer has the mean of all layers.
+Prices are those of a healthy group and a mean layer; a group with a straggler takes its rate times as long (Malleus: y
+= rho_k max x_g).
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Stage
 
-# Usable fraction of a device's memory: the search's estimates are close to the exact walk, not above it.
+# Usable fraction of a device's memory: estimates are close to the exact walk, not above it.
 SAFETY = 0.99
 
 
 class DeviceSite(NamedTuple):
-    """Location of a group: devices of a type, in nodes of some kind.
+    """Devices of a type in nodes of some kind.
 
     Attributes:
-        type: type of the devices.
-        inner, outer: links within such a node, and of one of its network cards.
+        inner, outer: links within a node, and of a network card.
         cards: network cards per device.
     """
 
@@ -49,11 +48,10 @@ class Option:
     """One way for a group to run its layers.
 
     Attributes:
-        kind: kind of the stage.
-        aux_s: seconds that a stage computes once for every micro-batch, such as rotary tables.
-        layer_s, first_s, last_s: forward and backward of one micro-batch, of a layer, the first and the last block.
+        aux_s: seconds of auxiliary values of a stage per micro-batch.
+        layer_s, first_s, last_s: forward and backward of a micro-batch, of a layer, the first and the last block.
         state_bytes, first_bytes, last_bytes: weights and gradients, of a layer, the first and the last block.
-        kept_bytes: bytes that each micro-batch in flight keeps, per layer.
+        kept_bytes: per layer and micro-batch in flight.
         own_bytes: bytes independent of the layers: working memory and hidden states.
     """
 
@@ -73,8 +71,8 @@ class Prices:
     """Prices for micro-batches of some lengths.
 
     Args:
-        lengths: tokens of the sequences of a micro-batch.
-        reach: tokens for which memory must suffice; default: those of `lengths`.
+        lengths: tokens of a micro-batch's sequences.
+        reach: tokens that memory must hold; default: those of `lengths`.
     """
 
     def __init__(self, costs: Costs, lengths: Sequence[int], reach: int = 0) -> None:
@@ -87,14 +85,14 @@ class Prices:
 
     @cached_property
     def home_bytes(self) -> float:
-        """Bytes of the whole state: weights, gradients and moments in fp32."""
+        """Bytes of the whole state."""
         return state_bytes(self.costs)
 
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
-        """Return bytes per byte of a stage's weights and gradients, with messages: during activations, and at the end.
+        """Return bytes, with messages, per byte of a stage's weights and gradients: during activations, and at the end.
 
-        Ranks are assumed to own equal shares. An owner sends weights to stages of other layers, and receives gradients
-        from later stages while it computes; at the end it has its own gradients and those that every pipeline sent.
+        Ranks own equal shares. An owner sends weights to stages of other layers, and receives gradients from later
+        stages while it computes; at the end it has its own gradients and those of every pipeline.
 
         Args:
             ahead, behind: fraction of all layers in earlier and in later stages.
@@ -107,10 +105,7 @@ class Prices:
 
     @cached_property
     def held_by_flight(self) -> NDArray[np.float64]:
-        """`held` if all stages have equally many layers, by micro-batches in flight and whether the stage is not first.
-
-        As many stages follow as micro-batches are in flight [layers + 1, 2, 2].
-        """
+        """`held` for equal stages, by micro-batches in flight and whether the stage is not first [layers + 1, 2, 2]."""
         rows = []
         for flying in range(1, self.layers + 1):
             behind = 1 - 1 / flying
@@ -118,7 +113,7 @@ class Prices:
         return np.array([rows[0], *rows])
 
     def _options(self, site: DeviceSite, tp: int) -> tuple[Option, ...]:
-        """Return the options of a group of `tp` ranks; none if that degree was not measured there."""
+        """Return the options of a group of `tp` ranks; none if the degree was not measured."""
         kinds = sorted(kind for kind in self.costs.profile.of(site.type).pieces if kind.tp == tp)
         return tuple(self._option(site, kind) for kind in kinds) if self.costs.sizes.allows(tp) else ()
 
@@ -128,7 +123,7 @@ class Prices:
         return np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
 
     def degrees(self, site: DeviceSite, most: int) -> tuple[int, ...]:
-        """Return the measured degrees of at most `most` ranks on a type of device, ascending."""
+        """Return the measured degrees up to `most`, ascending."""
         measured = {kind.tp for kind in self.costs.profile.of(site.type).pieces}
         return tuple(tp for tp in sorted(measured) if tp <= most and self.options(site, tp))
 
@@ -138,7 +133,7 @@ class Prices:
 
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:
         costs = self.costs
-        devices = self._ranks[site][: kind.tp]  # ranks of one node, to look up links
+        devices = self._ranks[site][: kind.tp]
         stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
@@ -187,14 +182,14 @@ class Prices:
 
 
 class Market:
-    """Cached prices for one cluster, shared by the searches and simple plans."""
+    """Cached prices for one cluster."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = healthy(costs)
         self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
 
     def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        """Return the prices for such micro-batches; arguments as of `Prices`."""
+        """Return the prices; arguments as of `Prices`."""
         key = (tuple(lengths), reach)
         if key not in self._known:
             self._known[key] = Prices(self._costs, lengths, reach)
@@ -221,10 +216,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return the bytes that every rank that is not lost holds in any case.
-
-    These are its share of the state, if shared in proportion to memory, and a mini-batch of `tokens`.
-    """
+    """Return the bytes that every running rank holds in any case: state in proportion to memory, and a mini-batch."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

@@ -1,12 +1,12 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
-The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, for a time t, F(l)
-is the number of devices that the sequences of length <= l need:
+The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the number
+of devices that the sequences of length <= l need within a time t:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
-where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k, d in steps. F(L) <= N decides whether t is
-feasible, so bisection finds t[N][L], in a time independent of N; one F gives the plans of all lengths at once.
+where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisection on F(L) <= N finds t[N][L]; one F
+gives the plans of all lengths.
 
     N, L        devices, and the longest length
     l, l'       lengths in levels of 128 tokens: `upto` and `above` in code
@@ -14,11 +14,10 @@ feasible, so bisection finds t[N][L], in a time independent of N; one F gives th
     S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
-Example: two levels; <tp1> takes the first in 4 s and cannot take the second; <tp2> takes them in 2.5 and 3 s.
+Example: two levels; <tp1> takes the first in 4 s, <tp2> both in 2.5 and 3 s.
 
     t = 2  <tp1> needs 2 x 1 device for the first, <tp2> 1.3 x 2 = 2.6; <tp2> needs 1.5 x 2 = 3 for the second
-    F(1) = 2, and F(2) = 2 + 3 = 5: less than 2.8 x 2 = 5.6, <tp2> alone
-    so 5 devices suffice for t = 2, with 2 <tp1> and 1.5 <tp2>; 5 round to 2 <tp1> + <tp2>, 6 to 2 <tp1> + 2 <tp2>
+    F(1) = 2, and F(2) = 2 + 3 = 5, less than 2.8 x 2 = 5.6 of <tp2> alone
 
 Equations of Hydraulis -> functions:
 
@@ -44,12 +43,12 @@ from hydragraph.errors import Unsupported
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.assignment.local_search import Floats, Ints
 
-# Tokens per level of length, and steps per pipeline (d is a multiple of 0.1): as in the paper.
+# Tokens per level, and steps per pipeline, as in the paper.
 STEP = 128
 PIPELINE_STEPS = 10
-# Minimum level of a proposal: shorter mini-batches do not deserve their own strategy.
+# Minimum level of a proposal.
 SHORTEST = 8
-# Ratio of successive times, from the best time down, for plans of shorter contexts.
+# Ratio of successive times for plans of shorter contexts.
 SWEEP = 1.03
 
 
@@ -58,10 +57,9 @@ class Histogram:
     """Work of the data by length and scheme.
 
     Attributes:
-        schemes: schemes that fit some sequence [K].
-        devices: devices of each [K].
-        levels: number of levels of length that each can take [K].
-        work: seconds of all sequences up to each level, on one pipeline of each scheme [K, levels + 1].
+        schemes: those that fit some sequence [K].
+        levels: number of levels that each can take [K].
+        work: seconds of all sequences up to each level, on one pipeline [K, levels + 1].
     """
 
     schemes: tuple[Scheme, ...]
@@ -85,8 +83,7 @@ class FractionalStrategy:
     """The best fractional strategy for sequences up to a length.
 
     Attributes:
-        seconds: t[N][L], time to compute all given lengths.
-        shares: the lengths of each scheme.
+        seconds: t[N][L].
     """
 
     seconds: float
@@ -96,14 +93,14 @@ class FractionalStrategy:
 def propose(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
 ) -> list[list[Scheme]]:
-    """Return candidate strategies, the best expected first; a strategy is a list of schemes, one per pipeline.
+    """Return candidate strategies, lists of one scheme per pipeline, the best expected first.
 
     Args:
         profile: costs of each scheme.
-        lengths: lengths of the data, or a sample of it; longer ones count as `context`.
-        devices: number of devices; a strategy may leave some idle.
+        lengths: of the data or a sample; longer ones count as `context`.
+        devices: number of devices; some may be idle.
         context: the longest sequence, in tokens.
-        limit: maximum number of strategies to return.
+        limit: maximum number of strategies.
 
     Raises:
         Unsupported: no measured scheme takes `context` tokens on this number of devices.
@@ -120,7 +117,7 @@ def propose(
 
 
 def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
-    """Return the work of all lengths by level; sequences of length 0 are left out."""
+    """Return the work of all lengths by level; zeros are left out."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:
@@ -129,7 +126,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
-    # A scheme takes only whole levels, except that one whose MaxLen is the context also takes the last level.
+    # A scheme takes whole levels; one whose MaxLen is the context also takes the last level.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -143,7 +140,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        # The histogram does not model micro-batches, so every sequence bears its share of the c of a full one.
+        # Without micro-batches, every sequence bears its share of the c of a full one.
         seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
         rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
@@ -156,16 +153,14 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
 
 @compiled
 def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, units: Ints, by: Ints, below: Ints) -> None:
-    """Fill F(l) in steps of 1 / `steps` device, and the scheme and l' that reach it.
+    """Fill F(l) in steps of 1 / `steps` device, and its scheme and l'.
 
     Args:
-        t: seconds that all sequences may take.
+        t: time limit in seconds.
         steps: steps per device and pipeline.
-        devices: devices of each scheme [K].
-        levels: number of levels that each scheme can take [K].
-        work: seconds up to each level on one pipeline of each scheme [K, levels + 1].
+        devices, levels, work: of a `Histogram`.
         units: output: F of each level [levels + 1].
-        by, below: output: the scheme of the last interval up to each level, and the level above which it begins.
+        by, below: output: the scheme of the last interval up to each level, and its l'.
     """
     last = work.shape[1] - 1
     units[0] = 0
@@ -177,7 +172,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
             if upto > levels[k]:
                 continue
             for above in range(upto - 1, -1, -1):
-                # Slightly less than exact, so that rounding does not add a tenth of a pipeline.
+                # Slightly less: rounding must not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
@@ -193,7 +188,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
 
 def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
-    """Return the best plans for every longest length, longest first; exact for the last level, S[N][L]."""
+    """Return the best plans by longest length, longest first; the plan of the last level, S[N][L], is exact."""
     plans = [least(data, devices)]
     t = plans[0].seconds
     while True:
@@ -207,7 +202,7 @@ def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
 
 
 def least(data: Histogram, devices: int) -> FractionalStrategy:
-    """Return t[N][L] and its plan, by bisection; plans are priced exactly, which ends the search."""
+    """Return t[N][L] and its plan, by bisection."""
     last = data.work.shape[1] - 1
     budget = devices * PIPELINE_STEPS
     low = 0.0
@@ -250,10 +245,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return the neighbouring integer strategies that fit the devices and take the longest length.
-
-    Every scheme's pipelines are rounded down or up; strategies that another one contains are left out.
-    """
+    """Return the maximal neighbouring integer strategies that fit the devices and take the longest length."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
@@ -263,7 +255,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # Keep only maximal strategies: if one more pipeline still fits, another strategy contains this one.
+    # If one more pipeline fits, another strategy contains this one.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -274,10 +266,10 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Return an estimate of a strategy's time for all sequences up to a level, infinite if it cannot take them.
+    """Return an estimate of a strategy's seconds for all sequences up to a level, infinite if it cannot take them.
 
-    All pipelines that take a level share it in proportion to their speed. Sequences above a pipeline's reach can only
-    go to the others, so the same holds for the sequences above each reach alone; the largest of these times counts.
+    Pipelines that take a level share it in proportion to their speed. This also holds for the sequences above each
+    pipeline's reach alone; the largest of these times counts.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
@@ -288,9 +280,8 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
 
 
 def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
-    """Return the maximum, over the schemes' reaches, of the time for the levels above."""
     of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
-    # Pipelines that share a level work at the sum of their rates; above a reach, fewer of them share.
+    # Pipelines that share a level work at the sum of their rates.
     used = np.flatnonzero(counts)
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):

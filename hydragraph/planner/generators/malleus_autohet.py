@@ -1,4 +1,4 @@
-"""Candidates for equal sequences: degrees, groups, numbers of pipelines and micro-batch sizes, the best improved."""
+"""Candidates for equal sequences: degrees, groups, numbers of pipelines and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Number of priced partitions that are improved by exchanges.
+# Priced partitions that are improved by exchanges.
 IMPROVED = 6
-# Number of partitions kept, including these.
+# Partitions kept, including these.
 KEPT = 12
-# Partitions slower than this factor times the best are not kept.
+# Partitions are kept up to this factor of the best one's seconds.
 WITHIN = 1.25
-# Groups slower than the healthiest by more than this factor may be better left idle.
+# Groups slower than the healthiest by this factor may be better left idle.
 SLOW = 1.5
-# So may the devices of the weakest sites, up to this fraction of all power: a pipeline waits for each of its stages.
+# So may the weakest sites, up to this fraction of all power.
 WEAK = 0.3
-# Larger micro-batches overlap more of pull and push: sizes up to this are tried, as long as they gain.
+# Larger micro-batches overlap more traffic: sizes up to this are tried while they gain.
 LARGEST = 16
 
 
@@ -36,10 +36,9 @@ class Way:
     """A search method.
 
     Attributes:
-        name: name for explanations.
         split: whether nodes with stragglers are split into groups of different sizes.
-        symmetric: whether all types of devices have one tensor-parallel degree.
-        published: whether AutoHet's original equation 3, solved by SCIP, forms the pipelines, without improvement.
+        symmetric: whether all types have one tensor-parallel degree.
+        published: whether AutoHet's equation 3, solved by SCIP, forms the pipelines, without improvement.
     """
 
     name: str
@@ -68,10 +67,10 @@ def search(
     """Return candidates for an iteration of equal sequences, the most promising first.
 
     Args:
-        reach: tokens of the longest micro-batch that every pipeline must be able to hold; default: its own.
-        until: by this time (of `time.monotonic`) the results so far are returned.
+        reach: tokens that every pipeline must hold; default: its own micro-batch's.
+        until: deadline (of `time.monotonic`); then the results so far are returned.
         safety: usable fraction of a device's memory.
-        market: prices shared by several searches; default: its own.
+        market: prices shared by searches.
 
     Raises:
         Unsupported: no device is left.
@@ -82,13 +81,13 @@ def search(
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf
-    # The best of similar partitions is kept, so that later steps get different ones.
+    # Of similar partitions the best is kept: later steps get different ones.
     by_shape: dict[object, SearchCandidate] = {}
-    seconds_by_shape: dict[object, float] = {}  # its seconds
-    last = math.inf  # seconds of the worst candidate that would be kept now
+    seconds_by_shape: dict[object, float] = {}
+    last = math.inf  # seconds of the worst candidate that would be kept
 
     def worth() -> float:
-        """Return the seconds at and above which a partition would not be kept."""
+        """Return the seconds below which a partition would be kept."""
         return min(WITHIN * best, last)
 
     sizes, useful = sizes_of(costs, sequences, length)
@@ -104,7 +103,7 @@ def search(
                 break
             bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
-            # All groups busy all the time is a lower bound for this grouping.
+            # All groups always busy: a lower bound.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
@@ -128,10 +127,10 @@ def search(
 
 
 def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> bool:
-    """Return whether the search finds any pipelines that fit for single sequences.
+    """Return whether any pipelines fit for single sequences.
 
     Args:
-        safety: usable fraction of a device's memory; above 1 for more memory than there is.
+        safety: usable fraction of a device's memory; may exceed 1.
     """
     nodes = nodes_of(costs)
     free = {
@@ -150,12 +149,12 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
 def _partitions(
     bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
 ) -> Iterator[Partition]:
-    """Yield partitions of all groups, and of those that are neither slow nor weak, with the others idle.
+    """Yield partitions of all groups, and of those neither slow nor weak.
 
-    If none fits, yield pipelines of only the groups with the most memory.
+    If none fits, yield pipelines of the groups with the most memory.
 
     Args:
-        worth: returns the seconds at and above which a price need not be exact.
+        worth: returns the maximum seconds of exact prices.
     """
     fits = False
     for used, idle in _uses(bench, counts):
@@ -169,9 +168,9 @@ def _partitions(
 
 
 def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    """Yield possible sets of used groups, and the idle others: those without room for a layer, and the surplus.
+    """Yield possible sets of used groups, and the idle others.
 
-    Every pipeline needs a micro-batch and every stage a layer, so few of both leave room for the fastest groups only.
+    Every pipeline needs a micro-batch and every stage a layer, so surplus groups are idle.
     """
     able = {i for i in counts if bench.holds(i)}
     if not able:
@@ -190,7 +189,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 
 
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
-    """Yield the groups without the weakest site, without the two weakest, ..., as long as little power is lost."""
+    """Yield the groups without the weakest site, the two weakest, ..., while little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[DeviceSite, float] = {}
     for i in able:
@@ -215,7 +214,7 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
 
 
 def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield the partition with the most effective computing power by AutoHet's equation 3, if one fits."""
+    """Yield the best partition by AutoHet's equation 3, if any."""
     forms = sorted(counts)
     kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:
@@ -240,7 +239,7 @@ def _bench(
     costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
 ) -> Bench:
     forms = list(forms_of(groups))
-    # The devices of a group, and the groups of a form, may differ in free memory; the least counts.
+    # The least free memory of a form counts.
     least = dict.fromkeys(forms, math.inf)
     for group in groups:
         least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
@@ -248,7 +247,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return the possible sequences per micro-batch, and the number below which each is tried even without a gain."""
+    """Return possible sequences per micro-batch, and the number up to which they are tried even without gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

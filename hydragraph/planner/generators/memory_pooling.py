@@ -1,20 +1,13 @@
-"""Layers of a candidate's pipelines when stages and owners of the state share all memory.
+"""Layers of a candidate's pipelines if stages and owners of the state share all memory.
 
-The search gives every rank a fixed share of the state. Yet a first stage, which has most micro-batches in flight, may
-own little, a last stage or an idle device much. So fewer stages have to recompute, and the slowest stage gets faster.
-For bounds t_s on the seconds of stages, a dynamic program over stages and layers maximizes the room; with the lines of
-`price_candidate.owners`,
+The search gives every rank a fixed share of the state. If a first stage, with most micro-batches in flight, owns less,
+fewer stages have to recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers
+maximizes the room; with the lines of `price_candidate.owners`,
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-as fractions of the state; `beside` and `at_end` are an owner's messages. The least bounds, scaled by one factor for all
-pipelines, are found by bisection. Within them, a price of seconds finds fast layers: a stage recomputes only if it
-must.
-
-Example: two stages of two layers that may hold 10 bytes each; a state of 6; a layer needs 2 bytes and 3 more for each
-micro-batch in flight, or 0 more if it recomputes. With equal shares, the first stage has 10 - 3 = 7 bytes and needs
-2 * (2 + 2 * 3) = 16, so it recomputes; the second needs 2 * (2 + 3) = 10, and also recomputes. But the first then needs
-only 4 bytes, and can own all of the state: the second need not recompute.
+as fractions of the state; `beside` and `at_end` are an owner's messages. Bisection finds the least factor on all
+bounds. Within them, a price of seconds finds fast layers.
 """
 
 from __future__ import annotations
@@ -41,15 +34,15 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Required room, as fractions of the state: lines are close to the exact walk, and shares are rounded.
+# Required room, as fractions of the state: lines are approximate, and shares are rounded.
 ROOMS = (1.01, 1.05)
-# Factors on the seconds of stages: the largest that is a worthwhile gain, the overall maximum, and the minimum.
+# Factors on the seconds of stages: the largest worthwhile gain, the maximum, and the minimum.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
-# Relative rounding error by which a stage may exceed its bound.
+# Relative rounding error allowed over a bound.
 FORGIVEN = 1e-9
-# Relative precision of factors, and the number of halvings for prices.
+# Precision of factors, and halvings for prices.
 NEARLY = 0.004
 _HALVINGS = 12
 
@@ -58,9 +51,9 @@ class Stages(NamedTuple):
     """The stages of a pipeline: arrays [S] or, for each option, [S, O].
 
     Attributes:
-        layer, extra: seconds per layer, and of other blocks; infinite for missing options.
+        layer, extra: seconds per layer, and of other blocks; infinite: no such option.
         fixed, each, gradients: bytes of a rank: fixed, per layer, and of a layer's weights and gradients.
-        ranks, limit: for each stage: its degree, and the bytes of each of its ranks.
+        ranks, limit: degree, and bytes of each rank.
     """
 
     layer: Floats
@@ -77,10 +70,10 @@ class Pool(NamedTuple):
 
     Attributes:
         layers: L.
-        state: bytes of all the state.
+        state: bytes of the state.
         whole: bytes of weights and gradients of a layer, over all pipelines.
-        ends: the same for the first and the last block.
-        pulled: the fraction of these that are weights.
+        ends: likewise of the first and the last block.
+        pulled: fraction of weights in these.
         idle: room of ranks without layers, as a fraction of the state.
     """
 
@@ -93,7 +86,7 @@ class Pool(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A kind of pipeline as the search laid it out, and the number of such pipelines."""
+    """A kind of pipeline, and the number of such pipelines."""
 
     laid: Laid
     times: int
@@ -101,7 +94,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with other layers that make it faster, or make it fit: the least cautious first."""
+    """Yield the candidate with layers that make it faster, or make it fit, the least cautious first."""
     if costs.ranks == 1:
         return
     bench = candidate.bench
@@ -122,7 +115,7 @@ def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[Se
 
 
 def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
-    """Return the memory limit of a rank of each form, in bytes."""
+    """Return the bytes of a rank of each form."""
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
         limit = min(NEAR_LIMIT * costs.memory_of(rank) for rank in group.devices) - batch_bytes(tokens, tokens)
@@ -163,7 +156,7 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
 
 
 def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | None:
-    """Return the least factor on all stages' seconds that leaves `needed` room; None if it is not worthwhile."""
+    """Return the least factor on stages' seconds that leaves `needed` room; None: not worthwhile."""
 
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
@@ -181,16 +174,16 @@ def _room(pool: Pool, rows: Sequence[_Row], factor: float) -> float:
 
 
 def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> float:
-    """Return the fraction of its pipelines' maximum room that each of them has to leave."""
+    """Return the fraction of its maximum room that each pipeline must leave."""
     most = _room(pool, rows, factor) - pool.idle
     return max(0.0, (needed - pool.idle) / most) if most > 0 else 1.0
 
 
 def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
-    """Return the fastest layout within its bound that leaves its share of the room."""
+    """Return the fastest layout within the bound that leaves its share of room."""
     bound = factor * row.laid.each_s
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
-    # Room is a fraction of the state: at this price only seconds count.
+    # At this price only seconds count.
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
         price = math.sqrt(max(low, 1e-6 * high) * high)
@@ -205,18 +198,18 @@ def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> 
 
 @compiled
 def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float, Ints, Ints]:
-    """Return the layers of stages that maximize the room minus the price of their seconds.
+    """Return the layers that maximize the room minus the price of seconds.
 
     Args:
         bound: maximum seconds of a stage.
-        price: price of a second, as a fraction of the state.
+        price: of a second, as a fraction of the state.
 
     Returns:
         the room (minus infinity if the layers do not fit), layers [S] and options [S].
     """
     layers = pool.layers
     stages, options = of.layer.shape
-    # Bytes of a layer's, and of the end blocks', weights and gradients.
+    # Bytes of weights and gradients of a layer, and of the end blocks.
     weights = pool.whole * pool.pulled
     gradients = pool.whole * (1 - pool.pulled)
     end_weights = pool.pulled * pool.ends

@@ -1,15 +1,12 @@
-"""Metis's search on hydragraph's own costs: stages over all devices, whose data parallelism may differ by stage.
+"""Metis's search on `Costs`: stages over all devices, with different data parallelism.
 
-The profile for Metis's search is read from `Costs`: seconds and bytes of each layer by type of device, degree and
-micro-batch. Metis's cost model only ranks plans; the results are converted to pipelines, which `Costs` prices. Here a
-replica's ranks are in one node, and memory is per rank: weights, gradients, messages, and what micro-batches in flight
-keep. The number in flight depends on the number of stages: the search runs for 1, 2, 4, ... in flight, with and without
-recomputation.
+Metis's cost model only ranks plans; results are converted to pipelines, which `Costs` prices. A replica's ranks are in
+one node, and memory is per rank. It depends on the number of micro-batches in flight and thus on the number of stages,
+so the search runs for 1, 2, 4, ... in flight, with and without recomputation.
 
-A stage of dp replicas stands in as many pipelines as the largest dp, dp_max: each replica serves dp_max / dp of them.
+There are as many pipelines as the largest dp, dp_max; each replica of a stage serves dp_max / dp of them.
 
-Example: stages of dp 4 on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers. Ranks 4 and 5 serve two
-pipelines, as do 6 and 7:
+Example: stages of dp 4 on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """
@@ -39,14 +36,14 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# Maximum number of types, whose orders are all tried: 5 types have 120.
+# Maximum number of types; all orders are tried.
 _MOST_TYPES = 5
-# Messages in flight, as a fraction of weights and gradients; and the usable fraction of memory.
+# Messages in flight, as a fraction of weights and gradients; usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
-# Approximate seconds to simulate a micro-batch on a stage, on one core.
+# Approximate seconds to simulate a micro-batch on a stage.
 _STEP_S = 1e-3
-# Metis counts memory in MB and bandwidth in 2^20 bytes per millisecond.
+# Metis's units: MB, and 2^20 bytes per millisecond.
 _MB = 2**20
 
 
@@ -55,9 +52,7 @@ class Staged:
     """A plan as pipelines.
 
     Attributes:
-        strategy: as many pipelines as the largest dp; those that share a stage name the same one.
-        assignment: assignment of the workload's sequences.
-        seconds: end of the last pipeline, without traffic of the state; simulated, with it, if stages are shared.
+        seconds: end of the last pipeline, without traffic of state; simulated, with traffic, if stages are shared.
     """
 
     strategy: Strategy
@@ -70,25 +65,25 @@ def staged(
 ) -> list[Staged]:
     """Return plans for an iteration of equal sequences on all devices that are not lost.
 
-    Those that fit by the search's estimate come first, then the fastest; their exact memory is not known.
+    Those that fit by the search's estimate come first, then the fastest.
 
     Args:
-        order: search order; see `metis.search`.
-        until: after this time (of `time.monotonic`) the results so far are returned, possibly none.
+        order: see `metis.search`.
+        until: deadline (of `time.monotonic`); then the results so far, possibly none, are returned.
 
     Raises:
         Unsupported: no plan was found, or devices are of too many types or rates.
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()  # whose micro-batches in flight the search counted on
-    laid: dict[object, Staged | None] = {}  # searches with different numbers in flight often find the same plan
+    likely: set[Strategy] = set()
+    laid: dict[object, Staged | None] = {}  # searches often find the same plan
     for recompute in (False, True):
         if is_late(until):
             break
         layers = _layers(costs, devices, sequences, length, recompute)
         if {kind for kind, _, _ in layers} != set(devices.cluster.counts):
-            continue  # some type of device was not measured with this setting
+            continue  # a type was not measured
         for flying in _flying(costs.outline.layers):
             if is_late(until):
                 break
@@ -96,7 +91,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # no fit with this many micro-batches in flight; fewer may fit
+                continue  # fewer in flight may fit
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)
@@ -116,7 +111,7 @@ def staged(
 
 
 class TypedDevices:
-    """The devices that are not lost, as Metis sees them: different rates count as different types."""
+    """Running devices in Metis's terms: different rates are different types."""
 
     def __init__(self, costs: Costs) -> None:
         cluster = costs.cluster
@@ -130,7 +125,7 @@ class TypedDevices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
             )
-        # Groups of 1, 2, 4, ... ranks are taken in this order: after a node of odd size they would span two nodes.
+        # After a node of odd size, groups of 1, 2, 4, ... ranks would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -156,19 +151,18 @@ class TypedDevices:
         return [rank for kind in types for (_, of), ranks in self._nodes.items() if of == kind for rank in ranks]
 
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
-        """Return `count` ranks of a type in one node, or None if no node has as many."""
+        """Return `count` ranks of a type in one node; None if no node has as many."""
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
 
 
 def _home(costs: Costs, rank: int) -> float:
-    """Return the bytes of state that a rank owns between steps."""
     learning = (costs.state_bytes + GRADIENT_BYTES) * costs.owned(rank, True)
     return float(learning + WEIGHT_BYTES * costs.owned(rank, False))
 
 
 def _flying(layers: int) -> Iterator[int]:
-    """Yield the possible numbers of micro-batches in flight: no pipeline has more stages than layers."""
+    """Yield numbers of micro-batches in flight."""
     flying = 1
     while flying < 2 * layers and flying <= 16:
         yield flying
@@ -185,7 +179,7 @@ def _found(problem: MetisProblem, order: Order, until: float | None) -> FoundPla
 
 
 class _Layer(NamedTuple):
-    """A layer on one type of device: seconds of forward and backward, bytes of its state and of a micro-batch."""
+    """Seconds of a layer's forward and backward, bytes of its state and of a micro-batch."""
 
     seconds: float
     state: float
@@ -195,11 +189,11 @@ class _Layer(NamedTuple):
 def _layers(
     costs: Costs, devices: TypedDevices, sequences: int, length: int, recompute: bool
 ) -> dict[tuple[str, int, int], list[_Layer]]:
-    """Return the measured layers by (type, degree, sequences of a micro-batch)."""
+    """Return measured layers by (type, degree, sequences of a micro-batch)."""
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
     replicas = [1 << i for i in range(devices.cluster.devices.bit_length())]
     sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
-    # A stage of several types divides its sequences unevenly, and prices a part by its binary digits.
+    # Uneven shares are priced by their binary digits.
     sizes |= {1 << i for i in range(sequences.bit_length())}
     measured_layers = {}
     for kind in devices.cluster.counts:
@@ -217,7 +211,7 @@ def _layers(
 
 
 def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
-    """Return every layer on a stage's ranks for a micro-batch of equal sequences; equal blocks share the result."""
+    """Return every layer's measurement for a micro-batch of equal sequences."""
     alike: dict[tuple[str, ...], _Layer] = {}
     measured_layers = []
     for layer in range(costs.outline.layers):
@@ -231,7 +225,7 @@ def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
-    # Bytes kept by micro-batches are linear in equal sequences: the graphs for one and two sequences suffice.
+    # Bytes are linear in equal sequences: one and two suffice.
     one, two = (MicroBatch(n * length, n) for n in (1, 2))
     state = 0.0
     kept = 0.0
@@ -254,7 +248,6 @@ def _kept(held: Footprint) -> int:
 def _profile(
     costs: Costs, layers: Mapping[tuple[str, int, int], Sequence[_Layer]], length: int, flying: int
 ) -> MetisProfile:
-    """Return the profile for Metis's search with `flying` micro-batches in flight."""
     measurements = {}
     for key, rows in layers.items():
         times = tuple(1e3 * row.seconds for row in rows)
@@ -263,22 +256,22 @@ def _profile(
     last = costs.outline.layers - 1
     first, middle, end = (float(_gradients(costs, layer)) for layer in (0, min(1, last), last))
     hidden = costs.sizes.hidden_bytes
-    # Traffic of the state and the update overlap in part; `Costs.fixed` adds the rest for whole strategies.
+    # `Costs.fixed` adds traffic of state and update for whole strategies.
     return MetisProfile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
 
 
 def _gradients(costs: Costs, layer: int) -> int:
-    """Return the gradient bytes of a layer with its blocks; a shared weight counts where it is first."""
+    """Return the gradient bytes of a layer's blocks; a shared weight counts at its first use."""
     blocks = costs.outline.blocks[slice(*costs.outline.span(layer, layer + 1))]
     users = dict(costs.outline.buckets)
     return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)
 
 
 def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
-    """Return a plan's stages as pipelines, as many as the largest dp; replicas of a smaller one are shared.
+    """Return a plan's stages as pipelines, which share the replicas of smaller dp.
 
     Args:
-        plan: a plan whose degrees of data parallelism divide the largest.
+        plan: its degrees of data parallelism divide the largest.
         ranks: the rank at each position of the plan.
     """
     count = max(dp for dp, _ in plan.degrees)
@@ -296,13 +289,13 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
 ) -> Staged | None:
-    """Return a search result as pipelines with sequences, and price it.
+    """Convert a search result to priced pipelines with sequences.
 
     Args:
-        until: deadline, as a value of `time.monotonic()`.
+        until: deadline (of `time.monotonic`).
 
     Returns:
-        None if no strategy can share stages like this, or its simulation would end after the deadline.
+        None if stages cannot be shared like this, or the simulation would end after the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:
@@ -311,7 +304,7 @@ def laid_out(
         return None
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     load = [length] * together
-    # Pipelines that share a stage wait for one another, so none of them is faster.
+    # Pipelines that share a stage are equally fast.
     seconds = [
         1.0 if strategy.shares else max(sum(s.apart(load)) for s in costs.stages(pipeline)) for pipeline in pipelines
     ]
@@ -325,10 +318,7 @@ def laid_out(
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
-    """Assign each sequence to the pipeline where it ends first, in even micro-batches of at most `together`.
-
-    Example: 8 sequences, two pipelines, one three times as slow as the other, 2 together: 6 in three and 2 in one.
-    """
+    """Assign each sequence to the pipeline where it ends first, in even micro-batches of at most `together`."""
     counts = [0] * len(seconds)
     queue = [(pipeline_s, p) for p, pipeline_s in enumerate(seconds)]
     heapq.heapify(queue)
@@ -347,10 +337,7 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
 
 
 def _is_enough(plan: StagePlan, flying: int) -> bool:
-    """Return whether a plan has at most `flying` micro-batches in flight.
-
-    A stage has as many in flight as the default schedule says, for each pipeline that it serves.
-    """
+    """Return whether a plan has at most `flying` micro-batches in flight."""
     most = max(dp for dp, _ in plan.degrees)
     depth = in_flight(DEFAULT_SCHEDULE, len(plan.degrees), plan.batches)
     return all(flying >= most // dp * deep for (dp, _), deep in zip(plan.degrees, depth, strict=True))

@@ -1,10 +1,7 @@
 """Distribution of micro-batches over pipelines with the earliest end (Malleus' data ILP).
 
-Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M; the largest of these counts. By T,
-pipeline i can do floor((T - first_i) / each_i) + 1 of them, or none if T < first_i, so the least T is found by
-bisection and is exact.
-
-Example: first = each = (1, 2) seconds, M = 4: T = 3 allows 3 + 1.
+Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By T, it can do floor((T - first_i) /
+each_i) + 1 of them, or none if T < first_i. The least T is found by bisection.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ _HALVINGS = 60
 
 @compiled
 def able(seconds: float, first: float, each: float) -> int:
-    """Return the number of micro-batches that a pipeline can do within `seconds`."""
+    """Return how many micro-batches a pipeline can do within `seconds`."""
     if not seconds >= first:
         return 0
     return int(np.floor((seconds - first) / each * (1 + 1e-12) + 1e-12)) + 1
@@ -30,10 +27,10 @@ def able(seconds: float, first: float, each: float) -> int:
 
 @compiled
 def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
-    """Return the least T by which pipelines do all micro-batches; infinite if no pipeline can do any.
+    """Return the least T; infinite if no pipeline can do any micro-batch.
 
     Args:
-        first, each: seconds of the first and of every further one, by kind of pipeline [K].
+        first, each: seconds of the first and every further micro-batch, by kind of pipeline [K].
         alike: number of pipelines of each kind [K].
     """
     high = np.inf
@@ -55,7 +52,7 @@ def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) 
 
 
 def shares(micro_batches: int, first: Floats, each: Floats) -> Ints:
-    """Return the number of micro-batches of each pipeline [P] that minimizes the last end."""
+    """Return the micro-batches of each pipeline [P] that minimize the last end."""
     until = least_seconds(micro_batches, first, each, np.ones(len(first), np.int64))
     counts = np.array([able(until, a, b) for a, b in zip(first, each, strict=True)], dtype=np.int64)
     for _ in range(int(counts.sum()) - micro_batches):

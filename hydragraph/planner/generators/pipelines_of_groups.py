@@ -1,11 +1,10 @@
 """Assembly of groups into pipelines: balanced starts, improved by exchanges.
 
 A pipeline is a multiset of forms of groups, which determines its order, layers and options (`Bench.lay`). A partition
-is the number of pipelines of each multiset, so 1,024 devices of two types are searched as quickly as 16.
+is the number of pipelines of each multiset.
 
-Order: the slowest group first (Malleus, theorem 3; AutoHet maps weaker devices to earlier stages): it gets the fewest
-layers, and the first stage keeps the most micro-batches. If devices differ in memory, the order with the largest first
-is also tried.
+Order: the slowest group first (Malleus, theorem 3; AutoHet), since the first stage keeps the most micro-batches. If
+memory differs, the largest first is also tried.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_la
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]  # forms by index, ascending
-# Up to this number of pipelines every number is tried; beyond it, those that give pipelines of equal depth.
+# Maximum up to which every number of pipelines is tried; beyond it, those of equal depth.
 EVERY = 16
-# Maximum number of partitions priced while improving one.
+# Maximum partitions priced while improving one.
 EXCHANGES = 1500
 
 
@@ -39,15 +38,13 @@ class Laid:
     """A multiset of groups laid out as a pipeline.
 
     Attributes:
-        order: its forms, stage by stage.
-        layers: layers of each stage.
-        kinds: kind of each stage.
+        order: form of each stage.
         first_s: seconds of the first micro-batch, `exposed_s` included.
-        exposed_s: seconds of pull and push without overlap.
-        each_s: seconds of every further micro-batch: those of its slowest stage.
-        traffic_s: seconds of pull and push of a rank of it, without other traffic on its link.
-        stages_s: seconds of each stage for one micro-batch [stages].
-        passing_s: seconds of each layer's pull and push on a rank of its stage [layers].
+        exposed_s: of pull and push without overlap.
+        each_s: of every further micro-batch, i.e. of the slowest stage.
+        traffic_s: of a rank's pull and push, without other traffic.
+        stages_s: of each stage for one micro-batch [stages].
+        passing_s: of each layer's pull and push on a rank [layers].
     """
 
     order: Multiset
@@ -66,7 +63,7 @@ NOTHING_FITS = Laid((), (), (), math.inf, 0.0, math.inf, 0.0, np.zeros(0), np.ze
 
 @dataclass(frozen=True)
 class Partition:
-    """The pipelines as multisets of forms with their counts, and the idle groups."""
+    """Pipelines as multisets of forms with counts, and the idle groups."""
 
     pipelines: tuple[tuple[Multiset, int], ...]
     idle: Multiset
@@ -79,13 +76,12 @@ class Partition:
 
 
 class Bench:
-    """Prices of pipelines of groups of known forms for micro-batches of known lengths.
+    """Prices of pipelines of groups.
 
     Args:
-        forms: forms of the groups, by index.
-        memory: bytes of a rank of each form after its share of the state.
-        micro_batches: M, micro-batches of an iteration.
-        alone: whether there is only one rank, which exchanges no data.
+        memory: bytes of a rank of each form, after its share of the state.
+        micro_batches: of an iteration.
+        alone: whether there is only one rank.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class Bench:
         self.micro_batches = micro_batches
         self.layers = prices.layers
         self._prices = prices
-        self.memory = tuple(memory)  # bytes of a rank of each form after its share of the state
+        self.memory = tuple(memory)
         self._alone = alone
         self.options = [prices.options(form.site, form.tp) for form in self.forms]
         self._numbers = np.full((len(forms), max(map(len, self.options), default=0), len(NUMBERS)), math.inf)
@@ -117,25 +113,25 @@ class Bench:
 
     @property
     def least_bytes(self) -> float:
-        """Minimum bytes of a pipeline on a rank of every stage: all layers, one micro-batch in flight."""
+        """Minimum bytes of all layers with one micro-batch in flight."""
         options = [option for every in self.options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
-        """Return whether a group of a form has memory for a layer, somewhere in a pipeline."""
+        """Return whether a group of a form has memory for a layer."""
         bytes_per_byte = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self.options[form])]
         most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
         return max(most, default=0) > 0
 
     def lay(self, multiset: Multiset, count: int) -> Laid:
-        """Return a multiset laid out as a pipeline of about `count` micro-batches."""
+        """Return a multiset as a pipeline of about `count` micro-batches."""
         key = (multiset, min(count, 4 * len(multiset)))
         if key not in self._laid:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
             if not any(layout.order for layout in laid):
-                # For large first and last blocks: the two with most memory at the ends; or the most at the end.
+                # For large first and last blocks: the most memory at the ends, or at the end.
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
             able = [layout for layout in laid if layout.order]
@@ -150,7 +146,7 @@ class Bench:
         return self.laid_as(order, layers, chosen) if len(layers) else NOTHING_FITS
 
     def laid_as(self, order: Multiset, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> Laid:
-        """Return a pipeline of these forms, in order, with these layers and options."""
+        """Return a pipeline of these forms, layers and options."""
         first, further, exposed, traffic, seconds, passing = timed(
             np.array(order), layers, chosen, self._numbers, self._rows
         )
@@ -158,22 +154,23 @@ class Bench:
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
-        """Return the seconds of pull and push of `size` bytes of weights and gradients on a rank of a form."""
+        """Return the seconds of a rank's pull and push of `size` bytes of weights and gradients."""
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: GroupForm) -> float:
         if self._alone:
             return 0.0
-        # Owners in the node are reached over its inner links, the others over its cards.
+        # Owners in the node are reached over inner links, the others over cards.
         site = form.site
         away = 1 - self._prices.within(site)
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
 
     def price(self, pipelines: Mapping[Multiset, int], worth: float = math.inf) -> float:
-        """Return the seconds of an iteration with the given number of pipelines of each multiset.
+        """Return the seconds of an iteration.
 
         Args:
-            worth: at and above these seconds, a lower bound is enough.
+            pipelines: number of pipelines of each multiset.
+            worth: from these seconds, a lower bound is enough.
         """
         number = sum(pipelines.values())
         count = max(1, round(self.micro_batches / number))
@@ -182,7 +179,7 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the same for pipelines with the given layouts."""
+        """Return the same for given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
             return math.inf
@@ -196,9 +193,9 @@ class Bench:
         return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return the time that each pipeline waits for other pipelines: a layer is reduced over all pipelines.
+        """Return the seconds that each pipeline waits for others.
 
-        A layer passes only as fast as in the pipeline with the fewest links for it.
+        A layer is reduced over all pipelines, as slowly as in the slowest.
         """
         if len(laid) == 1:
             return [0.0]
@@ -206,15 +203,15 @@ class Bench:
         return [awaited(layout.stages_s, np.array(layout.layers), layout.passing_s, slowest) for layout in laid]
 
     def balanced(self, groups: Mapping[int, int], number: int) -> Counter[Multiset]:
-        """Return an initial partition of groups (form -> count) into `number` pipelines.
+        """Return a partition of groups (form -> count) into `number` pipelines.
 
-        Each group, the fastest first, goes to the pipeline that is slowest so far.
+        Each group, the fastest first, goes to the slowest pipeline so far.
         """
         first, *others = sorted(groups, key=lambda i: (-self.speed[i], i))
         turns, more = divmod(groups[first], number)
         first_counts = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
-        # (speed, number of stages, index): among equally fast pipelines the shortest takes the next group.
+        # (speed, stages, index): among equally fast pipelines, the shortest is first.
         queue = [(quick[n], n, p) for p, n in enumerate(first_counts)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
@@ -229,7 +226,7 @@ class Bench:
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange groups between pipelines, or move one, as long as that helps.
+        """Exchange or move groups between pipelines as long as that helps.
 
         Args:
             until: deadline (of `time.monotonic`).
@@ -283,7 +280,7 @@ class Bench:
 
 
 def numbers(groups: int, micro_batches: int, layers: int) -> list[int]:
-    """Return the numbers of pipelines to try: no pipeline has more stages than layers."""
+    """Return the numbers of pipelines to try."""
     most = min(groups, micro_batches)
     few = range(-(-groups // layers), min(most, EVERY) + 1)
     deep = (groups // depth for depth in range(1, max(1, groups // EVERY) + 1))
@@ -300,7 +297,6 @@ def _more(multiset: Multiset, form: int) -> Multiset:
 
 
 def _with(now: Mapping[Multiset, int], changes: Mapping[Multiset, Multiset]) -> dict[Multiset, int]:
-    """Return a partition in which one pipeline of each of these multisets becomes another."""
     return _exchanged(now, *changes.items())
 
 

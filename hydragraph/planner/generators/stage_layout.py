@@ -1,9 +1,7 @@
-"""Layout and timing of a pipeline of groups: its layers, stages and traffic, in compiled loops.
+"""Layout and timing of a pipeline of groups (compiled).
 
-A group's times and memory (`group_prices.Option`) are here a row of numbers, by form and option.
-
-Under the default schedule stage s of S has min(S - s, m) micro-batches in flight, so it holds at most as many layers as
-leave room for what each of them keeps; an owner of the state also holds messages (`Prices.held`).
+Under the default schedule stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also holds
+messages (`Prices.held`).
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from hydragraph.planner.generators.pipeline_layers import spread
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Fields of an option (`group_prices.Option`), in this order; an option that a form does not have has infinite times.
+# Fields of a `group_prices.Option`; missing options have infinite times.
 NUMBERS = (
     *("layer_s", "aux_s", "first_s", "last_s"),
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: its slowdown relative to a healthy group, bytes of a rank after its share of the state, and
-# seconds of a rank's pull and push per byte of weights and gradients.
+# Columns of a form: slowdown, bytes of a rank after its share of the state, and seconds of a rank's pull and push per
+# byte of weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# Fractions: of a micro-batch's seconds, its forward; of pulled and pushed bytes, the pulled ones (16 against 32 bits).
+# Fractions: forward of a micro-batch's seconds; pulled of pulled and pushed bytes (16 against 32 bits).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
@@ -36,10 +34,9 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
     """Return the most layers that fit in memory with `flying` micro-batches in flight.
 
     Args:
-        option: its `NUMBERS` [9].
-        memory: bytes of a rank after its share of the state.
-        first, last: whether the stage has the first, and the last block.
-        held: bytes per byte of weights and gradients, during activations and at the end (`Prices.held`) [2].
+        option: `NUMBERS` [9].
+        first, last: whether the stage has the first and the last block.
+        held: `Prices.held` [2].
     """
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
     most = layers
@@ -55,16 +52,16 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
 def spread_over(
     order: Ints, layers: int, count: int, options: Floats, forms: Floats, held: Floats
 ) -> tuple[Ints, Ints]:
-    """Spread all layers over groups of these forms, in order.
+    """Spread layers over groups, in order.
 
     Args:
-        order: the form of each stage [S].
+        order: form of each stage [S].
         options: `NUMBERS` of each form and option [F, O, 9].
-        forms: rate, memory and seconds per byte of each form [F, 3].
-        held: `Prices.held`, by micro-batches in flight, and whether there are stages before [L + 1, 2, 2].
+        forms: columns of each form [F, 3].
+        held: `Prices.held_by_flight` [L + 1, 2, 2].
 
     Returns:
-        layers [S] and options [S]; no layers if memory does not suffice.
+        layers [S] and options [S]; empty if memory does not suffice.
     """
     stages = len(order)
     width = options.shape[1]
@@ -91,12 +88,11 @@ def spread_over(
 def timed(
     order: Ints, taken: Ints, chosen: Ints, options: Floats, forms: Floats
 ) -> tuple[float, float, float, float, Floats, Floats]:
-    """Return the times of a pipeline with these layers [S] and options [S]; other arguments as of `spread_over`.
+    """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        seconds of the first micro-batch and of every further one, pull and push without overlap (part of the
-        first), pull and push of its slowest rank; of each stage [S] for one micro-batch; pull and push of each layer
-        [L].
+        seconds of the first micro-batch, every further one, pull and push without overlap (part of the first), pull and
+        push of the slowest rank, each stage for one micro-batch [S], and each layer's pull and push [L].
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -127,12 +123,12 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return the part of pull and push that the first forward and the last backward do not overlap.
+    """Return the seconds of pull and push not hidden by the first forward and the last backward.
 
-    Stage s pulls while the stages up to it compute the first forward, and pushes while these compute the last backward.
+    Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
 
     Args:
-        seconds, passing: seconds of each stage for a micro-batch, and for its pull and push [S].
+        seconds, passing: of each stage for a micro-batch, and for its pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -144,11 +140,11 @@ def exposed(seconds: Floats, passing: Floats) -> float:
 
 @compiled
 def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> float:
-    """Return the additional wait of a pipeline if each layer passes as slowly as in the slowest pipeline.
+    """Return a pipeline's additional wait if each layer passes as slowly as in the slowest pipeline.
 
     Args:
-        seconds, taken: seconds of each stage for a micro-batch, and its layers [S].
-        of_layer, slowest: seconds of each layer's pull and push here, and in the slowest pipeline [L].
+        seconds, taken: of each stage for a micro-batch, and its layers [S].
+        of_layer, slowest: seconds of each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)
     alone = np.zeros(stages)

@@ -1,12 +1,10 @@
-"""Simple plans: pipelines of one depth and one degree in node order, with equal layers or layers by speed.
+"""Simple plans: pipelines of one depth and degree in node order, with equal layers or layers by speed.
 
-Megatron-LM (equal layers and batches) and Whale (batches by speed) make these of heterogeneous devices. No plan loses
-to them, and a search under a deadline has them at once.
+Megatron-LM (equal layers and batches) and Whale (batches by speed) make these. A search under a deadline has them at
+once.
 
-Example: nodes of 2 and 2 ranks, 6 layers. Degree 1, two stages: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with the stages
-across the nodes <[0]x3,[2]x3> + <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, also
-<[0]x2,[2]x4> + <[1]x2,[3]x4>. The fastest group alone: <[2]x6>. On request, the fastest node of each kind:
-<[2]x6> + <[3]x6>, <[2]x3,[3]x3>.
+Example: nodes of 2 and 2 ranks, 6 layers: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with stages across nodes <[0]x3,[2]x3> +
+<[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
-# Number of plans kept from each category: equal layers, layers by speed, one group only, one node only.
+# Plans kept of each category: equal layers, layers by speed, one group, one node.
 KEPT = 4
 
 
@@ -41,8 +39,8 @@ class Simple:
 
     Attributes:
         strategy: its pipelines.
-        together: sequences in a micro-batch.
-        seconds: seconds of its slowest pipeline, by AutoHet's cost, without traffic.
+        together: sequences per micro-batch.
+        seconds: of the slowest pipeline, by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy
@@ -52,7 +50,7 @@ class Simple:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Layers and kinds of the stages, common to all pipelines, and the seconds of an iteration."""
+    """Layers and kinds of the stages of all pipelines, and the seconds of an iteration."""
 
     layers: tuple[int, ...]
     kinds: tuple[StageKind, ...]
@@ -61,7 +59,7 @@ class _Laid:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Tensor-parallel groups of one degree, in node order: ranks, sites, rates, and memory left after the state."""
+    """Tensor-parallel groups in node order, with memory left after the state."""
 
     ranks: tuple[tuple[int, ...], ...]
     sites: tuple[DeviceSite, ...]
@@ -82,11 +80,11 @@ def simple(
     """Return the most promising simple plans, the fastest first.
 
     Args:
-        sizes: possible numbers of sequences in a micro-batch.
-        reach: tokens that every micro-batch must be able to have; default: its own.
+        sizes: possible sequences per micro-batch.
+        reach: tokens that every pipeline must hold; default: its own micro-batch's.
         safety: usable fraction of a device's memory.
-        market: prices shared with other searches; default: its own.
-        apart: whether to include plans on one node only, which are best if sending takes longer than computing.
+        market: prices shared by searches.
+        apart: include plans on one node, which are best if sending takes longer than computing.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)
@@ -123,7 +121,7 @@ def simple(
 
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
-    """Return the currently fastest node of each kind, by types of devices and links."""
+    """Return the fastest node of each site."""
     by_site: dict[DeviceSite, NodeDevices] = {}
     for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
         by_site.setdefault(node.site, node)
@@ -151,13 +149,12 @@ def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strateg
 
 
 def _degrees(costs: Costs) -> list[int]:
-    """Return the degrees that were measured on all types of devices."""
     measured = [{kind.tp for kind in costs.profile.of(name).pieces} for name in costs.cluster.types]
     return sorted(filter(costs.sizes.allows, set.intersection(*measured)))
 
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
-    """Return all running devices of nodes in groups of a degree; None if some node's do not divide evenly."""
+    """Return running devices in groups of a degree; None if they do not divide evenly."""
     state = reserves(costs, tokens)
     ranks = []
     sites = []
@@ -175,10 +172,7 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
-    """Yield every way to make pipelines of all groups: depth, order, whether layers are by speed, and the result.
-
-    With equal layers, all stages are of the fastest kind that fits.
-    """
+    """Yield pipelines of all groups: (depth, order, whether layers are by speed), and the result."""
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
     kinds, numbers = _options(prices, groups, degree)
@@ -199,12 +193,12 @@ def _priced(
 
 
 class _Rows:
-    """Stages of all pipelines by kind of stage: arrays [kinds, pipelines, stages] of seconds and bytes.
+    """Seconds and bytes of stages [kinds, pipelines, stages].
 
     Args:
-        kinds, numbers: kinds of stages, and their numbers for every group [kinds, groups].
-        order: the group of each stage of each pipeline [pipelines, stages].
-        micro_batches: micro-batches of all pipelines together.
+        numbers: of every kind and group [kinds, groups].
+        order: group of each stage [pipelines, stages].
+        micro_batches: of all pipelines together.
     """
 
     def __init__(
@@ -241,14 +235,14 @@ class _Rows:
         return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
 
     def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return layers and kinds by speed, the same for all pipelines; the slowest decides. Zeros if none fit."""
+        """Return layers and kinds by the slowest pipeline's speed; zeros if none fit."""
         most = np.minimum(self._most, layers).astype(np.int64)
         slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
         total, _, stage_layers, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
         return (stage_layers, chosen) if math.isfinite(total) else (np.zeros_like(stage_layers), chosen)
 
     def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
-        """Return these layers and kinds with the seconds of an iteration and sequences by speed."""
+        """Return layers and kinds with the seconds of an iteration."""
         stages = np.arange(len(layers))
         stage_s = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
         alike = np.ones(stage_s.shape[1], np.int64)
@@ -257,7 +251,7 @@ class _Rows:
 
 
 def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
-    """Return the kinds of stages common to all groups, the fastest first, and their numbers [kinds, groups]."""
+    """Return the kinds common to all groups, the fastest first, and their numbers [kinds, groups]."""
     sites = list(dict.fromkeys(groups.sites))
     by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
     common = set.intersection(*map(set, by_site))
@@ -268,6 +262,6 @@ def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKi
 
 
 def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
-    """Return the group of each stage of each pipeline [pipelines, stages]: pipeline after pipeline, or by stage."""
+    """Return the group of each stage [pipelines, stages]: pipeline after pipeline, or by stage."""
     every = np.arange(groups)
     return every.reshape(depth, -1).T if by_stage else every.reshape(-1, depth)

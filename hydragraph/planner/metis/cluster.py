@@ -1,4 +1,4 @@
-"""The devices that Metis plans for: nodes of typed devices with a bandwidth and memory per type."""
+"""The devices that Metis plans for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hydragraph.spec import cluster as spec
 
-# Metis's unit of bandwidth, 2^20 bytes per millisecond, in bytes per second; and its unit of memory, in bytes.
+# Metis's units: bandwidth, 2^20 bytes per millisecond, in bytes per second; memory in bytes.
 _BANDWIDTH = 2**20 * 1000
 _MEMORY = 2**30
 
@@ -22,9 +22,8 @@ class MetisDeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: bandwidth between two devices in a node, in units of 2^20 bytes per millisecond. Metis never uses
-            the one between nodes.
-        memory_gb: capacity of one device, in units of 2^30 bytes.
+        bandwidth: between two devices in a node, in 2^20 bytes per millisecond. Metis ignores that between nodes.
+        memory_gb: capacity in 2^30 bytes.
     """
 
     bandwidth: float
@@ -37,11 +36,10 @@ class MetisDeviceType:
 
 @dataclass(frozen=True)
 class MetisCluster:
-    """Nodes of devices; their sizes may differ.
+    """Nodes of typed devices.
 
     Attributes:
-        types: types by name.
-        nodes: type and number of devices of each node; Metis's own search visits types in the order of these.
+        nodes: type and number of devices of each node; Metis's search visits types in this order.
     """
 
     types: Mapping[str, MetisDeviceType]
@@ -72,7 +70,7 @@ class MetisCluster:
 
     @staticmethod
     def load(hosts: str | Path, types: str | Path) -> MetisCluster:
-        """Read Metis's own files: lines like `0.0.0.1 slots=4`, and JSON that describes nodes by address."""
+        """Read Metis's files: lines like `0.0.0.1 slots=4`, and JSON by address."""
         record = json.loads(Path(types).read_text(encoding="utf-8"))
         nodes = []
         for line in Path(hosts).read_text(encoding="utf-8").splitlines():
@@ -89,7 +87,7 @@ class MetisCluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Return a hydragraph cluster in Metis's terms: the slowest link inside a node of each type, and its memory."""
+        """Convert a cluster: the slowest link inside a node of each type, and its memory."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}

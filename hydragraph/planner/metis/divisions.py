@@ -10,16 +10,14 @@ import numpy as np
 
 from hydragraph.planner.metis.problem import Ints
 
-# Number of divisions per call of a compiled function.
+# Divisions per call of a compiled function.
 _CHUNK = 4096
 
 
 def divisions(ranks: int, stages: int) -> Iterator[Ints]:
-    """Yield Metis's divisions of ranks into stages, as arrays with a row per division [G, S].
+    """Yield Metis's divisions of ranks into stages, as arrays [divisions, S].
 
-    No stage has less than ranks // stages: at the variance of 1 and without a limit on permutations, as in Table 1.
-
-    Example: 32 ranks in 7 stages are six of 4 ranks and one of 8, in seven orders.
+    No stage has less than ranks // stages: variance 1 and unlimited permutations, as in Table 1.
     """
     least = max(1, ranks // stages)
     sizes = [1 << i for i in range(ranks.bit_length()) if 1 << i >= least]
@@ -29,7 +27,7 @@ def divisions(ranks: int, stages: int) -> Iterator[Ints]:
 
 
 def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]:
-    """Yield the possible numbers of stages of each size for `stages` stages with `ranks` ranks in total."""
+    """Yield possible numbers of stages of each size."""
     if not sizes:
         if not ranks and not stages:
             yield Counter()
@@ -44,7 +42,7 @@ def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]
 
 
 def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every distinct order of a multiset, the largest first."""
+    """Yield every order of a multiset, the largest first."""
     row: list[int] = []
     left = dict(sorted(counts.items(), reverse=True))
     total = sum(counts.values())

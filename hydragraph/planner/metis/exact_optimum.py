@@ -1,27 +1,21 @@
-"""The plan of least cost by Metis's model, proven: dynamic programming over labels, with bounds.
+"""The plan of least cost by Metis's model: dynamic programming over labels, with bounds.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
-layers). An *option* is a stage's first rank, its ranks and its degrees; with its layers it is a step of the path. Its
-cost is a sum over stages and three maxima,
+layers). An *option* is a stage's first rank, ranks and degrees; with its layers it is a step of the path. The cost is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
-with t a stage's milliseconds of a micro-batch, o its update and g its gradients. A *label* is the total of the stages
-so far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
+with t a stage's milliseconds per micro-batch, o its update and g its gradients. A *label* is the total of the stages so
+far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
 
     A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
 
-because A then costs no more for any completion of both. Every completion has at least some t, o and g (`least`, by the
-same recurrence backwards), so a label's t, o and g are first raised to those: then labels dominate more others.
+Every completion has at least some t, o and g (`least`, by the same recurrence backwards); raising a label's t, o and g
+to these makes labels dominate more others.
 
-A completion also adds a sum, which is larger if its stages must be fast. `sums[k]` is the least sum of
-stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs at least
-(B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. Orders and numbers
-of micro-batches are processed by their own bound, the least first.
-
-Example: L = 2 layers of 4 ms each, two ranks, B = 4. One rank per stage and layer: 3 * 4 + 4 + 4 = 20 ms. Both ranks in
-one stage, 3.5 ms for both layers: 3 * 3.5 + 3.5 = 14 ms, less. After one rank and one layer the label is (sum 4, t 4),
-and a completion adds at least 4 to the sum: 3 * 4 + 4 + 4 = 20 reaches 14, so it is dropped.
+`sums[k]` is the least sum of stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs
+at least (B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. Orders and
+numbers of micro-batches are processed by their bound, the least first.
 """
 
 from __future__ import annotations
@@ -47,9 +41,9 @@ from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
 _MIB = 1024.0 * 1024.0
-# Number of caps on the slowest stage, between its least time and the most that the best plan allows.
+# Caps on the slowest stage, between its least time and the most that the best plan allows.
 _CAPS = 8
-# Relative rounding error within which a bound counts as reaching the best plan.
+# Relative rounding error.
 _ROUNDING = 1e-12
 
 
@@ -58,18 +52,16 @@ class Options(NamedTuple):
 
     Attributes:
         begin: the first option of each rank, and the end [N + 1].
-        size: ranks [O].
-        dp: replicas [O].
-        tp: ranks of a replica [O].
+        size, dp, tp: ranks, replicas, and ranks of a replica [O].
         first_row: first row of `upto`: a stage takes the largest difference of its rows [O + 1].
         upto: milliseconds of the first layers [R, L + 1].
-        held: MB of the first layers, on the type that needs most [rows, L + 1], indexed by `memory_row`.
+        held: MB of the first layers, on the type that needs most [rows, L + 1].
         memory_row: row of `held` of an option [O].
         limit: MB of its devices, together or of the smallest [O].
-        bandwidth: the least of its types [O].
-        samples: samples of a micro-batch, per replica [O].
-        sync: B times the time outside layers, if the stage is the last [O].
-        ahead: the largest bandwidth of a stage that begins at each rank [N + 1].
+        bandwidth: least of its types [O].
+        samples: per micro-batch and replica [O].
+        sync: B times the milliseconds outside layers of a last stage [O].
+        ahead: largest bandwidth of a stage that begins at each rank [N + 1].
     """
 
     begin: Ints
@@ -91,7 +83,7 @@ class Options(NamedTuple):
 def options_of(
     tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
 ) -> Options:
-    """Return every option of one order of types and B; `sizes` are ranks of a stage."""
+    """Return every option of one order of types and B."""
     ranks = kinds.size
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
@@ -102,7 +94,7 @@ def options_of(
         np.zeros(most, dtype=np.int64),
         np.zeros(most, dtype=np.int64),
         np.zeros(most + 1, dtype=np.int64),
-        # Replicas of one type take one of two numbers of samples.
+        # Replicas of one type have one of two numbers of samples.
         np.zeros((most if types == 1 else 2 * types * most, columns)),
         np.zeros((most, columns)),
         np.zeros(most, dtype=np.int64),
@@ -150,11 +142,11 @@ def options_of(
 def add_option(
     tables: Tables, kinds: Ints, batches: int, start: int, group: int, d: int, o: Options, shared: Ints, used: Ints
 ) -> None:
-    """Add the option of a first rank, a number of ranks and a degree if it was measured.
+    """Add an option if it was measured.
 
     Args:
-        shared: rows of `held` by type, degree and size of micro-batch; -1: none yet.
-        used: number of options, and of rows of `upto` and `held`.
+        shared: rows of `held` by type, degree and micro-batch size; -1: none yet.
+        used: numbers of options, and of rows of `upto` and `held`.
     """
     count, begun, held_row = used
     replicas = group >> d
@@ -200,7 +192,7 @@ def add_option(
     used[1] = rows
 
 
-# numba takes seconds to compile the assignment of an array to a row, and np.concatenate, for their error messages.
+# numba takes seconds to compile np.concatenate and the assignment of an array to a row.
 @compiled
 def write_row(rows: Floats, number: int, values: Floats) -> None:
     """Write a row [columns]."""
@@ -210,7 +202,7 @@ def write_row(rows: Floats, number: int, values: Floats) -> None:
 
 @compiled
 def longer(rows: Floats, count: int) -> Floats:
-    """Return rows [n, columns], followed by rows of zeros: `count` in all."""
+    """Return rows [n, columns] padded with zeros to `count` rows."""
     padded = np.zeros((count, rows.shape[1]), rows.dtype)
     for number in range(rows.shape[0]):
         write_row(padded, number, rows[number])
@@ -219,7 +211,7 @@ def longer(rows: Floats, count: int) -> Floats:
 
 @compiled
 def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: int, row: Floats) -> None:
-    """Write the MB of the first layers of a stage, each layer on the type that needs most for it."""
+    """Write the MB of a stage's first layers, each on the type that needs most."""
     for layer in range(tables.share.size):
         most = 0.0
         for rank in range(start, start + group):
@@ -232,7 +224,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write the milliseconds of the distinct replicas of a stage of several types; return the end, -1 if unknown."""
+    """Write the milliseconds of a mixed stage's different replicas; return the end, -1 if unknown."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):
@@ -258,7 +250,7 @@ def replica_rows(
 
 @compiled
 def took(o: Options, option: int, first: int, end: int) -> float:
-    """Return the milliseconds of a micro-batch in layers first to end - 1 of an option."""
+    """Return a micro-batch's milliseconds in layers first to end - 1."""
     slowest_ms = 0.0
     for row in range(o.first_row[option], o.first_row[option + 1]):
         slowest_ms = max(slowest_ms, o.upto[row, end] - o.upto[row, first])
@@ -274,7 +266,7 @@ def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return the numbers that a stage with layers up to end - 1 sends to the next."""
+    """Return the numbers that a stage with layers up to end - 1 sends on."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -282,13 +274,13 @@ def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
 
 @compiled
 def updating(tables: Tables, o: Options, option: int, count: int) -> float:
-    """Return the milliseconds of the optimizer for `count` layers."""
+    """Return the optimizer's milliseconds for `count` layers."""
     return float(tables.optimizer / o.tp[option] * count / tables.share.size)
 
 
 @compiled
 def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> float:
-    """Return the milliseconds of the gradients of layers first to end - 1."""
+    """Return the milliseconds of gradients of layers first to end - 1."""
     dp = o.dp[option]
     ms_per_byte = 2.0 * (dp - 1) / (dp * o.bandwidth[option] * _MIB)
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
@@ -302,9 +294,9 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
         caps: caps on the milliseconds of a stage, ascending [K].
 
     Returns:
-        sums: the least sum over stages, none slower than each cap [N + 1, L + 1, K]; infinite if none exists.
-        least: lower bounds of the maximum t, o and g [N + 1, L + 1, 3].
-        option, end: the first stage of the completion behind `sums` [N + 1, L + 1, K].
+        sums: least sum over stages, none slower than each cap [N + 1, L + 1, K].
+        least: of the maximum t, o and g [N + 1, L + 1, 3].
+        option, end: first stage of the completion of `sums` [N + 1, L + 1, K].
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
@@ -354,16 +346,15 @@ def best_labels(
     """Search for a plan of at least `fewest` stages that costs less than `best`.
 
     Returns:
-        The origin of each label; the last label of the plan, -1 if none is found; and the number of labels.
+        Origin of each label; the plan's last label, -1: none; number of labels.
     """
     ranks = o.begin.size - 1
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and the pending transfer: numbers, and the bandwidth on its side.
+    # A label: sum, t, o, g, and the pending transfer: numbers, and bandwidth on its side.
     value = np.zeros((room, 6))
-    # Its origin: the previous label, the option, the layers up to its end; the next label at the same place; and
-    # its number of stages, counted up to `fewest`.
+    # Its origin: previous label, option, layers up to its end; next label at the same place; stages, up to `fewest`.
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)
@@ -442,7 +433,7 @@ def best_labels(
 def added(
     origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
 ) -> tuple[Ints, Floats, int]:
-    """Append a label, in larger arrays if they are full; return the arrays and the new count."""
+    """Append a label, in larger arrays if necessary; return the arrays and the count."""
     if made == value.shape[0]:
         value = longer(value, 2 * made)
         origin = longer(origin, 2 * made)
@@ -457,7 +448,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the maximum extra cost of one label over another from its t, o and g, for any completion of both."""
+    """Return the maximum extra cost of one label over another from t, o and g."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -467,10 +458,10 @@ def excess(batches: int, one: Floats, other: Floats) -> float:
 def is_needless(
     value: Floats, origin: Ints, head: int, new: Floats, stages: int, soonest: float, batches: int, slow: float
 ) -> bool:
-    """Return whether an existing label at the same place is as good as the new one, for any next stage.
+    """Return whether an existing label at the same place dominates the new one.
 
-    Unless both pending transfers are equal, the existing label must be better at the least bandwidth of that stage,
-    `slow`, than the new one at the largest.
+    Unless the pending transfers are equal, it must be better at the next stage's least bandwidth, `slow`, than the new
+    one at the largest.
     """
     label = head
     while label >= 0:
@@ -497,7 +488,7 @@ def drop_needless(
     batches: int,
     fast: float,
 ) -> None:
-    """Remove the labels that a new one dominates from their place's list."""
+    """Remove the labels that a new one dominates."""
     before = -1
     label = heads[rank, layer]
     while label >= 0:
@@ -517,7 +508,6 @@ def drop_needless(
 
 
 def _plan_of_sums(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
-    """Return the plan of `sums[0, 0, k]`; see `_rows`."""
     start = 0
     options = []
     bounds = [0]
@@ -529,7 +519,6 @@ def _plan_of_sums(o: Options, chosen: Ints, ends: Ints, k: int) -> Ints:
 
 
 def _plan_of_label(o: Options, origin: Ints, last: int) -> Ints:
-    """Return the plan that ends with a label; see `_rows`."""
     options = []
     bounds = []
     label = last
@@ -541,7 +530,7 @@ def _plan_of_label(o: Options, origin: Ints, last: int) -> Ints:
 
 
 def _rows(o: Options, options: Sequence[int], bounds: Sequence[int]) -> Ints:
-    """Return a plan as rows of groups, dp, tp and first layers [4, S + 1]."""
+    """Return a plan as rows: groups, dp, tp and first layers [4, S + 1]."""
     rows = np.zeros((4, len(bounds)), dtype=np.int64)
     for s, option in enumerate(options):
         rows[:3, s] = o.size[option], o.dp[option], o.tp[option]
@@ -561,7 +550,7 @@ class _Case(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best plan: its order of types, micro-batches and `_rows`, its cost, and the number of labels."""
+    """The best plan, with its `_rows` and the number of labels."""
 
     types: tuple[str, ...]
     batches: int
@@ -579,13 +568,13 @@ def optimum(
     known: Optimum | None = None,
     until: float | None = None,
 ) -> Optimum | None:
-    """Return the plan of least cost, or None if no plan fits.
+    """Return the plan of least cost; None if no plan fits.
 
     Args:
         mixed_tp: whether a replica may have devices of several types.
-        smallest: the least ranks of a stage; all powers of two from there on are searched.
-        known: a known plan, which is returned if there is no better one.
-        until: after this time (of `time.monotonic`) the best plan so far is returned.
+        smallest: least ranks of a stage, a power of two.
+        known: returned if no better plan exists.
+        until: deadline (of `time.monotonic`); then the best plan so far is returned.
     """
     tables = problem.tables
     best = known
@@ -617,16 +606,16 @@ def optimum(
 
 
 def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
-    """Return the better of the best plan and the results of one case, and the number of labels."""
+    """Return the better of the best plan and one case's, and the number of labels."""
     tables = problem.tables
     batches = case.batches
     lowest = case.least[0, 0, 0]
     caps = np.full(1, np.inf)
     if batches > 1 and best is not None:
-        # With a slower stage than this, the pipeline alone costs as much as the best plan.
+        # With a slower stage, the pipeline alone costs as much as the best plan.
         others = batches * tables.generator + case.least[0, 0, 1] + case.least[0, 0, 2] + case.sums[0, 0, 0]
         highest = (best.cost - others) / (batches - 1)
-        # The sums may be computed in another order than the slowest stage: equal ones must not exclude each other.
+        # Equal sums may differ by rounding and must not exclude each other.
         caps = np.geomspace(lowest, max(lowest, highest), _CAPS) * (1.0 + _ROUNDING)
     sums, least, chosen, ends = bounds_of(tables, case.options, caps)
     for k in range(len(caps)):
@@ -643,7 +632,7 @@ def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: in
 
 
 def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
-    """Return the better of the best plan so far and another, which is priced in full."""
+    """Return the better of two plans; the other is priced in full."""
     groups, dp, tp = rows[:3, :-1].copy()
     parts_ms = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
     cost = float(parts_ms.sum())
@@ -657,5 +646,4 @@ def _bound(problem: MetisProblem, batches: int, sums: Floats, least: Floats) -> 
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,11 +1,11 @@
-"""Metis's cost model of an iteration, and its distribution of samples in a stage of several types.
+"""Metis's cost model of an iteration.
 
     s, S      a stage, and the number of stages; its ranks are dp * tp, its layers a to b - 1
     B, mbs    micro-batches of an iteration; samples of one per replica, batch // dp // B
 
 A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
-over its replicas by their speed at one sample, and a replica takes, for its share, the sum over the share's binary
-digits: 5 samples take the time of 4 plus that of 1. Then
+over replicas by their speed at one sample; a share takes the sum over its binary digits: 5 samples take the time of 4
+plus that of 1. Then
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max over types of the last stage of sync        time outside layers
@@ -14,9 +14,7 @@ digits: 5 samples take the time of 4 plus that of 1. Then
           + sum_{s < S - 1} numbers sent / bandwidth          activations (numbers, not bytes, as in Metis)
           + B generator                                       data
 
-with the least bandwidth of any type in a stage, or in a stage and its next. Metis calls the sum "cost": milliseconds.
-
-Example: two stages that take 3 and 5 ms, B = 4, no other costs: 3 * 5 + 3 + 5 = 23 ms.
+in milliseconds, with the least bandwidth of any type in a stage, or in a stage and its next.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generato
 
 
 def parts(plan: StagePlan) -> dict[str, float]:
-    """Return the milliseconds of each part of a plan's iteration; they add up to its cost.
+    """Return the milliseconds of each part of a plan's cost.
 
-    A plan that loses layers, or has an empty stage, is priced as Metis prices it: see `StagePlan.faults`.
+    Faulty plans are priced as in Metis: see `StagePlan.faults`.
 
     Raises:
         ValueError: the profile has no measurement for a stage.
@@ -64,7 +62,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
 
 
 def cost(plan: StagePlan) -> float:
-    """Return the milliseconds of a plan's iteration by Metis's cost model, with all of its stages counted.
+    """Return the milliseconds of a plan's iteration, all stages counted.
 
     Raises:
         ValueError: see `parts`.
@@ -82,12 +80,10 @@ def price(
     """Return the parts [6] of a cost, infinite if something was not measured.
 
     Args:
-        kinds: the type of each rank [N].
-        groups: ranks of each stage [S].
-        dp: replicas of each stage [S].
-        tp: ranks of a replica [S].
+        kinds: type of each rank [N].
+        groups, dp, tp: ranks, replicas, and ranks of a replica of each stage [S].
         bounds: first layer of each stage, and the end [S + 1].
-        count: number of stages to price; S, or 1 for plans that Metis prices by the first stage only.
+        count: stages to price: S, or 1 as Metis does for some plans.
     """
     layers = tables.share.size
     parts_ms = np.zeros(6)
@@ -130,7 +126,7 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether a group's devices are of one type; devices of a type are consecutive."""
+    """Return whether a group's devices are of one type, which are consecutive."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
@@ -146,7 +142,7 @@ def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float
 
 @compiled
 def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
-    """Return the milliseconds of a micro-batch outside its layers, on a group's slowest type; infinite if unknown."""
+    """Return a micro-batch's milliseconds outside layers, on the slowest type; infinite if unknown."""
     m = size_index(tables, mbs)
     most = -np.inf
     for rank in range(start, start + size):
@@ -175,7 +171,7 @@ def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
 
 @compiled
 def size_index(tables: Tables, mbs: int) -> int:
-    """Return the entry of a micro-batch size; -1 if it was not measured at all."""
+    """Return the entry of a micro-batch size; -1: not measured."""
     return int(tables.size_at[mbs]) if 0 < mbs < tables.size_at.size else -1
 
 
@@ -183,7 +179,7 @@ def size_index(tables: Tables, mbs: int) -> int:
 def stage_ms(
     tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, first: int, end: int, batches: int
 ) -> float:
-    """Return the milliseconds of a micro-batch in layers first to end - 1 of a stage; infinite if not measured."""
+    """Return a micro-batch's milliseconds in layers first to end - 1; infinite if not measured."""
     if one_type(kinds, start, size):
         kind = kinds[start]
         m = size_index(tables, tables.batch // dp // batches)
@@ -205,7 +201,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return the milliseconds of a replica for its samples: the sum over their binary digits, largest first."""
+    """Return a replica's milliseconds for its samples, summed over their binary digits."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:
@@ -222,9 +218,9 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
 
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
-    """Return the number of samples of each replica [dp] of a stage: by speed at one sample, with rounding.
+    """Return each replica's number of samples [dp], by speed at one sample.
 
-    A replica is as fast as its first device. If a speed was not measured, all numbers are -1.
+    A replica is as fast as its first device. All are -1 if a speed was not measured.
     """
     speed = np.zeros(dp)
     group = size // dp

@@ -1,4 +1,4 @@
-"""Entry point of Metis's search, the memory-aware one, and the exact optimum of their search space.
+"""Metis's search, the memory-aware one, and the exact optimum of their search space.
 
 Example:
     profile = metis.Profile.load(["a100.json", "v100.json"], hidden=4096, sequence=1024, vocabulary=51200)
@@ -33,10 +33,10 @@ class FoundPlan(StagePlan):
     """The best plan of a search.
 
     Attributes:
-        cost: milliseconds of an iteration by Metis's cost model, all stages counted: `metis.cost` of this plan.
-        steps: steps of the search, counted as in Table 1 of the improved paper; for "exact", the number of labels.
-        claimed: the cost that the published program would print for its best plan, which may count only the first
-            stage or lose layers; None for "exact".
+        cost: `metis.cost` of the plan, in milliseconds.
+        steps: counted as in Table 1 of the improved paper; for "exact", the number of labels.
+        claimed: the cost that the published program prints for its best plan, which may count only the first stage or
+            lose layers; None for "exact".
         claimed_plan: that plan.
     """
 
@@ -57,23 +57,22 @@ def search(
     mixed_tp: bool | None = None,
     groups: Literal["all", "metis"] | None = None,
 ) -> FoundPlan:
-    """Return the best plan of a search: its cost, its steps, and the claim of Metis's own program.
+    """Return the best plan of a search.
 
     Args:
-        profile: profile of the model; one with another number of layers is stretched (`MetisProfile.stretched`).
-        cluster: Metis's or hydragraph's; all of its devices are used.
+        profile: of the model; stretched to `layers` (`MetisProfile.stretched`).
+        cluster: all of its devices are used.
         layers: layers of the model.
         batch: sequences of an iteration.
         order: "naive", Metis's own; "memory", the improved paper's; "exact", the proven least cost.
-        max_tp: the largest tensor-parallel degree. By default the profile's largest, and for "exact" at most 4: beyond
-            that Metis's own measurements are extrapolations.
-        mixed_tp: whether a replica of a stage may have devices of several types, which Metis prices as if all were
-            like the first. By default True for the two searches, as published, and False for "exact".
-        groups: for "exact", the ranks of a stage: "all" powers of two (the default), or "metis", the sizes in its
-            search: none smaller than ranks // stages.
+        max_tp: largest tensor-parallel degree; default: the profile's largest, for "exact" at most 4, since Metis
+            extrapolated larger ones.
+        mixed_tp: whether a replica may have devices of several types, which Metis prices like the first. Default: True
+            for the two searches, as published, and False for "exact".
+        groups: ranks of a stage for "exact": "all" powers of two (default), or "metis": none below ranks // stages.
 
     Raises:
-        ValueError: the profile does not cover the cluster or the batch, or no plan fits; the message says which.
+        ValueError: the profile does not cover the cluster or the batch, or no plan fits.
     """
     if order not in ("naive", "memory", "exact"):
         raise ValueError(f"order is {order!r}: use 'naive', 'memory' or 'exact'")
@@ -92,13 +91,13 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     """Return the plan of least cost; see `search`.
 
     Args:
-        until: after this time (of `time.monotonic`) the best plan so far is returned, for `groups` "all".
+        until: deadline (of `time.monotonic`) for `groups` "all"; then the best plan so far is returned.
     """
     best: Optimum | None = None
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # S stages of at least ranks // S ranks: for each size, the plans with enough stages for that size.
+        # S stages of at least ranks // S ranks: for each size, plans with enough stages for it.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
@@ -109,7 +108,7 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
 
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
-    """Return the best plan of Metis's search or the memory-aware one; see `search`."""
+    """Return the best plan of Metis's or the memory-aware search; see `search`."""
     steps = 0
     best: Best | None = None
     best_types: tuple[str, ...] = ()
@@ -120,7 +119,7 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
         divisions_best = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
-        # The second visit also prices more than the first stage; its steps are the same.
+        # The second visit takes the same steps and prices all stages.
         steps += 2 * divisions_best.steps if twice else divisions_best.steps
         if best is None or divisions_best.cost < best.cost:
             best = divisions_best
@@ -138,10 +137,10 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
-    """Yield orders of types with divisions of the ranks, and whether Metis visits these twice.
+    """Yield orders of types with divisions of ranks, and whether Metis visits these twice.
 
-    On the first visit it prices only the first stage: in every order of types but the first, with the least number of
-    stages above one. Such orders never have one stage.
+    In every order of types but the first, with the least number of stages above one, it first prices only the first
+    stage. Such orders never have one stage.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):

@@ -1,22 +1,22 @@
-"""Metis's search and its memory-aware variant: every division of the devices into stages, then degrees step by step.
+"""Metis's search and its memory-aware variant.
 
-For each order of types, each division of the ranks into stages and each number of micro-batches, every stage begins
-with data parallelism only. Layers go to stages by speed; if some do not fit, speeds are corrected by memory and the
-layers divided again, at most three times. A *step* is a change of degrees (one stage halves dp and doubles tp) or a
-correction. The two orders differ in which stage changes first:
+For each order of types, division of the ranks into stages and number of micro-batches, every stage begins with data
+parallelism only. Layers go to stages by speed; if some do not fit, speeds are corrected by memory and layers divided
+again, at most three times. A *step* is a change of degrees (one stage halves dp and doubles tp) or a correction. The
+orders differ in the stage that changes first:
 
-    NAIVE   the one with least memory left in the last division that fitted; if none did, the one of largest dp
-    MEMORY  the one that was shortest of memory at the first attempt; if all fitted, the one with least memory left
+    NAIVE   least memory left in the last division that fitted; if none did, largest dp
+    MEMORY  shortest of memory at the first attempt; if all fitted, least memory left
 
-A walk ends with the first plan that fits at its first attempt, or when no stage can change; steps that led to no
-plan are not counted (nor does Table 1 count them).
+A walk ends with the first plan that fits at its first attempt, or when no stage can change. As in Table 1, steps that
+led to no plan are not counted.
 
-Metis's program prices some plans by their first stage only: from the second order of types on it begins with divisions
-into two stages but still counts one. `Best.claimed` is the plan it then reports; everything else prices plans in full,
-and skips those that lose layers or leave a stage without any.
+From the second order of types on, Metis's program prices divisions into two stages by their first stage only.
+`Best.claimed` is the plan it then reports; everything else prices plans in full, and skips those that lose layers or
+have an empty stage.
 
-    capacity[s]  [S]  the speed of stage s, as a fraction of all stages' speeds
-    split[q]     [7 L]  each layer in seven equal pieces, which are divided before whole layers are
+    capacity[s]  [S]    the speed of stage s, as a fraction of all stages' speeds
+    split[q]     [7 L]  each layer in seven equal pieces
     owner[q]     [7 L]  the stage of a piece; -1: none yet
 """
 
@@ -40,10 +40,10 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# Pieces of a layer: a stage has a layer if it has more than half of its pieces.
+# Pieces of a layer: a stage with more than half of them has the layer.
 PIECES = 7
 ATTEMPTS = 3
-# Memory of a stage without layers, in MB.
+# MB of a stage without layers.
 LEAST_MB = 0.001
 
 
@@ -51,13 +51,11 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: steps of all walks that led to a plan.
+        steps: of all walks that led to a plan.
         cost: the lowest full price of a plan that can train; infinite without any.
-        batches: micro-batches of that plan.
-        plan: that plan.
-        claimed: the lowest price by Metis's program: in full and, depending on `stages`, by a plan's first only.
-        claimed_batches: micro-batches of the plan that it would print.
-        claimed_plan: the plan that it would print.
+        batches, plan: of that plan.
+        claimed: the lowest price by Metis's program.
+        claimed_batches, claimed_plan: of the plan that it prints.
     """
 
     steps: int
@@ -80,14 +78,14 @@ def walk(
     mixed_tp: bool,
     stages: int,
 ) -> tuple[int, float, int, Ints, float, int, Ints]:
-    """Walk the degrees of some divisions of the ranks into equally many stages; see `Best`.
+    """Walk the degrees of divisions into equally many stages; return the fields of `Best`.
 
     Args:
-        kinds: the type of each rank [N].
-        places: label that the ranks of a replica must share unless `mixed_tp` [N].
-        divisions: ranks of each stage, a row per division [G, S].
+        kinds: type of each rank [N].
+        places: label that a replica's ranks must share unless `mixed_tp` [N].
+        divisions: ranks of each stage [divisions, S].
         mixed_tp: whether a replica may have devices of several types.
-        stages: number of stages that Metis prices on its first visit to these plans.
+        stages: number of stages that Metis prices on its first visit.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -115,7 +113,7 @@ def walk(
             dp[:] = groups
             tp[:] = 1
             pending_steps = 0
-            # Whether `left` and `lacking` are set; the order of changes depends on them.
+            # Whether `left` and `lacking` are set, which determines the order of changes.
             has_left = False
             has_lacking = False
             more = True
@@ -205,7 +203,7 @@ def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: 
 
 @compiled
 def change(dp: Ints, tp: Ints, left: Floats) -> bool:
-    """Halve dp and double tp of the stage with least left among those that can; return whether there is one."""
+    """Halve dp and double tp of the changeable stage with least left; return whether there is one."""
     least = -1
     for s in range(dp.size):
         if dp[s] != 1 and (least < 0 or left[s] < left[least]):
@@ -249,12 +247,10 @@ def divide(
     left: Floats,
     lacking: Floats,
 ) -> tuple[int, int]:
-    """Divide the layers over stages by speed and memory.
-
-    It writes bounds, memory left, and the first attempt's shortage.
+    """Divide layers over stages by speed and memory; write bounds, memory left, and the first attempt's shortage.
 
     Returns:
-        The attempt that fitted (0: none; -1: something was not measured), and the number of attempts that did not.
+        The attempt that fitted (0: none; -1: not measured), and the number of attempts that did not.
     """
     count = groups.size
     speed = np.zeros(count)
@@ -280,7 +276,7 @@ def divide(
 
 @compiled
 def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
-    """Write each stage's speed over all layers, as a fraction of the total; return whether it was measured."""
+    """Write each stage's fraction of all speeds; return whether it was measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
@@ -307,7 +303,7 @@ def memory_mb(
 ) -> bool:
     """Write the MB that each stage needs by Metis's count; return whether it was measured.
 
-    It uses the type of rank 0, and for a stage of several types adds up all replicas of all devices.
+    Like Metis, it uses the type of rank 0, and for a stage of several types adds up all replicas of all devices.
     """
     kind = kinds[0]
     start = 0
@@ -348,7 +344,7 @@ def memory_mb(
 
 @compiled
 def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int) -> float:
-    """Return the measured MB of layers first to end - 1; infinite if not measured."""
+    """Return the measured MB of layers first to end - 1, infinite if not measured."""
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
@@ -360,7 +356,7 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages that are short of memory, and raise the others'; return whether there is room.
+    """Lower the speeds of stages short of memory, and raise the others'; return whether there is room.
 
     A stage with memory left may grow until it is full; others shrink to nine tenths of what fits.
     """
@@ -394,7 +390,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             added[s] += gain
             room[s] -= gain
             missing -= gain
-        if missing == before:  # Metis's program would not end here
+        if missing == before:  # Metis's program would loop here
             return False
     for s in range(count):
         speed[s] = added[s] + lowered[s]
@@ -403,7 +399,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
 
 @compiled
 def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
-    """Divide layers over stages by speed: write the first layer of each stage and the end, which may be too early."""
+    """Divide layers over stages by speed; write first layers and the end, which may be too early."""
     count = speed.size
     layers = share.size
     owner = np.full(split.size, -1, dtype=np.int64)
@@ -428,7 +424,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the piece that fills a stage stays unassigned for now."""
+    """Fill each stage but the last from the front; the piece that would fill a stage stays unassigned."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):
@@ -443,7 +439,7 @@ def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill the last stage from the end: the last layer, then adjacent pieces while capacity is left."""
+    """Fill the last stage from the end: the last layer, then adjacent pieces within its capacity."""
     last = capacity.size - 1
     lowest = split.size
     piece_count = 0
@@ -496,7 +492,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage that has more than half of a layer's pieces; a layer without such a stage is lost."""
+    """Write the stage with more than half of each layer's pieces; other layers are lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -529,7 +525,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer to the stage of most capacity from its neighbour of less if that does no harm; return whether so."""
+    """Move a layer to the stage of most capacity from its neighbour of least, if harmless; return whether it moved."""
     count = capacity.size
     most = 0
     for s in range(1, count):

@@ -1,8 +1,8 @@
-"""Metis's planning problem as numbers: tables of a profile, the devices of a cluster, and a plan for both.
+"""Metis's planning problem as arrays, and its plans.
 
-T  types of devices, in the order in which the cluster's nodes name them
-D  tensor-parallel degrees 1, 2, 4, ...: entry d is degree 2^d
-M  measured micro-batch sizes, ascending; `size_at[mbs]` is a size's entry, -1 if it was not measured
+T  types of devices, in the order of the cluster's nodes
+D  tensor-parallel degrees 2^d
+M  measured micro-batch sizes, ascending; `size_at[mbs]` is a size's entry, -1: not measured
 L  layers
 
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
@@ -28,45 +28,43 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Factor that Metis applies to the measured memory of layers.
+# Metis's factor on the measured memory of layers.
 MEMORY_FACTOR = 5.0
 
 
 class Tables(NamedTuple):
-    """A profile and a cluster as arrays for compiled functions; see the module docstring."""
+    """A profile and a cluster as arrays; see the module docstring."""
 
     upto: Floats
     sync: Floats
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    share: Floats  # [L]: each layer's fraction of all milliseconds, on the profile's first type, at degree and size 1
+    share: Floats  # [L]: each layer's fraction of milliseconds, on the profile's first type, at degree and size 1
     bandwidth: Floats  # [T], in units of 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
     parameters: Floats  # [3]: bytes of the first, of a middle, and of the last layer
-    optimizer: float  # milliseconds of the whole model on one device, twice what was profiled
+    optimizer: float  # milliseconds of the model on one device, twice the profile's
     generator: float  # milliseconds of one micro-batch
-    activation: float  # numbers that a layer sends to the next, per sequence
-    logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
+    activation: float  # numbers that a layer sends on, per sequence
+    logits: float  # numbers that the second-to-last layer sends on, per sequence (as in Metis)
     batch: int  # sequences of an iteration
-    factor: float  # factor on the layers' measured memory for a stage's need
-    per_rank: bool  # whether each device must hold that need itself, rather than all of a stage together
+    factor: float  # factor on measured memory
+    per_rank: bool  # whether each device must hold a stage's need itself
 
 
 @dataclass(frozen=True, eq=False)
 class MetisProblem:
-    """Inputs of planning.
+    """Inputs of Metis's planning.
 
     Attributes:
-        profile: profile of a model with as many layers.
-        cluster: a plan uses all of its devices.
+        cluster: a plan uses all devices.
         batch: sequences of an iteration.
-        max_tp: the largest tensor-parallel degree of a plan.
-        per_rank: hydragraph's rules instead of Metis's: memory is per rank, and must fit into each device of a stage;
-            and the ranks of a replica are in one node.
+        max_tp: largest tensor-parallel degree.
+        per_rank: use hydragraph's rules: memory must fit into each device, and a replica's ranks are in one node.
 
     Raises:
-        ValueError: the profile has no measurements for a type of the cluster, or a number is out of range.
+        ValueError: a type of the cluster was not measured, or a number is out of range.
     """
 
     profile: MetisProfile
@@ -101,7 +99,7 @@ class MetisProblem:
         return np.repeat(np.array(at, dtype=np.int64), [self.cluster.counts[kind] for kind in types])
 
     def places(self, types: Sequence[str]) -> Ints:
-        """Return a label for each rank [N] that all ranks of a replica must share: the type or, per rank, the node."""
+        """Return a label [N] that a replica's ranks must share: the type or, per rank, the node."""
         if not self.per_rank:
             return self.kinds(types)
         ordered = [(n, devices) for kind in types for n, (of, devices) in enumerate(self.cluster.nodes) if of == kind]
@@ -126,7 +124,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # Accumulated from the first layer on, as Metis does: its search breaks ties by the last bit.
+                    # Accumulated like in Metis: its search breaks ties by the last bit.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -167,12 +165,10 @@ class StagePlan:
     """Stages of consecutive ranks, all devices of one type before those of the next.
 
     Attributes:
-        types: the types of devices in the order of ranks: Metis's node sequence.
-        groups: number of ranks of each stage.
+        types: in the order of ranks: Metis's node sequence.
+        groups: ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
         batches: micro-batches of an iteration.
-        layers: number of layers of each stage.
-        problem: the problem that it solves.
     """
 
     types: tuple[str, ...]
@@ -197,12 +193,12 @@ class StagePlan:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """The first layer of each stage, followed by the end: Metis's layer partition."""
+        """The first layer of each stage, and the end: Metis's layer partition."""
         return tuple(int(end) for end in np.cumsum((0, *self.layers)))
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Reasons why the plan cannot train the model, which some of Metis's plans cannot; empty if it can."""
+        """Reasons why the plan cannot train the model."""
         reasons = []
         if sum(self.layers) < self.problem.layers:
             reasons.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
@@ -213,16 +209,15 @@ class StagePlan:
 
     @property
     def lost_sequences(self) -> int:
-        """Maximum number of sequences that a stage omits if batch // dp // B does not divide evenly.
+        """Maximum number of sequences that a stage omits.
 
-        Metis rounds down and prices the rest: with a batch of 6, a stage of dp 4 computes 4.
+        Metis rounds batch // dp // B down: of a batch of 6, a stage of dp 4 computes 4.
         """
         batch = self.problem.batch
         return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
 
 
 def _powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 

@@ -1,7 +1,7 @@
-"""Metis's measurements of a model: milliseconds and memory of layers by type of device, degree and micro-batch size.
+"""Metis's measurements of a model.
 
-They are read from Metis's own folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type
-of device: lists of layers under `samples`, or first, middle and last layer under `by_num_layers`.
+Read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type of device:
+lists of layers under `samples`, or first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Maximum degree and micro-batch size for the optimizer's and the batch generator's milliseconds.
+# Maximum degree and size for milliseconds of optimizer and batch generator.
 _MEASURED = 4
 
 
@@ -28,8 +28,8 @@ class Measurement:
 
     Attributes:
         layers_ms: forward and backward of a micro-batch, layer by layer.
-        forward_backward_ms: time of all layers and of the work between them; the excess is Metis's `fb_sync`.
-        memory_mb: memory of each layer.
+        forward_backward_ms: of all layers and the work between them; the excess is Metis's `fb_sync`.
+        memory_mb: of each layer.
     """
 
     layers_ms: tuple[float, ...]
@@ -51,7 +51,7 @@ class Measurement:
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the measurement for another number of layers: all but the first and the last are like the second."""
+        """Return the measurement for another number of layers, the inner ones like the second."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -63,14 +63,13 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: at least one, all with the same number of layers. Metis's layer balancer uses the layers of the
-            first one's type.
-        parameters_bytes: parameters of the first, of a middle, and of the last layer.
-        optimizer_ms: optimizer time of the whole model, as given in a file of measurements.
-        batch_generator_ms: time of the data of one micro-batch.
-        hidden: numbers per token that one layer sends to the next.
+        measurements: of one number of layers. Metis's layer balancer uses the first one's type.
+        parameters_bytes: of the first, a middle, and the last layer.
+        optimizer_ms: of the whole model.
+        batch_generator_ms: of one micro-batch.
+        hidden: numbers per token that a layer sends on.
         sequence: tokens of a sequence.
-        vocabulary: numbers per token in the output of the last layer.
+        vocabulary: numbers per token of the output.
     """
 
     measurements: Mapping[tuple[str, int, int], Measurement]
@@ -97,9 +96,9 @@ class MetisProfile:
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
     def stretched(self, layers: int) -> MetisProfile:
-        """Return the profile for another number of layers, with the improved paper's method (4.1).
+        """Return the profile for another number of layers (section 4.1 of the improved paper).
 
-        The layers between the first and the last must be equal; the optimizer's time grows with the layers.
+        Inner layers must be equal; the optimizer's time grows with the layers.
         """
         if layers == self.layers:
             return self
@@ -124,15 +123,15 @@ class MetisProfile:
         sequence: int | None = None,
         vocabulary: int | None = None,
     ) -> MetisProfile:
-        """Read files of measurements; from a folder, all files that follow Metis's naming.
+        """Read files of measurements, or a folder of files named like Metis's.
 
         Args:
-            paths: a folder, a file, or several files; the first file's type comes first.
-            layers: the number of layers to read if a file contains several; by default the least.
-            hidden: see `MetisProfile`; required if no file contains it, as in Metis's own. The next two also are.
+            paths: a folder, or files; the first file's type comes first.
+            layers: number of layers to read if a file has several; default: the least.
+            hidden, sequence, vocabulary: see `MetisProfile`; required if no file has them, as in Metis's own.
 
         Raises:
-            ValueError: a file is not a profile, or something is missing; the message says which and what.
+            ValueError: a file is not a profile, or something is missing.
         """
         files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
         if len(files) == 1 and files[0].is_dir():
@@ -147,7 +146,7 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from the first file that the operating system lists, which in the published runs was such.
+        # Metis takes these from the first file listed by the operating system, like this one in the published runs.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(
@@ -161,8 +160,6 @@ class MetisProfile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Contents of one measurement in a file."""
-
     type: str
     tp: int
     size: int
