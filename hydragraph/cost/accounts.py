@@ -36,7 +36,7 @@ class TimeKind(Enum):
     OTHER = "between instructions"
 
 
-# A rank's own time; it waits for other ranks because of theirs.
+# A rank's own time.
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
@@ -79,7 +79,6 @@ class _OpenAccount:
         self.transfers: dict[str, float] = {}
 
     def wait(self, kind: TimeKind, begin: float, end: float, issued: float) -> None:
-        """Add a wait for a message that its last sender issued at `issued`."""
         late = min(max(issued - begin, 0.0), end - begin)
         self.seconds[TimeKind.LATE] += late
         self.seconds[kind] += end - begin - late
@@ -94,7 +93,7 @@ class _OpenAccount:
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
     """Return every rank's account of one traced iteration.
 
-    A difference between the clocks of hosts moves as much of each wait from `LATE` to the transfer, or back.
+    Clock differences between hosts move seconds between `LATE` and transfers.
 
     Args:
         ranks: each rank's events of that iteration.
@@ -109,7 +108,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
         open_account, commit = _measured(rank, events, issued)
         sums.append(open_account)
         commits.append(commit)
-    # The last rank at the commit does not wait: its time there is the cost of the commit.
+    # The last rank at the commit does not wait: its time is the commit's.
     own = min(commits, default=0.0)
     for open_account, commit in zip(sums, commits, strict=True):
         open_account.seconds[TimeKind.COMMIT] += own
@@ -136,7 +135,6 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
 def _measured(
     rank: int, events: Sequence[TraceEvent], issued: Callable[[Value, int], float]
 ) -> tuple[_OpenAccount, float]:
-    """Return a rank's sums, and the seconds of its commit with the wait for other ranks."""
     computing = sorted((e for e in events if e.stream == Stream.COMPUTE.value), key=lambda e: (e.begin, -e.end))
     sums = _OpenAccount()
     commit = 0.0
@@ -163,7 +161,7 @@ def _measured(
 
 def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
     """Yield events, sorted by start, with their seconds excluding nested events."""
-    open_: list[tuple[TraceEvent, float]] = []  # with the seconds of their nested events
+    open_: list[tuple[TraceEvent, float]] = []
     for event in events:
         while open_ and open_[-1][0].end <= event.begin:
             yield _closed(open_)
@@ -188,7 +186,7 @@ def _stream_of(value: Value) -> Stream:
 
 
 def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
-    """Return every rank's account of a simulated iteration; ranks of a stage have the same one."""
+    """Return every rank's account of a simulated iteration."""
     issued = _simulated_issues(timeline)
     accounts = [_predicted(timeline, a, issued) for a in range(len(timeline.actors))]
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
@@ -216,7 +214,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _OpenAccount()
-    free = 0.0  # when computation could continue
+    free = 0.0
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):

@@ -1,7 +1,7 @@
 """Actors: the ranks of a stage, simulated as one.
 
-Ranks of a stage differ only in their partners for sends and receives, as do stages of equal pipelines, so a thousand
-ranks have a few dozen different programs. Each is compiled once.
+Ranks of a stage, and stages of equal pipelines, differ only in their partners, so a thousand ranks have a few dozen
+different programs.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline that it serves, or of its interleaved stages.
-        layers: the half-open range that it computes, of each interleaved stage.
+        roles: of its stage in every pipeline, or of its interleaved stages.
+        layers: half-open range of each interleaved stage.
         program: of one rank of an equal actor.
         of: returns the instructions of each of its ranks.
     """
@@ -121,7 +121,7 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """Its ranks, for people: "rank 3", "ranks 0-7"."""
+        """Text such as "rank 3" or "ranks 0-7"."""
         ranks = self.ranks
         if len(ranks) == 1:
             return f"rank {ranks[0]}"
@@ -163,7 +163,7 @@ def stage_actors(
     """Lower a strategy to one actor per stage with work, and one per rank without.
 
     Raises:
-        ValueError: the arguments do not fit one another.
+        ValueError: the arguments do not match.
     """
     strategy.check(outline.layers, ranks)
     placement = place(outline, strategy, micro_batches)
@@ -206,7 +206,7 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
     """Return the actors of programs that were lowered one by one.
 
     Raises:
-        ValueError: ranks of a stage run different instructions; the error names the first difference.
+        ValueError: ranks of a stage run different instructions.
     """
     stages: dict[object, list[RankProgram]] = {}
     key: object
@@ -227,7 +227,6 @@ def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
 
 
 def _placed(role: Role, visit: int, ranks: Mapping[tuple[int, int], tuple[int, ...]]) -> PlacedRole:
-    """Return a role with its neighbours' ranks, given the ranks of every (pipeline, stage)."""
     pipeline = role.pipeline
     depth = sum(there == pipeline for there, _ in ranks)
     previous, following = (ranks.get((pipeline, role.stage + step), ()) for step in (-1, 1))

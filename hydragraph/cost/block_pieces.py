@@ -27,7 +27,7 @@ class MemoryLines:
     Attributes:
         output, saved, forward, backward: of the footprint.
         keeps: the inputs that it saves unchanged.
-        added: whether products accumulate gradients in place, instead of making them first.
+        added: whether products accumulate gradients in place.
     """
 
     output: tuple[float, float]
@@ -46,8 +46,7 @@ class BlockPiece:
         seconds: of forward and backward together for one micro-batch; approximate if those are tables.
         parameters: elements of its weights on the rank.
         kept: bytes per token, from a forward to its backward.
-        working: bytes per token of temporary values.
-        fixed: bytes of temporary values that do not depend on the tokens.
+        working, fixed: bytes of temporary values, per token and in addition.
         frozen: elements of its weights that get no gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
         reduced: number of hidden states that its tensor-parallel ranks sum in forward and backward, if these seconds
@@ -70,7 +69,7 @@ class BlockPiece:
 
     @classmethod
     def apart(cls, forward: Curve, backward: Curve, **sizes: Any) -> BlockPiece:
-        """Return a piece with separate forward and backward curves; `sizes` are its other fields."""
+        """Return a piece with separate curves; `sizes` are the other fields."""
         one, two = (c.constants() if isinstance(c, Table) else c for c in (forward, backward))
         together = Constants.sum([(1, one), (1, two)])
         return cls(together, **sizes, forward=forward, backward=backward)
@@ -84,7 +83,7 @@ class BlockPiece:
         """Return the forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
-        # Backward computes two products for each of the forward's, and repeats the forward's if it recomputes.
+        # Backward computes two products for each of the forward's.
         part = 1 / 4 if recompute else 1 / 3
         return self.seconds.times(part), self.seconds.times(1 - part)
 

@@ -1,8 +1,7 @@
 """Bytes that a rank sends to others of its stage while it computes a block under tensor parallelism.
 
 For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends (t -
-1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The few numbers per token for the loss of a sharded head
-are left out.
+1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The loss of a sharded head is left out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _moved(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes of a collective's whole tensor, twice for an all-reduce; 0 for other operators."""
+    """Return the bytes of a collective's whole tensor, twice for an all-reduce."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
     # A reduce-scatter's operand is whole and its result a part; an all-gather's the reverse. A start's value is both.

@@ -54,7 +54,7 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 
 
 class Scratch(NamedTuple):
-    """Buffers of `replay`: the ends of forwards and backwards [S, V], and the progress of each stage and row [S].
+    """Buffers of `replay`: ends [S, V], and progress of each stage and row [S].
 
     After a replay, `clock` is the end of each row's last action.
     """
@@ -86,10 +86,8 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
 
     Args:
         table: of at least `stages` stages and `count` micro-batches; further ones are skipped.
-        stages: number of stages.
         rows: seconds by micro-batch number [M, S, 5].
         order: micro-batch number at each position; the first `count` are read.
-        count: number of micro-batches.
         scratch: for at least `stages` stages and `count` micro-batches.
     """
     work, micro_batch, skip, stage = table
@@ -100,8 +98,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # Each stage continues until it waits for a neighbour. Stages take turns, down the pipeline for forwards, then up
-    # for backwards.
+    # Each stage continues until it waits for a neighbour; stages take turns, down for forwards, then up for backwards.
     down = True
     waiting = True
     while waiting:

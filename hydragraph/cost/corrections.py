@@ -8,11 +8,7 @@ of the latest samples.
     factor of a kind   the median of all samples of the type's other ranks, from 1/4 to 4
     rate of a rank     the slowdown of a straggler beyond these factors
 
-Example: three ranks; backwards take 1.1 times what was predicted, on rank 2 1.54 times.
-
-    backward x1.1 (the median without rank 2), and a health in which rank 2 has rate 1.4
-
-Ranks of one tensor-parallel stage wait for one another inside a block, so they look alike and are not identified.
+Stragglers within a tensor-parallel stage are not identified, since its ranks wait for one another.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from hydragraph.spec.stage_kind import StageKind
 
 LEAST = 5  # samples of a rank needed for a correction
 WINDOW = 64  # latest samples kept
-BOUND = 4.0  # a factor beyond it indicates another problem
+BOUND = 4.0
 BEHIND = 1.1  # a straggler is slower than this
 CERTAIN = 4.0  # standard errors of a rank's median
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
@@ -154,7 +150,6 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     Transfers are not part of the profile: `Costs` corrects their bytes.
 
     Args:
-        profile: of one type of device.
         corrections: of runs priced with it.
         type_: of device; None: all.
     """
@@ -170,7 +165,7 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     update = profile.update
     if update is not None:
         update = update[0] * factors[TimeKind.UPDATE], update[1] * factors[TimeKind.UPDATE]
-    # A scheme's constants cover forward and backward; the forward is about a third.
+    # The forward is about a third of a scheme's seconds.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
     commit = factors[TimeKind.COMMIT]

@@ -35,7 +35,6 @@ class CostedWork:
         self._strategy = strategy
         self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
         self.placement = place(costs.outline, strategy, assignment.counts)
-        # The stages that take part in an exchange.
         self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
         self._last = {bucket_of(name): name for op, name in self.users if op is Op.PUSH}
         self._where = {stage.ranks[0]: stage for stage in self.placement.stages}
@@ -128,8 +127,7 @@ class CostedWork:
     def ring_bytes(self) -> dict[tuple[int, int], float]:
         """Return the bytes that each rank sends to the next one of its stage in tensor-parallel sums.
 
-        A ring sum sends 2 (t - 1) / t hidden states from each of t ranks. Sums included in measured curves are not
-        counted.
+        Sums included in measured curves are not counted.
         """
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:

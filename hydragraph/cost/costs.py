@@ -54,16 +54,16 @@ class Costs(Pricing):
     Args:
         profile: of the model, for every type of device of the cluster.
         cluster: one device per rank.
-        health: rates of ranks; None: the rates of the corrections; without corrections, all ranks are healthy.
+        health: rates of ranks; None: those of the corrections.
         home: owners of weights and optimizer state. A rule chooses them for the priced strategy (`of_strategies`), as
             in a run; None: the rule "auto". Without nodes of its own, copies use the cluster's nodes.
         blocks: exact memory of compiled graphs; None: the profile's lines.
-        state_bytes: per trained element at home: its weight and optimizer state.
+        state_bytes: of weight and optimizer state, per trained element.
         push_itemsize: bytes of a pushed gradient's element.
         corrections: from runs priced with these costs (`hydragraph compare`).
 
     Raises:
-        Unsupported: the profile does not cover a type of the cluster, or knows no blocks.
+        Unsupported: the profile has no blocks, or not every type of the cluster.
         ValueError: the home or the health is for other ranks.
     """
 
@@ -94,7 +94,7 @@ class Costs(Pricing):
         home: Home | None = None,
         corrections: Corrections | None = None,
     ) -> Costs:
-        """Return the costs with another profile, cluster, health, home or corrections."""
+        """Return the costs with other arguments."""
         costs = Costs(
             profile or self.profile,
             cluster or self.cluster,
@@ -120,7 +120,7 @@ class Costs(Pricing):
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return the costs under the home chosen for some strategies together; unchanged if their home has no rule.
+        """Return the costs under the home chosen for some strategies; unchanged if the home has no rule.
 
         Args:
             tokens: of the largest micro-batch, whose memory is reserved; default: as many as use a device well.
@@ -135,7 +135,7 @@ class Costs(Pricing):
         return self._of_strategies[strategies]
 
     def home_question(self, strategies: Sequence[Strategy], home: Home, tokens: int | None = None) -> HomeQuestion:
-        """Return the inputs for choosing a home's owners; arguments as for `of_strategies`."""
+        """Return the inputs for choosing a home's owners; see `of_strategies`."""
         largest = max((bucket.size for bucket in self.buckets), default=0)
         messages = IN_FLIGHT * largest * (self.sizes.itemsize + GRADIENT_BYTES)
         beside = [0.0] * self.ranks
@@ -176,8 +176,7 @@ class Costs(Pricing):
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return the cost of each pipeline of a strategy.
 
-        A shared stage is slower for each of its pipelines (`cost.shared_stage_costs`), and holds the micro-batches in
-        flight of all of them.
+        A shared stage is slower (`cost.shared_stage_costs`), and holds the micro-batches of all its pipelines.
 
         Raises:
             Unsupported, ValueError: as for `pipeline`.
@@ -196,7 +195,7 @@ class Costs(Pricing):
 
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = self.useful_tokens(pipeline)
-        # The slowest stage may depend on the length: compare at the length that uses the devices well.
+        # The slowest stage may depend on the length.
         by_row: dict[int, list[Constants]] = {}
         for stage, row in zip(stages, pipeline.rows, strict=True):
             by_row.setdefault(row, []).append(stage.constants)
@@ -218,7 +217,7 @@ class Costs(Pricing):
         )
 
     def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
-        """Reject constants fitted to noise: real attention never has a = 0, and a real stage never b = 0."""
+        """Reject constants fitted to noise; see `Constants.failed`."""
         curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
         if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
             raise Unsupported(
@@ -269,8 +268,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to a strategy's iterations.
 
-        They are the extra seconds of a simulated iteration of two micro-batches per stage, with as many tokens as use a
-        device well: computation hides part of the traffic.
+        They are simulated for two micro-batches per stage, since computation hides part of the traffic.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)
@@ -283,7 +281,6 @@ class Costs(Pricing):
         return self._fixed[key]
 
     def _filled(self, strategy: Strategy, shortest: int = 1) -> Assignment:
-        """Return an iteration that fills the pipelines with micro-batches that use a device well."""
         counts = [FILLED * len(p.stages) for p in strategy.pipelines]
         return Assignment.even(counts, [max(shortest, self.useful_tokens(p)) for p in strategy.pipelines])
 
@@ -317,12 +314,10 @@ class Costs(Pricing):
         return CostedWork(self.of_strategies(strategy), strategy, assignment)
 
     def memory(self, strategy: Strategy, assignment: Assignment | None = None) -> tuple[Memory, ...]:
-        """Return an upper bound of every rank's peak memory: every exchange takes as long as it may.
-
-        `hg.simulate(...).memory` knows when exchanges end and is tighter.
+        """Return an upper bound of every rank's peak memory; `hg.simulate(...).memory` is tighter.
 
         Args:
-            assignment: default: two micro-batches per stage, of as many tokens as use a device well.
+            assignment: default: two micro-batches per stage.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).memory(strategy, assignment)

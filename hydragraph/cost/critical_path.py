@@ -1,4 +1,4 @@
-"""The critical path of a simulated iteration: the chain of waits from its end back to its beginning, in words."""
+"""The critical path of a simulated iteration: the chain of waits from its end back to its beginning."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class PathStep:
 
     Attributes:
         kind: "computing", "pulling weights", ...
-        what: a description of the step.
         begin_s, end_s: seconds from the start of the iteration.
-        ranks: the ranks that did it.
         op: of its first instruction.
     """
 
@@ -56,7 +54,7 @@ class PathStep:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Steps in order of time; they fill the iteration without a gap."""
+    """Steps in order of time, without gaps."""
 
     steps: tuple[PathStep, ...]
 
@@ -88,7 +86,7 @@ class CriticalPath:
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
     """Return the chain of waits that ends with the last instruction."""
-    # Neighbours of one kind on one actor form one step: readers want stages and transfers, not a thousand blocks.
+    # Neighbours of one kind on one actor form one step.
     chain = list(_chain(times))
     chain.reverse()
     steps: list[PathStep] = []

@@ -1,4 +1,4 @@
-"""Curves: the seconds of a piece of work for one micro-batch, as constants or as a table of measurements."""
+"""Curves: seconds of some work for one micro-batch, as constants or as a table of measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: except with windows, real attention has a > 0 and a real stage b > 0."""
+        """Whether the fit failed: without windows, real attention has a > 0 and a real stage b > 0."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -95,13 +95,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class Table:
-    """Measured seconds, by (sequences, total tokens).
+    """Measured seconds: rows of (sequences, total tokens, seconds).
 
     Seconds are interpolated linearly over the tokens T, then over the length sum l^2 / sum l. The first line is
     extended down to 0 seconds, the last one to twice as many tokens.
-
-    Attributes:
-        rows: (sequences, tokens, seconds).
     """
 
     rows: tuple[tuple[int, int, float], ...]
@@ -131,7 +128,7 @@ class Table:
         """Return the seconds of a micro-batch.
 
         Raises:
-            Unsupported: it is more than twice as large as the largest measurement.
+            Unsupported: it has more than twice the tokens of the largest measurement.
         """
         tokens = load.tokens
         if tokens <= 0:
@@ -164,7 +161,7 @@ class Table:
         return min(least)
 
     def constants(self) -> Constants:
-        """Return approximate constants for search, without a quadratic part if all measurements have one length."""
+        """Return approximate constants for search."""
         import numpy as np
         from scipy.optimize import nnls  # only needed for fitting
 
@@ -189,7 +186,7 @@ Curve = Constants | Table
 
 
 def curve_record(curve: Curve) -> Any:
-    """Return a JSON value: {a, b, c}, with windows also `near`, or a list of [sequences, tokens, seconds]."""
+    """Return a JSON value: {a, b, c, near}, or a list of [sequences, tokens, seconds]."""
     if isinstance(curve, Table):
         return [list(row) for row in curve.rows]
     record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}
@@ -199,7 +196,7 @@ def curve_record(curve: Curve) -> Any:
 
 
 def read_curve(data: Any) -> Curve:
-    """Read the result of `curve_record`; constants of older files have no `near`."""
+    """Read the result of `curve_record`."""
     return read_constants(data) if isinstance(data, dict) else Table(tuple(tuple(row) for row in data))
 
 

@@ -1,9 +1,8 @@
 """A profile from a datasheet: a model's operations and bytes at fractions of a device's rates.
 
 A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward; attention over H
-heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if it is causal, and twice that backward.
-With a window or chunks, the pairs of `Reach` replace L^2. A backward also repeats recomputed operations.
-Tensor-parallel sums are priced separately, from the links of their ranks.
+heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if causal, and twice that backward. With a
+window or chunks, the pairs of `Reach` replace L^2. Tensor-parallel sums are priced separately.
 
 Kernels follow a roofline (`Roofline`) unless `efficiency` gives one fraction of the peak for all operations.
 """
@@ -58,11 +57,11 @@ class Roofline:
 
 Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
 ROOFLINE = Roofline()
-KERNELS = 2  # per product of a forward: itself, and the fused element-wise operators before it
+KERNELS = 2  # per product of a forward, with the fused element-wise operators
 # Kind of run -> number of published runs, and the mean relative error of their predicted seconds
 # (`benchmarks/published_runs.py`, 2026-11-28).
 PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}
-# AdamW per element in fp32: reads weight, gradient and two moments, writes weight and two moments.
+# AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
 
 
@@ -77,9 +76,8 @@ def datasheet(
 
     Args:
         efficiency: fraction of `flops_per_s` that computation reaches, in (0, 1]; None: by `ROOFLINE`.
-        degrees: tensor-parallel degrees to price; default: all that divide the heads, up to the cluster's size.
-        compiled: returns a block's graphs (`passes.variants.Variants.get`), for their memory; None: pass `blocks` to
-            `Costs` if memory matters.
+        degrees: tensor-parallel degrees to price; default: all that divide the heads.
+        compiled: `passes.variants.Variants.get`, for memory; None: pass `blocks` to `Costs` if memory matters.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
@@ -145,13 +143,7 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
 
 @dataclass(frozen=True)
 class _Rates:
-    """Rates of a device.
-
-    Attributes:
-        flops_per_s: of products of large matrices.
-        bytes_per_s: the datasheet's bandwidth.
-        roofline: whether other kernels are slower.
-    """
+    """Rates of a device; `flops_per_s` is that of products of large matrices."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -168,7 +160,6 @@ class _Rates:
 
     @property
     def attention(self) -> float:
-        """FLOP/s of attention."""
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
     def launches(self, products: int) -> float:
@@ -282,13 +273,13 @@ def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
 
 
 def _linear_attention(node: fx.Node) -> list[tuple[float, int, int]]:
-    """Return the gated delta rule's products per token: three with the state, four within a chunk."""
+    """Return the products of the gated delta rule: three with the state, four within a chunk."""
     keys, (heads, values) = int(value_of(node.args[1]).shape[2]), map(int, value_of(node.args[2]).shape[1:])
     return [(3.0 * heads, keys, values), (2.0 * heads, CHUNK, keys), (2.0 * heads, CHUNK, values)]
 
 
 def reaches_of(template: Template) -> frozenset[Reach]:
-    """Return the reaches of a template's attention, the only operator with quadratic work."""
+    """Return the reaches of a template's attention."""
     return frozenset(_reach(node) for node in template.graph.graph.nodes if node.target in ATTENDING)
 
 
@@ -305,6 +296,5 @@ def _attention(node: fx.Node) -> float:
 
 
 def _sums(program: Program, block: Block) -> tuple[int, int]:
-    """Return how many hidden states a stage's ranks sum in forward and backward."""
     where = [n.args[1] for n in program.templates[block.template].graph.graph.nodes if n.target is communicate]
     return where.count("exit"), where.count("enter")

@@ -1,7 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-An actor computes ahead of the clock as long as the ends of all its inputs are known. Transfers share ports and cards,
-so their ends are known only when the clock reaches them (`cost.shared_ports`). Events never begin before the clock.
+An actor computes ahead of the clock as long as the ends of its inputs are known. Ends of transfers are known only when
+the clock reaches them (`cost.shared_ports`). Events never begin before the clock.
 
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
@@ -56,7 +56,7 @@ class Times:
 
 @dataclass(eq=False)
 class _Meeting:
-    """An exchange: each actor's number of missing partners, and the time and number of the last one to arrive."""
+    """An exchange: each actor's number of missing partners, and the last one to arrive."""
 
     passage: Passage
     left: np.ndarray
@@ -87,7 +87,7 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when the sums of pushes were ready to hand on
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be handed on
         self._at = [0] * len(actors)  # position of each actor in its compute queue
         self._clock = [0.0] * len(actors)  # end of its last computation
         self._latest = [-1] * len(actors)  # the index of that computation
@@ -148,7 +148,6 @@ class Engine:
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
-        """Run an actor's computations as long as the ends of their inputs are known."""
         program = self.actors[a].program
         times = self.times[a]
         durations = self._durations[a]
@@ -194,7 +193,7 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Let an actor enter the commit once its transfers have ended; return whether all actors have."""
+        """Enter the commit if the transfers have ended; return whether all actors have entered."""
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -220,7 +219,6 @@ class Engine:
         return True
 
     def _transfer(self, a: int, queue: int) -> None:
-        """Begin a queue's next transfer if the one before it has ended and its inputs are ready."""
         while self._next[a][queue] < len(self._queues[a][queue]) and self._free[a][queue] >= 0:
             i = self._queues[a][queue][self._next[a][queue]]
             ready = self._free[a][queue]
@@ -258,7 +256,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the second half: the wait between the halves also counts as time alone
+        if i in self._summed[a]:  # the wait between the halves counts as time alone
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready
@@ -267,7 +265,7 @@ class Engine:
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        """Let an actor enter an exchange; begin it for the actors whose partners have all entered."""
+        """Enter an exchange; begin it for the actors whose partners have all entered."""
         meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
         # Both ends are on one rank, so the exchange completes immediately.
         row = meeting.passage.partners[a]
@@ -280,7 +278,6 @@ class Engine:
                 last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equal ones
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
-        # Every partner waits for the last of its own partners, which differ.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a
@@ -343,7 +340,7 @@ class Engine:
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)
-        # To a stage of more ranks, this one sends several times; the last send completes the message.
+        # To more ranks, this one sends several times; the last send completes the message.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]

@@ -16,12 +16,12 @@ from hydragraph.spec.cluster import Cluster
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return the elements that each rank sends to each other rank in a pull or a push [ranks, ranks].
+    """Return the elements that each rank sends to each other in a pull or a push [ranks, ranks].
 
     Args:
         owners: the bucket's home layout.
         stages: the ranks of each stage that uses it, in tensor-parallel order.
-        splits_tokens: whether ranks of a stage see different tokens, so their gradients are partial sums.
+        splits_tokens: whether gradients of a stage's ranks are partial sums.
         ranks: size of the world.
     """
     from hydragraph.ir.link_volume import copied, reduced  # needs numba, which prices without traffic do not
@@ -35,13 +35,13 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     """Return the messages of an exchange.
 
     If ranks on several nodes send equally much to all others, the exchange is a collective: NCCL and gloo use one ring
-    per network card of a node, so each part enters each node once.
+    per network card.
 
     Args:
-        sent: elements that each rank sends to each other rank [ranks, ranks].
+        sent: elements [ranks, ranks].
         itemsize: bytes of an element.
     """
-    # Most pairs exchange no data: numpy finds the others six times as fast in one row of booleans.
+    # Most pairs exchange no data: numpy is six times as fast on one row of booleans.
     at = np.flatnonzero(sent != 0)
     src, dst = np.divmod(at, sent.shape[1])
     size = sent.ravel()[at].astype(np.float64) * itemsize
@@ -53,7 +53,6 @@ def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
 
 
 def _along_rings(cluster: Cluster, size: float) -> Transfers:
-    """Return the messages of rings through all ranks that pass on `size` bytes in total."""
     nodes: dict[int, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         nodes.setdefault(device.node, []).append(rank)

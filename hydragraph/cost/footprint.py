@@ -1,4 +1,4 @@
-"""Memory of one compiled block for one micro-batch: its graphs' values, each storage counted once."""
+"""Memory of one compiled block for one micro-batch; each storage counts once."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class HalvesFootprint:
     """Memory of the two halves of a block's backward for one micro-batch, in bytes.
 
     Attributes:
-        first, second: the peaks of the halves' own values, results included.
-        postponed: what the input half makes, or keeps of the saved values, for the weight half.
+        first, second: peaks of the halves' own values, results included.
+        postponed: what the input half makes or keeps for the weight half.
         keeps: values that it keeps unchanged: "hidden", "aux", "output" or "tangent".
     """
 
@@ -53,10 +53,10 @@ class Footprint:
     """Memory of one block for one micro-batch, in bytes.
 
     Attributes:
-        output: its hidden state (the last block: its loss).
-        saved: what its forward saves beyond inputs and output.
-        keeps: the values that it saves unchanged: "hidden", "aux" or "output".
-        forward, backward: the peak of its graphs' own values, results included.
+        output: hidden state (the last block: loss).
+        saved: by the forward, beyond inputs and output.
+        keeps: values saved unchanged: "hidden", "aux" or "output".
+        forward, backward: peaks of the graphs' own values, results included.
         gradients: of its parameters.
     """
 
@@ -139,7 +139,7 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return a block's footprint as lines over its tokens, through those at 1,024 and 2,048 tokens per rank.
+    """Return a block's footprint as lines over tokens, through those at 1,024 and 2,048 tokens per rank.
 
     One sequence is assumed; each further one adds 4 bytes per attention.
     """
@@ -170,7 +170,7 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
-    """Return the bytes per token of a graph's first result: for a block, the hidden state."""
+    """Return the bytes per token of a graph's first result, such as a hidden state."""
     hidden = value_of(_results(graph)[0])
     return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
@@ -223,7 +223,7 @@ class Sizes:
         return round(math.prod(map(self.number, value.shape)) * value.dtype.itemsize)
 
     def number(self, size: int | torch.SymInt) -> float:
-        """Return a size of the trace as a number for the micro-batch."""
+        """Convert a size of the trace."""
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
             return int(size)
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
@@ -249,9 +249,7 @@ class _Lives:
     """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds.
 
     Attributes:
-        nodes: number of nodes of the graph.
-        begin, end: the first node that makes a storage, and the last that reads it.
-        constant, tokens, bounds: of each storage's bytes.
+        begin, end: first node that makes a storage, last that reads it.
         heads: nodes of fused heads, which have temporary bytes.
     """
 
@@ -298,7 +296,6 @@ def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
 
 
 def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
-    """Return a tensor's (constant, tokens, bounds); see `_Lives`."""
     constant = float(tensor.dtype.itemsize)
     of_tokens = of_bounds = 0
     for size in tensor.shape:

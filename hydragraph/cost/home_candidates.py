@@ -33,9 +33,7 @@ def candidates(
 
     Args:
         users: by strategy number, the stages that use the bucket.
-        weights: of the strategies.
         ability, nodes: of each rank [ranks].
-        copies: of the state.
         wide: whether to consider more candidates than those by need.
     """
     ranks = len(ability)
@@ -70,12 +68,7 @@ def subsets(ranks: int) -> list[Parts]:
 
 
 def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iterator[Parts]:
-    """Yield fractions of two copies together, at most half on each node.
-
-    Args:
-        parts: of one copy.
-        ability, nodes: of each rank.
-    """
+    """Yield fractions of two copies together, at most half on each node."""
     places = np.asarray(nodes)
     numbers = np.unique(places)
     of_node = [float(parts[places == node].sum()) for node in numbers]

@@ -10,10 +10,7 @@ and among equal candidates the one that moves fewest bytes, then the one with th
 one after another, so each bucket is chosen alone. If the result does not fit a rank's memory, a linear program chooses
 for all buckets at once (`cost.home_room`).
 
-Buckets of equal form used by the same stages are one class. For one strategy on equal links, parts by need are chosen,
-except for stages of different degrees in small worlds.
-
-Example: <[0]x2,[1]x2> + <[2]x2,[3]x2>. Ranks 0 and 2 own half of the first layers each, 1 and 3 of the others.
+Buckets of equal form used by the same stages are one class.
 """
 
 from __future__ import annotations
@@ -48,9 +45,6 @@ class HomeQuestion:
     """Inputs of a choice, which is deterministic: ranks with equal inputs agree.
 
     Attributes:
-        outline, buckets: of the model.
-        strategies: that run.
-        cluster: of the ranks.
         home: whose owners are chosen; its shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of the strategies; None: all equal.
@@ -71,7 +65,7 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets of equal form used by the same stages.
+    """Buckets with a common choice.
 
     Attributes:
         users: by strategy number, the stages that use them.
@@ -152,7 +146,7 @@ class _Choice:
         return self._repaired(classes) or best
 
     def classes(self, without: Sequence[str]) -> list[BucketClass]:
-        """Return the classes of used buckets, except the named ones."""
+        """Return the classes of used buckets, except `without`."""
         question = self._question
         holders = [
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
@@ -193,7 +187,7 @@ class _Choice:
         return [choices[i] for i in order]
 
     def price(self, each: BucketClass, parts: Parts) -> tuple[float, float]:
-        """Return the expected seconds and bytes per iteration of one bucket of a class."""
+        """Return the expected seconds and bytes of one bucket of a class."""
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
         if key not in self._known:

@@ -8,8 +8,7 @@ copies and room for M_r elements on rank r, choose the fraction x_kc of the clas
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets use one candidate as far as x allows; the others of a class share the remainder. With one copy, single
-ranks are candidates, so anything that fits in total is feasible.
+Whole buckets use one candidate as far as x allows; the others of a class share the remainder.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def within(
     Args:
         counts, sizes: number of buckets of each class, and elements of one with all copies.
         choices, seconds: candidates of each class, and their seconds.
-        room: elements that each rank has memory for [ranks].
+        room: M [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit
 

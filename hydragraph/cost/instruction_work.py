@@ -19,7 +19,7 @@ NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
 class Priced(Protocol):
-    """Costs that a simulation needs."""
+    """Costs of instructions."""
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
         """Return the seconds of a block's forward or whole backward for each micro-batch, on a stage's ranks together.
@@ -50,7 +50,7 @@ class Priced(Protocol):
         ...
 
     def commit_s(self) -> float:
-        """Return the seconds of the agreement once all ranks have arrived."""
+        """Return the seconds of the agreement."""
         ...
 
     def handling(self, rank: int) -> float:

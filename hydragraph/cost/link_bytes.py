@@ -24,7 +24,7 @@ class Traffic:
     """Bytes moved in one direction in one step.
 
     Attributes:
-        src, dst: int64, sending and receiving rank of each pair that moves data, sorted, never equal.
+        src, dst: int64, sender and receiver of each pair, sorted, never equal.
         size: int64, bytes of each pair.
         local: bytes that stay on their rank.
     """
@@ -59,7 +59,7 @@ class Traffic:
 
 
 def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direction) -> Traffic:
-    """Return the traffic of a pull (in the compute dtype) or a push (fp32, trained buckets, to all owners)."""
+    """Return the traffic of a pull (compute dtype) or a push (fp32, trained buckets, to all owners)."""
     return moved(placed, direction, program.dtype.itemsize)
 
 
@@ -84,7 +84,6 @@ def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: i
 
 
 def _by_pair(src: Ints, dst: Ints, size: Ints) -> Ints:
-    """Sum the sizes of each pair of ranks: rows src, dst and size, sorted by src, then dst."""
     if not len(src):
         return np.zeros((3, 0), np.int64)
     order = np.lexsort((dst, src))

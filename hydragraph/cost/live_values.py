@@ -9,7 +9,7 @@ Storage = tuple[str, str]  # its attribute of Memory, and a name
 
 
 class Alive:
-    """Live values and the storages that each keeps; values can share storages."""
+    """Live values, which can share storages."""
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
@@ -25,10 +25,9 @@ class Alive:
         """Start a value with its own storage; it also keeps storages of other values.
 
         Args:
-            part: attribute of Memory that its own storage counts in.
+            part: attribute of Memory for its own storage.
             size: bytes of its own storage.
-            shared: the other values.
-            named: keep only their storages started by these values; None: all.
+            shared: values whose storages it keeps; `named`: only those started by these values.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)

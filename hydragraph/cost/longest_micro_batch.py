@@ -1,10 +1,7 @@
 """The maximum tokens of micro-batches that fit each rank's memory.
 
 Walks are slow, so a stage is skipped if it certainly fits whenever another one does: of two stages between the first
-and the last, the later one has fewer micro-batches in flight under the default schedule, and holds less of each if its
-blocks are among the other's.
-
-Example: <tp2,pp8> of equal stages on equal ranks: stages 0, 1 and 7 are walked; 2 to 6 hold less than 1.
+and the last, the later one holds less if its blocks are among the other's.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ class LongestMicroBatch:
     """Maximum tokens that fit the ranks of a cluster.
 
     Args:
-        costs: of the model on the cluster.
-        other: of costs with the same profile, types and number of ranks; its peaks, which do not depend on health, home
-            or nodes, are reused.
+        other: of costs with the same profile, types and number of ranks; its peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
@@ -100,7 +95,6 @@ class LongestMicroBatch:
                 yield at, rank
 
     def _contents(self, first: int, end: int) -> Counter[object]:
-        """Count what determines the memory of blocks [first, end)."""
         outline = self._costs.outline
         names = {name for block in outline.blocks[first:end] for name in outline.weights[block]}
         templates = self._costs.profile.blocks
@@ -109,7 +103,6 @@ class LongestMicroBatch:
 
     @cached_property
     def _kinds(self) -> dict[str, int]:
-        """The number of each bucket's kind; buckets of one kind need the same memory."""
         numbers: dict[object, int] = {}
         kinds = {bucket.name: (bucket.form, bucket.learns) for bucket in self._costs.buckets}
         return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
@@ -135,7 +128,7 @@ class LongestMicroBatch:
         total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        # The walk has all of them in flight at once, and one more for the input received for the next forward.
+        # All are in flight at once, and one more for the input received for the next forward.
         last = left[0] == 1
         flying = Strategy(tuple(sharing), DEFAULT_SCHEDULE if last else ALL_IN_FLIGHT)
         counts = left if last else [left[0] + 1, *left[1:]]

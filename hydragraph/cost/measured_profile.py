@@ -6,7 +6,7 @@ Formulas of Hydraulis -> functions:
     T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
     MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
     UtilLen(P)                                `Profile.util_len`
-    when a pipeline ends, exactly (ours)      `PipelineCost.seconds`
+    the end of a pipeline (ours)              `PipelineCost.seconds`
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class PipelineCost:
     Attributes:
         a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over sequences, plus c.
         near: additional seconds per pair of limited attention.
-        stages: its depth PP, in groups of devices.
+        stages: PP.
         max_len: most tokens of a micro-batch.
         util_len: least tokens of a micro-batch that uses the device well.
-        devices: their number.
         parts: its stages; empty: they are alike.
         rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
-        schedule: its kind (`ir.schedules`).
     """
 
     a: float
@@ -68,7 +66,7 @@ class PipelineCost:
 
     @property
     def envelope(self) -> Constants:
-        """The constants of its slowest stage, used by search."""
+        """Constants of the slowest stage."""
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
@@ -94,26 +92,23 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        name: of the measurement.
-        schemes: constants of each measured scheme whose fit did not fail.
+        schemes: constants of each measured scheme.
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
         memory: the memory model; None: only `limits` bound a micro-batch.
         limits: MaxLen by scheme, where it was measured instead of modelled.
         hetero_sync_s: extra seconds of an iteration whose pipelines are not all alike.
-        failed: schemes whose fit failed, and why.
+        failed, unfit: schemes, and kinds of stage, whose fit failed, and why.
         blocks: template of every block, in order, from the prologue to the epilogue.
         pieces: cost of each template, and of AUX, in each kind of stage.
-        unfit: kinds of stage whose fit failed, and why.
         device: on which the pieces were measured.
-        link: between two ranks, fitted to `messages`.
-        messages: bytes of a message between two ranks, and its seconds.
-        residuals: root mean square relative error of each scheme's constants on the measurements.
-        type: the measured type of device, as clusters name it; "": any.
+        link, messages: between two ranks, fitted to (bytes, seconds) of messages.
+        residuals: root mean square relative error of each scheme's constants.
+        type: of device, as named by clusters; "": any.
         sizes: of the model; None: derived from the pieces as far as possible (`model_sizes`).
         update: seconds of an optimizer step: constant, and per element of a rank's home shard.
         commit_s: seconds of the agreement before it.
         norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.
-        efficiency: the assumed fraction of a datasheet's FLOP/s; None: it was measured.
+        efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
         others: profiles of other types of device.
     """
 
@@ -142,7 +137,7 @@ class Profile:
 
     @classmethod
     def merge(cls, profiles: Sequence[Profile]) -> Profile:
-        """Return one profile of a model on several types of device, with the link and notes of the first one.
+        """Return one profile for several types of device, with the first one's link and notes.
 
         Raises:
             ValueError: they are for different models, or two of them for one type.
@@ -185,13 +180,13 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[tuple[int, bool], ...]:
-        """The measured tensor-parallel degrees, each without and with sequence parallelism, ascending."""
+        """Measured (tensor-parallel degree, sequence parallelism), ascending."""
         every = (self, *self.others)
         kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
         return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
 
     def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
-        """Return the part for stages of one tensor-parallel degree, with or without sequence parallelism."""
+        """Return the part for one of `cuts`."""
         pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel) == (tp, sequence_parallel)}
         schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
         others = tuple(other.of_cut(tp, sequence_parallel) for other in self.others)
@@ -230,7 +225,7 @@ class Profile:
 
     @classmethod
     def from_constants(cls, entry: Mapping[str, Any]) -> Profile:
-        """Read one entry of a table of published constants (milliseconds; see docs/planner.md for its fields)."""
+        """Read an entry of published constants in milliseconds; see docs/planner.md."""
         return cls(**profile_record.published(entry))
 
     @classmethod
@@ -238,7 +233,7 @@ class Profile:
         """Read a file written by `save`.
 
         Raises:
-            FileNotFoundError, ValueError: with the command that writes one.
+            FileNotFoundError, ValueError: no profile is at `path`.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -293,7 +288,7 @@ class Profile:
         """Return T(l) = a l^2 + b l + c: seconds of forward and backward of one stage for one sequence.
 
         Args:
-            length: tokens, or an array of them (one micro-batch each).
+            length: tokens, or an array of them.
         """
         k = self.constants(scheme)
         tokens = np.asarray(length, dtype=np.float64)
@@ -303,7 +298,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen: the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
         self.constants(scheme)
-        # A measured limit includes losses that a model does not, such as the allocator's.
+        # Measured limits include losses such as the allocator's.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -329,7 +324,7 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline of this scheme among `devices` devices."""
+        """Return the cost of a pipeline of a scheme among `devices` devices."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)

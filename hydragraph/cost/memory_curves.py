@@ -1,4 +1,4 @@
-"""Memory of ranks over a simulated iteration, with the ends of exchanges that the simulation knows."""
+"""Memory of ranks over a simulated iteration."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class MemoryCurves(Sequence[MemoryCurve]):
 
 
 def _ended(spans: Sequence[SimulatedSpan]) -> dict[int, list[str]]:
-    """Return the exchanges that a rank has ended when it reaches an instruction, as in the executor.
+    """Return the exchanges ended before each instruction, as in the executor.
 
-    It ends finished pulls without data before each computation, and finished pushes before each push.
+    Finished pulls without data end before each computation, finished pushes before each push.
     """
     ended: dict[int, list[str]] = {}
     open_: dict[Op, list[tuple[str, float]]] = {Op.PULL: [], Op.PUSH: []}

@@ -19,8 +19,7 @@ class LinkTable(NamedTuple):
     Attributes:
         node, kind, card: of each rank [R].
         kinds: K, the number of kinds of nodes.
-        cards: number of cards.
-        handling: slowdown of each rank's message latency relative to a healthy one [R].
+        handling: each rank's factor on latency [R].
         latency_s, bytes_per_s: of each link [2 K K].
         first: index of each link's first measured point, then the total [2 K K + 1]; a link may have none.
         logs, speeds: of each point, log of the message's bytes, and bytes per second.
@@ -44,7 +43,6 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
     """Return the seconds that each message travels and occupies a card, and each rank's seconds.
 
     Args:
-        links: of the cluster.
         src, dst: ranks [M].
         size: bytes, above 0 [M].
 

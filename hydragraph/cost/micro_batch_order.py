@@ -1,8 +1,5 @@
 """The order of a pipeline's micro-batches that ends first, on equal stages.
 
-Example: two stages, micro-batches of 3 and 6 seconds on each. In this order they end at 14 under the default schedule;
-the estimate is 3 + 6 + (2 - 1) 6 = 15.
-
 Equations of Hydraulis -> functions:
 
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  `published_seconds`
@@ -111,7 +108,6 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
 
     Args:
         costs: seconds of each micro-batch on a stage [V].
-        stages: number of stages.
         table: of the pipeline's schedule.
         climb: maximum rounds of swaps for each.
     """
@@ -122,7 +118,6 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     best = replay(table, stages, rows, best_order, count, scratch)
     if stages == 1 or count < 2:
         return best, best_order
-    # The first and last micro-batches fill and drain the stages, so they matter most.
     descending = longest_to_shortest(costs)
     best = climbed(rows, best_order, best, table, climb, scratch)
     for shape in range(4):
@@ -143,9 +138,8 @@ def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAUL
     """Return the end of micro-batches, in this order, on equal stages.
 
     Args:
-        costs: seconds of one stage for each micro-batch, forward and backward.
+        costs: seconds of each micro-batch on a stage.
         stages: PP.
-        schedule: its kind.
     """
     count = len(costs)
     if not count:

@@ -19,10 +19,9 @@ class ModelSizes:
     """A model's blocks and buckets.
 
     Attributes:
-        blocks: their names, in order.
-        buckets: its parameters, as they travel together.
+        blocks: names, in order.
         hidden_bytes: of one token's hidden state.
-        itemsize: bytes of an element in the compute dtype, also that of pulled weights.
+        itemsize: bytes of an element in the compute dtype.
         heads: query head counts; a tensor-parallel degree must divide each of them.
     """
 
@@ -77,7 +76,7 @@ class ModelSizes:
         )
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree divides the query heads and satisfies every parameter's rule."""
+        """Return whether a tensor-parallel degree suits the query heads and every parameter."""
         rules = (parameter.rule for bucket in self.buckets for parameter in bucket.parameters)
         return all(count % tp == 0 for count in self.heads) and all(rule is None or rule.allows(tp) for rule in rules)
 

@@ -39,7 +39,7 @@ def _operations(graph: torch.fx.GraphModule) -> float:
 def within_budget(
     plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
 ) -> dict[str, BlockPiece]:
-    """Return the pieces of a kind of stage with a memory budget.
+    """Return the pieces with a memory budget.
 
     Args:
         plain, full: pieces without and with full recomputation, by template.

@@ -2,9 +2,6 @@
 
 The peak is a maximum of lines, hence convex: Newton's method converges from any step to the same answer. Tokens are
 evaluated in whole steps, which every tensor-parallel degree divides; between two steps the peak is assumed linear.
-
-Example: max(3 + t / 1000, 1 + t / 500) GB bends at 2,000 tokens. For 9 GB the first line crosses at 6,000, the second
-at 4,000, which is the answer.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ class Peak:
         return self.needs(tokens) <= limit
 
     def needs(self, tokens: int) -> float:
-        """Return an upper bound of the bytes for `tokens` tokens: those at the next multiple of the step."""
+        """Return an upper bound of the bytes for `tokens` tokens."""
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:

@@ -96,7 +96,7 @@ class Pricing:
 
     @property
     def source(self) -> str:
-        """The source of computation's seconds, as a sentence."""
+        """The source of the seconds, as a sentence."""
         names = ", ".join(profile.name for profile in self.profiles)
         if not self.measured:
             names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
@@ -123,7 +123,7 @@ class Pricing:
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
-        """Return the slowest link of a ring through some ranks, for messages of `size` bytes."""
+        """Return the slowest link of a ring, for messages of `size` bytes."""
         return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
 
     def piece_profile(self, rank: int) -> Profile:
@@ -163,7 +163,6 @@ class Pricing:
         return profile.pieces[kind]
 
     def _within_budget(self, type_: str, kind: StageKind) -> Mapping[str, BlockPiece]:
-        """Return the costs for a memory budget; see `cost.partial_recomputation`."""
         if (type_, kind) not in self._budgets:
             plain, full = (self.pieces(type_, kind._replace(recompute=again)) for again in (False, True))
             blocks = dict(zip(self.profile.blocks, self.outline.blocks, strict=True))
@@ -190,7 +189,7 @@ class Pricing:
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
-        """Return the time of the blocks in a span [first, last) of positions on a stage's ranks."""
+        """Return the time of the blocks at positions [first, last) on a stage."""
         kind = stage.kind
         forwards = []
         backwards = []
@@ -240,7 +239,7 @@ class Pricing:
         """Return the messages from a stage to a neighbouring one."""
         senders = stage.devices
         receivers = other.devices
-        # Receiver i gets from sender i modulo their number (passes/pipeline.py): a rank may send several messages.
+        # Receiver i gets from sender i modulo their number (passes/pipeline.py).
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
@@ -266,7 +265,6 @@ class Pricing:
 
     @cached_property
     def _alike(self) -> list[tuple[Bucket, int]]:
-        """One bucket of each form and home, and the number of such buckets."""
         first: dict[object, Bucket] = {}
         counts: Counter[object] = Counter()
         for bucket in self.buckets:
@@ -294,7 +292,7 @@ class Pricing:
         messages: bool = True,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> Walk:
-        """Return the walk through one rank's program; arguments as for `cost.rank_memory.Walk`."""
+        """Return a `cost.rank_memory.Walk` through a rank's program."""
         return Walk(
             self.blocks,
             strategy,

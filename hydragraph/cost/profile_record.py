@@ -39,7 +39,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields given to `saved`; fields of measured profiles may be missing."""
+    """Return the fields given to `saved`; some may be missing."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")
@@ -77,7 +77,6 @@ def _piece_record(piece: BlockPiece) -> dict[str, Any]:
 
 
 def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
-    """Read a piece; older files have no separate curves and no details of memory."""
     curves = {name: read_curve(data[name]) for name in ("forward", "backward") if data.get(name)}
     record = data.get("held")
     details = record and MemoryLines(
@@ -91,7 +90,7 @@ def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of one entry of a table of published constants (see `Profile.from_constants`)."""
+    """Return the fields of an entry of published constants (`Profile.from_constants`)."""
     schemes: dict[Scheme, Constants] = {}
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:

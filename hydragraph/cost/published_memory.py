@@ -32,11 +32,8 @@ class MemoryModel:
     """Published constants of memory, in bytes.
 
     Attributes:
-        hidden, layers, vocab: H, the number of layers, and V.
-        activation: A.
-        states: B, of master weights, optimizer state, weights and gradients.
-        sharded: alpha, 0 to 1.
-        gap: (most devices, bytes lost to the allocator and the communicators), ascending.
+        hidden, vocab, activation, states, sharded: H, V, A, B and alpha.
+        gap: (most devices, bytes lost to allocator and communicators), ascending.
         margin: bytes to leave free.
         device: capacity in bytes.
     """
@@ -66,7 +63,7 @@ class MemoryModel:
         return self.layers * self.hidden / tp * self.activation[tp]
 
     def gap_bytes(self, scheme: Scheme) -> float:
-        """Return the bytes lost to the allocator and the communicators of a pipeline."""
+        """Return the bytes lost to allocator and communicators."""
         used = scheme[0] * scheme[1]
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 

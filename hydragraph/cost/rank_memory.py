@@ -1,8 +1,8 @@
 """Memory of one rank in one iteration, from its program and its compiled graphs.
 
 At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` for
-other optimizers); 4 bytes if it is frozen. The program is walked, values are created and freed as in the executor, and
-the largest sum of storages counts. Memory inside kernels and of the optimizer's update is excluded.
+other optimizers); 4 bytes if it is frozen. Values are created and freed as in the executor. Memory inside kernels and
+of the optimizer's update is excluded.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Memory:
         state: home weights and optimizer state.
         shard: the home gradients.
         weights, gradients: of the rank's stage.
-        activations: the mini-batch, hidden states and what forwards save for backwards.
+        activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
-        messages: copies for sending, and received data that is not yet summed.
+        messages: copies for sending, and received data not yet summed.
     """
 
     state: int
@@ -241,7 +241,7 @@ def rank_memory(
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return the bytes of a mini-batch: ids, positions and labels of a rank's tokens, and shifted labels of all."""
+    """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all."""
     return INTEGER_BYTES * (3 * own + every)
 
 
@@ -252,9 +252,7 @@ def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
 
     Args:
-        schedule: its kind.
         rows: of the pipeline's stages (`Pipeline.rows`).
-        position: of the stage.
     """
     devices = len(set(rows))
     if devices < len(rows):
@@ -319,7 +317,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk of the same program with other micro-batches of the same number."""
+        """Return a walk with other micro-batches of the same number."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -373,7 +371,7 @@ class Walk:
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
+            if value.kind is ValueKind.WEIGHTS:
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.exchange))
@@ -396,12 +394,11 @@ class Walk:
             self._alive.drop(*instruction.reads)
 
     def _send(self, instruction: Instruction) -> None:
-        # The message keeps the sent value until the program frees it.
+        # The message keeps the sent value.
         (message,) = instruction.writes
         self._alive.add(message, "messages", 0, *instruction.reads)
 
     def _fly(self, message: str, size: int, *shared: str) -> None:
-        """Keep a message's memory until it arrives, at the latest at the commit."""
         if self._messages:
             self._alive.add(message, "messages", size, *shared)
             self._in_flight.append(message)
@@ -505,7 +502,6 @@ class Walk:
         yield 0 if work is Work.INPUT_GRADIENT else block.gradients
 
     def _postpone(self, instruction: Instruction, halves: HalvesFootprint) -> None:
-        """Keep what the input half of a backward passes to the weight half."""
         k = self._model.outline.index[instruction.target]
         m = instruction.micro_batch
         assert m is not None
@@ -543,7 +539,7 @@ class Walk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks receive a block's input whole, and send its output whole."""
+        """Return whether sequence-parallel ranks receive a block's input, and send its output, whole."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None

@@ -5,9 +5,6 @@ With a window of w, a query attends to at most w keys, itself included; with chu
 
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
     chunk c   q(l) = floor(l / c) c^2 + (l mod c)^2
-
-Example: 10 tokens and a window of 4: 2 * 4 * 10 - 4^2 = 64. Causal queries attend to 1 + 2 + 3 + 7 * 4 = 34 keys, which
-is (64 + 4) / 2.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ class Reach:
     """The keys that a query attends to.
 
     Attributes:
-        window: those less than this many tokens away; None: any.
-        chunk: those in its chunk of this many tokens; None: the whole sequence.
+        window: less than `window` tokens away; None: any.
+        chunk: in its chunk of `chunk` tokens; None: the whole sequence.
     """
 
     window: int | None = None
@@ -49,7 +46,7 @@ class Reach:
 
     @property
     def order(self) -> tuple[float, float]:
-        """(window, chunk), infinite if there is none: a sort key, and numbers for compiled code."""
+        """(window, chunk), infinite if there is none."""
         return self.window or math.inf, self.chunk or math.inf
 
 

@@ -24,10 +24,9 @@ def stage_ends(
     """Return when the last backward on each stage's devices ends; see `compiled_replay`.
 
     Args:
-        early, forward, backward: seconds of micro-batches in their order on each stage [S][V].
-        ahead: seconds of a hidden state from each stage to the next [S - 1][V]; one more row is ignored.
-        back: seconds of its gradient, from stage s + 1 to s, like `ahead`.
-        schedule: its kind.
+        early, forward, backward: seconds of micro-batches, in order, on each stage [S][V].
+        ahead, back: seconds of a hidden state from each stage to the next, and of its gradient [S - 1][V]; one more row
+            is ignored.
         devices: each stage's group of devices (`Pipeline.rows`); empty: its own.
     """
     # Most commands do not need numba.

@@ -72,7 +72,7 @@ class CostedSchemes:
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline of a scheme, on the ranks that own most of the state."""
+        """Return the cost of a pipeline on the ranks that own most of the state."""
         if scheme not in self._known:
             stages = regular_pipeline(*scheme, self._costs.outline.layers, 0)
             on = iter(self._fullest)
@@ -81,14 +81,14 @@ class CostedSchemes:
         return self._known[scheme]
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of a strategy's pipelines, on the ranks that they run on."""
+        """Return the costs of a strategy's pipelines on their ranks."""
         for pipeline in self._strategy(schemes).pipelines:
             if pipeline not in self._placed:
                 self._placed[pipeline] = self._costs.pipeline(pipeline)
         return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return the seconds that pull, push, commit and update add to a strategy's iterations."""
+        """Return `Costs.fixed` of a strategy."""
         key = tuple(schemes)
         if key not in self._charges:
             self._charges[key] = self._costs.fixed(self._strategy(schemes))

@@ -1,13 +1,12 @@
 """Transfers that share ports and network cards.
 
-A flow occupies a resource for a fraction of its time: 1 GB over a card of 10 GB/s that takes 0.2 s for other reasons
-occupies half of the card. While the fractions on a resource sum to s > 1, its flows run at 1 / s of their speed; a flow
-runs at the speed of its slowest resource.
+A flow occupies a resource for a fraction of its time. While the fractions on a resource sum to s > 1, its flows run at
+1 / s of their speed; a flow runs at the speed of its slowest resource.
 
 Example: A takes 1 s alone and B 0.4 s; both begin at 0 and occupy 0.8 of one card.
 
     0 to 0.64     both run at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
-    0.64 to 1.24 A's other 0.6 s, alone again
+    0.64 to 1.24  A's other 0.6 s, alone again
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class Flow:
 
 
 class Flows:
-    """All flows, in the future and in progress."""
+    """All flows."""
 
     def __init__(self) -> None:
-        # A heap of begins and ends. Ends of earlier versions of a flow are skipped. The turn settles ties by insertion.
+        # Begins and ends. Ends of earlier versions of a flow are skipped. The turn settles ties by insertion.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}

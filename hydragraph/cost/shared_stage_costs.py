@@ -7,9 +7,6 @@ work by their pace: with seconds s_p of the slowest stage of pipeline p alone,
 
 The busiest pipeline is priced no lower than the stage's load: for works w_q on it, sum w_q = sum x_q (w_q / x_q) <= max
 w_q / x_q. Known assignments are simulated (`Costs.seconds`).
-
-Example: two pipelines with a stage of 3 s and of 1 s before a shared one of 1 s. They get 1/4 and 3/4 of it, so it
-counts as 4 s and 4/3 s.
 """
 
 from __future__ import annotations

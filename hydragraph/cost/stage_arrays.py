@@ -8,8 +8,6 @@
 
 A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences. Tables and links with
 measured points are approximated (`StageTerms.faithful`), so results are judged by `PipelineCost.seconds`.
-
-Example: ranks that compute forward in 2 l and 3 l + 1 seconds take max(20, 31) = 31 for 4 + 6 tokens.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class StageTerms(NamedTuple):
     Attributes:
         seconds: [K, S, R, 5, 3 + W].
         reaches: window and chunk of each further column [W, 2]; infinite: none.
-        stages: of each kind [K].
-        tables: order of the work of each kind [K, S, actions].
+        stages, tables: of each kind [K], and its order of work [K, S, actions].
         faithful: whether the numbers are those of `PipelineCost.seconds` [K].
     """
 
@@ -59,8 +56,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     """Return the arrays of these kinds of pipelines.
 
     Args:
-        kinds: of pipelines.
-        count: maximum number of micro-batches of a pipeline.
+        count: maximum micro-batches of a pipeline.
         shortest: minimum tokens of any micro-batch; if given, lower bounds replace the approximations of tables and
             links.
     """
@@ -87,7 +83,6 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
 
 @lru_cache(maxsize=64)
 def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) -> ScheduleTable:
-    """Return the tables [K, S, actions] of kinds, given by schedule and rows or their number."""
     every = [table_of(schedule, rows, count) for schedule, rows in kinds]
     deepest = max(len(table.work) for table in every)
     longest = max(table.work.shape[1] for table in every)
@@ -115,7 +110,7 @@ def _reaches(kind: PipelineCost) -> frozenset[Reach]:
 
 @lru_cache(maxsize=256)
 def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
-    """Return [S, R, 5, 3 + W] of one kind, and whether it is faithful."""
+    """Return `seconds` of one kind, and whether it is faithful."""
     stages = kind.stage_costs
     mixed = max(len(stage.forward) for stage in stages)
     seconds = np.zeros((len(stages), mixed, PARTS, 3 + len(reaches)))
@@ -194,7 +189,7 @@ def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> Non
     """Add `times` times a sequence's pairs to a micro-batch's sums.
 
     Args:
-        near: the sums [W], changed in place.
+        near: the sums [W].
         reaches: windows and chunks [W, 2].
         times: 1 to add it, -1 to remove it.
     """

@@ -54,7 +54,7 @@ class Hop:
     """Concurrent messages from the ranks of one stage to the next.
 
     Attributes:
-        links: of the slowest rank's messages, sent one after another.
+        links: of the slowest rank's consecutive messages.
         token_bytes: of one token's hidden state.
         sharing: most messages through one network card.
         part: fraction of a hidden state's bytes that is sent.
@@ -83,8 +83,7 @@ class StageCost:
     Attributes:
         forward, backward: curves of each kind of rank (type of device, rate).
         aux: likewise, before the forward and its message.
-        rings: of forward and backward.
-        ahead, back: messages to the next stage, and the gradients from there; None on the last stage.
+        ahead, back: messages to and from the next stage; None on the last stage.
     """
 
     forward: tuple[Parts, ...]
@@ -107,7 +106,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of aux with forward, and of backward, for sequences of these lengths."""
+        """Return the seconds of aux with forward, and of backward."""
         early, one, two = self.apart(lengths)
         return early + one, two
 
@@ -124,7 +123,7 @@ class StageCost:
 
     @property
     def constants(self) -> Constants:
-        """Constants of forward and backward together, of the kind of rank with the largest b, for search."""
+        """Constants of forward and backward together, for search."""
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             parts = (*one, *two, *(self.aux[i] if self.aux else ()))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """An instruction with its index in the rank's program, and its times in seconds."""
+    """An instruction of a rank's program, with times in seconds."""
 
     index: int
     instruction: Instruction
@@ -66,7 +66,6 @@ class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
 def _aligned(
     instructions: Sequence[Instruction], first: Sequence[Instruction], times: Times
 ) -> Iterator[SimulatedSpan]:
-    """Yield the spans of a rank that sends less often than the first rank of its stage."""
     at = 0
     end = 0.0
     for i, instruction in enumerate(instructions):
@@ -83,10 +82,9 @@ def _aligned(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Times of every rank's instructions, in seconds from the start of the iteration.
+    """Times of every rank's instructions, from the start of the iteration.
 
     Attributes:
-        times: of each actor.
         curves: returns each rank's memory over time.
     """
 
@@ -230,7 +228,7 @@ def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) ->
         cluster: one device per rank.
 
     Raises:
-        ValueError: the numbers of ranks and devices, or the programs of a stage, differ, or the programs never end.
+        ValueError: ranks and devices, or the programs of a stage, differ, or the programs never end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")

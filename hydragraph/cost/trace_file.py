@@ -45,12 +45,7 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of a real run.
-
-    Attributes:
-        steps: in order.
-        ranks: by rank, the events of all steps.
-    """
+    """A trace of a real run; `ranks` has the events of all steps."""
 
     steps: tuple[TracedStep, ...]
     ranks: tuple[tuple[TraceEvent, ...], ...]
@@ -64,7 +59,6 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
     """Write all ranks' events, a process per rank and a thread per stream; the first event begins at 0.
 
     Args:
-        path: a .json file.
         steps: of a real run; other readers of the format ignore them.
     """
     streams = [stream.value for stream in Stream]
@@ -98,7 +92,7 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
 
 
 def _instruction(name: str) -> Instruction | None:
-    """Return the instruction that an event is named after; None for a wait or a message in flight."""
+    """Return an event's instruction; None for a wait or a message in flight."""
     try:
         return parse_instruction(name, 0)
     except ValueError:

@@ -56,7 +56,7 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """One exchange between groups of ranks.
+    """An exchange between groups.
 
     Attributes:
         seconds: of each group without other traffic; 0 if it takes no part [G].
@@ -76,14 +76,7 @@ class Passage:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Messages that begin together.
-
-    Attributes:
-        src, dst: of each message [M].
-        moving, filling: seconds of travel, and of occupying a card [M].
-        across: whether it crosses nodes [M].
-        rank_s: seconds of each rank [R].
-    """
+    """Messages that begin together: seconds of travel and of occupying a card [M], and of each rank [R]."""
 
     src: Ints
     dst: Ints
@@ -99,8 +92,8 @@ class Roads:
     Resources are numbered: ports of groups out (0 .. G-1) and in (G .. 2G-1), cards out, cards in.
 
     Args:
-        group: the group of each rank [R].
-        handling: slowdown of each rank's message latency relative to a healthy one [R]; default: 1.
+        group: of each rank [R].
+        handling: each rank's factor on latency [R]; default: 1.
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
@@ -148,7 +141,6 @@ class Roads:
         )
 
     def _link(self, a: int, b: int, across: bool) -> Interconnect | None:
-        """Return the link between nodes of two kinds; None: no such nodes."""
         one = self._of_kind[a][0]
         other = one if not across else next((n for n in self._of_kind[b] if n != one), None)
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
@@ -200,7 +192,7 @@ class Roads:
         return tuple(map(tuple, used))
 
     def message(self, pairs: tuple[Pair, ...], size: float) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Return the seconds of concurrent messages of one size between disjoint pairs, and the used resources."""
+        """Return the seconds of concurrent messages of one size between disjoint pairs, and their resources."""
         if pairs not in self._ways_of:
             self._ways_of[pairs] = self._ways(pairs)
         seconds = 0.0

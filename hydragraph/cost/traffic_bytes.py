@@ -49,7 +49,7 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
 
 
 def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
-    """Return the bytes of a bucket's pulled weights beyond a rank's home shard; arguments as for `pulled`."""
+    """Return the bytes of pulled weights beyond a rank's home shard; see `pulled`."""
     if itemsize == WEIGHT_BYTES and stays(owners, users):
         sends, receives = copy(owners, users, rank).of(rank)
         if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
@@ -58,7 +58,7 @@ def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int
 
 
 def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
-    """Return whether a rank's gradients are those of its home shard; arguments as for `pulled`."""
+    """Return whether a rank's gradients are those of its home shard; see `pulled`."""
     if not sums_stay(users, owners):
         return False
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -66,14 +66,14 @@ def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
 
 
 def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes of sums that are added to those of earlier pushes; arguments as for `pulled`."""
+    """Return the bytes of sums that are added to those of earlier pushes; see `pulled`."""
     if sums_at_home(owners, users, rank):
         return 0
     return GRADIENT_BYTES * owners.first.local_size(rank)
 
 
 def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-    """Return the message bytes of pushing gradients; arguments as for `pulled`."""
+    """Return the message bytes of pushing gradients; see `pulled`."""
     if sums_stay(users, owners) and not len(owners.second.rank):
         return MessageBytes(0, 0)
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -89,7 +89,6 @@ def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BY
 
 
 def _copied(slices: Slices, at: Ints) -> int:
-    """Return the elements to copy; 0 if they are contiguous."""
     if not len(slices):
         return 0
     straight = _in_order(at - at[0], slices.hi - slices.lo, slices.elements)
@@ -97,7 +96,6 @@ def _copied(slices: Slices, at: Ints) -> int:
 
 
 def _same(sends: Slices, source: int, receives: Slices, target: int) -> bool:
-    """Return whether the local data is one whole buffer in the source and the target."""
     lengths = sends.hi - sends.lo, receives.hi - receives.lo
     return (
         source == target
