@@ -27,7 +27,8 @@ class Alive:
         Args:
             part: attribute of Memory for its own storage.
             size: bytes of its own storage.
-            shared: values whose storages it keeps; `named`: only those started by these values.
+            shared: values whose storages it keeps.
+            named: keep only storages started by these values; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)

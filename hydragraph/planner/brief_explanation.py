@@ -1,7 +1,4 @@
-"""A plan in a few lines, and why the usual strategies and its rivals lose.
-
-The usual strategies are plain data parallelism, plain tensor parallelism, and the best equal pipelines.
-"""
+"""A plan in a few lines, and why the usual strategies and its rivals lose."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
 
 
 def _in_words(costs: Costs, plan: Plan) -> str:
-    """Describe the pipelines, further strategies and idle devices of a plan."""
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
@@ -75,7 +71,6 @@ def _usual(varied: Varied, chosen: Strategy) -> Mapping[str, Strategy]:
 
 
 def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
-    """Return strategies of equal pipelines on all devices, by (tensor-parallel degree, stages)."""
     layers = costs.outline.layers
     nodes = Counter(device.node for device in costs.cluster.devices)
     kinds = [costs.profile.of(name).pieces for name in costs.cluster.types]
@@ -110,7 +105,6 @@ def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) ->
 
 
 def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
-    """Return why a strategy loses to the plan, and its seconds."""
     if rival == plan.strategy:
         return "is the plan", plan.seconds
     try:
@@ -133,11 +127,7 @@ def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:
-    """Return a line on the devices: types, speed, memory and number of nodes.
-
-    Args:
-        links: text on the measured links.
-    """
+    """Return a line on the devices."""
     nodes = len({device.node for device in costs.cluster.devices})
     parts = []
     for name, count in Counter(names).items():

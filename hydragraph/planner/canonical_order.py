@@ -1,7 +1,6 @@
 """Canonical order of ranks: plans do not depend on how nodes and devices are listed.
 
-Nodes, their network cards, and the devices that share a card are sorted, the fastest first. Only intervals of the state
-follow the given order, with a small effect on seconds.
+Nodes, network cards and devices are sorted, the fastest first. Only intervals of the state follow the given order.
 
 Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
 """
@@ -101,7 +100,7 @@ def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:
 
 
 def _named(strategy: Strategy, names: dict[int, int]) -> tuple[Strategy, list[int]]:
-    """Return a strategy on the given ranks with sorted pipelines, and each one's original index."""
+    """Return a strategy with sorted pipelines, and their original indices."""
     named = strategy.renumbered(names)
     pipelines = [
         Pipeline(tuple(replace(stage, devices=tuple(sorted(stage.devices))) for stage in pipeline.stages))

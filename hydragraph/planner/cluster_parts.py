@@ -6,8 +6,6 @@ These subsets of nodes are searched:
     the first 1, 2, 4, ...  A | A A
     the first of some kinds A A A
     all but one kind        B
-
-A subset is searched only if its lower bound, with all its devices computing all the time, is below the best result.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def _sets(costs: Costs, nodes: list[int]) -> Iterator[frozenset[int]]:
 
 
 def kind_of(costs: Costs, node: int) -> object:
-    """Return the key of a node's hardware and the state of its devices."""
+    """Return a key of a node's hardware and devices."""
     built = costs.cluster.node(node)
     devices = [
         (costs.cluster.type_of(rank), device.memory_bytes, costs.health.rate(rank))

@@ -1,4 +1,4 @@
-"""A plan in words: work, memory and state of devices, and the distance from the bound."""
+"""A plan in words."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ class Rival:
 
     Attributes:
         seconds: of an iteration; infinite if it does not fit.
-        origin: the search that it came from.
-        why: why it lost, in words.
     """
 
     strategy: Strategy

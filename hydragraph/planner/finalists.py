@@ -8,8 +8,7 @@ with its own micro-batches  those that may then be best: cut for each pipeline, 
 memory and owners           those that may still be best, and those to choose among
 a simulation                the best, and any that is estimated to end before it
 
-Every pipeline pulls all weights, so a pipeline on a slow link may cost more than it contributes, which the search does
-not detect.
+Every pipeline pulls all weights, so one on a slow link may cost more than it contributes.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ MANY = 64
 SAVES = 0.003
 # Maximum settled plans when choosing among nearly equal ones.
 SETTLED = 6
-# Best estimates that are tried with fewer pipelines.
+# Best estimates tried with fewer pipelines.
 LEANER = 3
-# Best estimates that get the micro-batches of an actual run.
+# Best estimates that get a run's micro-batches.
 CUT = 4
 # The result is seldom less than this fraction of the promised time.
 PROMISED = 0.97
@@ -78,11 +77,10 @@ class Proposal:
     """A strategy that might be the best.
 
     Attributes:
-        last_s: end of the last pipeline, without pull, push and update.
+        last_s: last end, without pull, push and update.
         expected_s: approximate seconds of an iteration.
-        origin: the search that it came from.
-        across: the same strategy with another placement of pipelines, if any.
-        least_s: lower bound of an iteration, from pipelines and traffic of cards.
+        across: the strategy with another placement, if any.
+        least_s: lower bound of an iteration.
     """
 
     strategy: Strategy
@@ -99,8 +97,7 @@ class Finalists:
     """Results of the selection.
 
     Attributes:
-        settled: strategies that fit.
-        passed: proposals that were expected to take longer.
+        passed: proposals expected to take longer.
         short: strategies that do not fit.
     """
 
@@ -157,7 +154,6 @@ def proposals(
 
 
 def _carried(cards: Cards, proposal: Proposal) -> Proposal:
-    """Raise the expected time to the time that cards need for the traffic."""
     strategies = [
         strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None and not strategy.shares
     ]
@@ -195,10 +191,10 @@ def finalists(
 
     Args:
         near: also settle proposals within this fraction of the best.
-        until: after this time (of `time.monotonic`) the search ends with the first plan that fits.
+        until: deadline (of `time.monotonic`); then the first plan that fits ends the search.
         known: results of earlier calls; new ones are added.
-        moved: bytes that change owner under a home; proposals within `near` of each other come in this order. None: the
-            fastest come first.
+        moved: bytes that change owner under a home, by which proposals within `near` are ordered; None: the fastest
+            come first.
         exactly: simulates a plan; default: `simulated`.
     """
     known = {} if known is None else known
@@ -242,14 +238,7 @@ def finalists(
 
 
 class _Queue:
-    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster.
-
-    Cutting is expensive, so proposals are cut in the order of an optimistic time (`promised`).
-
-    Args:
-        estimates: proposals with traffic.
-        others: proposals that come last.
-    """
+    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster."""
 
     def __init__(
         self,
@@ -309,7 +298,6 @@ class _Queue:
         return entry[2:]
 
     def _try(self, each: Proposal) -> None:
-        """Add the cut proposal if it is faster."""
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
         except Unsupported:  # too long with equal owners; a plan may have others
@@ -319,17 +307,12 @@ class _Queue:
             self._add(seconds, _busy(replace(each, assignment=assignment, last_s=last, expected_s=seconds)))
 
     def left(self) -> list[Proposal]:
-        """Return the proposals that were not settled, the most promising first."""
         queued = [proposal for _, _, uncut, proposal in self._heap if not uncut]
         return sorted([*queued, *self._others], key=lambda each: each.expected_s)
 
 
 def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
-    """Return the plan with the fastest owners: the current ones, equal ones, or ones chosen for each block.
-
-    Args:
-        last_s: end of the last pipeline, without pull and push.
-    """
+    """Return the plan with the fastest owners: current, equal, or chosen for each block."""
     strategy = one.strategy
     if strategy.shares:
         return one
@@ -354,10 +337,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return equal owners among the training ranks; None if a plan has these or several copies.
-
-    With unequal shares, owners hold pieces of other ranks' shards, which travel.
-    """
+    """Return equal owners among training ranks, if they differ."""
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
@@ -367,7 +347,6 @@ def _equal_home(costs: Costs, one: Settled) -> Home | None:
 def _estimated(
     costs: Costs, clock: _Clock, found: Sequence[Proposal], near: float, until: float | None
 ) -> list[Proposal]:
-    """Return proposals with traffic, except those that cannot beat the best."""
     best = math.inf
     estimates: list[Proposal] = []
     for proposal in found:
@@ -408,7 +387,6 @@ class _Clock:
 
 
 def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until: float | None) -> list[Proposal]:
-    """Remove pipelines from the best estimates as long as that helps."""
     seen_strategies = {proposal.strategy for proposal in estimates}
     improved: list[Proposal] = []
     for start in sorted(estimates, key=lambda each: each.expected_s)[:LEANER]:
@@ -444,7 +422,6 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run more micro-batches, and fill once.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -469,5 +446,4 @@ def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> 
 
 
 def _simulations(costs: Costs) -> int:
-    """Return the number of plans to simulate; simulations of large clusters are slow."""
     return 3 if costs.ranks <= FEW else 2 if costs.ranks <= MANY else 1

@@ -1,7 +1,7 @@
 """Compilation of the planner's search in another process.
 
-numba compiles a search on first use, once per installation, for 10 to 40 s. While a command captures a model, a process
-plans for a made-up one, which fills numba's cache on disk:
+numba compiles a search on first use, for 10 to 40 s. While a command captures a model, a process plans for a made-up
+one, which fills numba's cache on disk:
 
     python -m hydragraph.planner.first_compilation
     python -m hydragraph.planner.first_compilation --varying    also for sequences of varying lengths
@@ -32,11 +32,7 @@ LENGTH = 1024
 
 
 class FirstCompilation:
-    """A context manager for a process that compiles what is not compiled yet.
-
-    Args:
-        varying: also compile for sequences of varying lengths.
-    """
+    """A context manager for a process that compiles what is not compiled yet."""
 
     def __init__(self, varying: bool) -> None:
         last = [exact_optimum.best_labels, *([schedule_search.improve] if varying else [])]
@@ -67,11 +63,7 @@ class FirstCompilation:
 
 
 def compile_searches(varying: bool) -> None:
-    """Plan for a small made-up model on uneven devices.
-
-    Args:
-        varying: also for sequences of varying lengths.
-    """
+    """Plan for a made-up model, also for varying lengths if asked."""
     costs = _made_up()
     plan(costs, Workload(8, LENGTH))
     if varying:

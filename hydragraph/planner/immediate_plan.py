@@ -1,12 +1,10 @@
 """A good plan within a fraction of a second, for a run that waits for one.
 
-    candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
-    pipelines; what ran before ranks were lost, if it does not use them
-    the search, and equal pipelines in node order     with equal sequences of the mean length
-    one mini-batch                                    for these, assigned quickly, traffic in order
-    memory                                            from the best on, until one fits
-
-`hg.plan` finds better plans.
+candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
+pipelines; what ran before ranks were lost, if it does not use them
+the search, and equal pipelines in node order     with equal sequences of the mean length
+one mini-batch                                    for these, assigned quickly, traffic in order
+memory                                            from the best on, until one fits
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        pipelines: their costs.
-        assignment: of the mini-batch used for the estimate.
+        assignment: of one mini-batch.
         seconds: of that iteration.
     """
 
@@ -66,11 +63,11 @@ class Estimate:
 def plan_at_once(
     costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
-    """Return the best strategy found within about `deadline_s`, or None if no strategy fits.
+    """Return the best strategy found within about `deadline_s`; None if none fits.
 
     Args:
         costs: their home is kept.
-        others: further strategies to estimate, the running one first; lost ranks may be numbered beyond the cluster's.
+        others: further strategies, the running one first; lost ranks may be numbered beyond the cluster's.
         deadline_s: no estimate starts after this time; checking memory may take longer.
     """
     began = time.monotonic()
@@ -82,7 +79,6 @@ def plan_at_once(
     for strategy in in_turns:
         if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
             break
-        # The search has checked that all pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))

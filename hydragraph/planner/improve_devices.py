@@ -8,7 +8,7 @@ ones small. Moves are made as long as they help with the actual mini-batches:
     join two pipelines' devices to one pipeline of some degree
     leave a pipeline's devices idle
 
-each for one node or pipeline, and for all equal ones. Moves are priced in the order of `Yard.pace`.
+each for one node or pipeline, and for all equal ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Yard:
 
     Args:
         reach: tokens that every pipeline must hold.
-        safety: usable fraction of a device's memory.
     """
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
@@ -80,7 +79,7 @@ class Yard:
         return busy + WAITED * max(traffic for _, traffic in paces)
 
     def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
-        """Return a pipeline's typical sequences per second, and seconds of pull and push."""
+        """Return a pipeline's sequences per second, and seconds of pull and push."""
         key = form_of(self._costs, pipeline)
         if key not in self._paces:
             slowest = 0.0
@@ -124,7 +123,6 @@ class Yard:
                     yield from _with(strategy, [p for pair in joined for p in pair], merged)
 
     def _nodes_split(self, strategy: Strategy, count: int) -> Iterator[Strategy]:
-        """Yield strategies that regroup nodes' single-stage pipelines and idle devices."""
         single: dict[NodeDevices, list[Pipeline]] = {node: [] for node in self._nodes}
         multi_stage_ranks: set[int] = set()
         for pipeline in strategy.pipelines:
@@ -148,8 +146,7 @@ class Yard:
                     for some in {1: nodes[:1], len(nodes): nodes}.values():
                         split = [(ranks[idle:], sizes, pipelines) for ranks, pipelines in some]
                         yield from self._split(strategy, split, count)
-        # All nodes at once, except one or all equal ones: a layer passes as slowly as in the slowest pipeline, so small
-        # groups in one place gain little.
+        # All nodes at once, except one or all equal ones: a layer passes as slowly as in the slowest pipeline.
         every = [node for nodes in alike.values() for node in nodes]
         for degree in self._all_degrees():
             for kept in [[], *(nodes[:n] for nodes in alike.values() for n in {1, len(nodes)})]:
@@ -173,7 +170,6 @@ class Yard:
 
         Args:
             pipeline: its largest degree is kept if possible.
-            devices: not lost.
             pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
@@ -183,7 +179,6 @@ class Yard:
         return sorted({degree for degrees in self._degrees.values() for degree in degrees})
 
     def _pipeline(self, devices: Sequence[int], degree: int, count: int) -> Pipeline | None:
-        """Return a pipeline of these devices, of one degree if possible, for about `count` micro-batches."""
         groups: list[Group] = []
         for node in self._nodes:
             mine = [rank for rank in node.devices if rank in set(devices)]
@@ -218,7 +213,6 @@ def climbed(
     """Improve a strategy; strategies priced on the way stay in `varied`.
 
     Args:
-        start: a strategy that takes all mini-batches.
         until: deadline (of `time.monotonic`).
     """
     now = start
@@ -253,7 +247,6 @@ def _runs(devices: Sequence[int], shape: Sequence[int]) -> Iterator[Devices]:
 
 
 def _with(strategy: Strategy, without: Sequence[Pipeline], made: Sequence[Pipeline | None]) -> Iterator[Strategy]:
-    """Yield a strategy with pipelines replaced, if all could be built."""
     gone = set(without)
     kept = [pipeline for pipeline in strategy.pipelines if pipeline not in gone]
     every = [*kept, *(pipeline for pipeline in made if pipeline is not None)]

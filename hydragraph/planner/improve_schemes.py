@@ -1,8 +1,7 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) does not price bubbles, so its candidates and the homogeneous strategies are only
-starts: for all mini-batches together, and for each group of mini-batches at the limit of a scheme, because short
-sequences may run a strategy that does not take the longest.
+The proposal (Hydraulis, section 7) does not price bubbles, so its candidates are only starts: for all mini-batches
+together, and for each group of mini-batches at the limit of a scheme.
 
 Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
 """
@@ -43,11 +42,8 @@ def refine(
     """Return the candidates and their improvements: the best static one, then those from which choosing gains most.
 
     Args:
-        candidates: strategies, such as those of `propose` and `homogeneous`.
-        profile: costs of each scheme.
         batches: sequence lengths of sample mini-batches.
-        devices: number of devices.
-        context: the longest sequence that the static one must take; default: that of `batches`.
+        context: longest sequence of the static one; default: that of `batches`.
     """
     tuning = TuningSet(profile, batches, devices)
     longest = context if context is not None else max(tuning.longest, default=0)
@@ -64,10 +60,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Return the mini-batches at the limit of each scheme, with their longest sequence.
-
-    The longest ones are omitted: strategies that take these take all.
-    """
+    """Return the mini-batches at the limit of each scheme, with their longest sequence."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -97,10 +90,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best priced strategy that takes `reach`, then those that add most to those before.
-
-    Empty if no strategy takes `reach` and all mini-batches.
-    """
+    """Return the best priced strategy that takes `reach`, then those that add most to those before."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []

@@ -24,7 +24,7 @@ NEARLY = 1.05
 
 
 def check_labels(costs: Costs, workload: Workload) -> None:
-    """Reject devices too small for the labels of all sequences, which every rank holds.
+    """Reject devices too small for the labels of all sequences.
 
     Raises:
         Unsupported: some device is too small.
@@ -51,7 +51,6 @@ def nothing_fits(
     Args:
         short: shortages of settled plans.
         safety: fraction of memory that the search used.
-        streaming: whether stages may stream.
     """
     state = costs.home.copies * state_bytes(costs)
     room = sum(costs.memory_of(rank) for rank in _running(costs))
@@ -80,7 +79,6 @@ def _running(costs: Costs) -> list[int]:
 
 
 def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) -> list[str]:
-    """Return single changes that would make a plan fit."""
     longest = workload.longest
 
     def able(costs: Costs, length: int = longest, times: float = 1.0) -> bool:
@@ -119,7 +117,6 @@ def _least(able: Callable[[float], bool], most: float) -> float:
 
 
 def _several(costs: Costs, times: int) -> Costs:
-    """Return the costs of `times` as many nodes; added ones are healthy."""
     cluster = costs.cluster
     count = 1 + max(device.node for device in cluster.devices)
     devices = tuple(replace(d, node=d.node + i * count) for i in range(times) for d in cluster.devices)

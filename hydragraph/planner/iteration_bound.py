@@ -29,11 +29,7 @@ from hydragraph.spec.strategy import Stage
 
 
 def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:
-    """Return the bound, averaged over mini-batches.
-
-    Args:
-        batches: sequence lengths of each mini-batch.
-    """
+    """Return the bound, averaged over mini-batches."""
     bounds = [_bound(costs, Counter(batch)) for batch in dict.fromkeys(tuple(sorted(b)) for b in batches)]
     weights = Counter(tuple(sorted(b)) for b in batches)
     return sum(s * n for s, n in zip(bounds, weights.values(), strict=True)) / len(batches)

@@ -1,7 +1,4 @@
-"""Micro-batches of equal sequences, cut for each pipeline as in a run.
-
-The search only uses micro-batches of one size.
-"""
+"""Micro-batches of equal sequences, cut for each pipeline as in a run."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
 def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -> tuple[PipelineCost, ...]:
-    """Return the cost of each pipeline, computed once for each form.
+    """Return the cost of each pipeline.
 
     Args:
         limit: maximum tokens of a micro-batch; None: as many as fit.
@@ -56,13 +53,7 @@ def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assig
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by exact ends of pipelines; return when the last one ends.
-
-    From an approximate assignment, sequences move from the last pipeline to the one that then ends first, while that
-    helps.
-
-    Args:
-        lengths: of all sequences, all equal.
+    """Assign equal sequences by exact ends; return when the last pipeline ends.
 
     Raises:
         Unsupported: they are too long for all pipelines.
@@ -88,9 +79,9 @@ def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> t
 def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assignment:
     """Return an approximate best assignment of equal sequences, ignoring memory.
 
-    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches: A per sequence and c per
-    micro-batch, on its slowest stage. With m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c,
-    which gives the n that end by a time. Bisection minimizes that time.
+    A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A per sequence and c
+    per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c. Bisection finds the
+    least time.
     """
     kinds = _kinds(pipeline_costs(costs, strategy, ANY), lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
@@ -128,7 +119,6 @@ def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
 
 
 def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assignment:
-    """Return sequences in order, by the sizes of each pipeline's micro-batches."""
     numbers = iter(range(len(lengths)))
     batches = tuple(tuple(tuple(islice(numbers, size)) for size in pipeline_sizes) for pipeline_sizes in sizes)
     return Assignment(batches, tuple(lengths))
@@ -142,12 +132,9 @@ class _Ends:
         self._kind = kind
         self._length = length
         self._known: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-        self._rows = np.zeros(
-            (0, len(pipeline.stage_costs), PARTS)
-        )  # seconds of a micro-batch by its number of sequences
+        self._rows = np.zeros((0, len(pipeline.stage_costs), PARTS))  # by number of sequences
 
     def at(self, n: int) -> tuple[float, tuple[int, ...]]:
-        """Return the end of n sequences, and the sizes of micro-batches."""
         if n not in self._known:
             self._known[n] = self._best(n)
         return self._known[n]
@@ -194,11 +181,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: stages, seconds per sequence and micro-batch on the slowest, and memory.
-
-    Attributes:
-        most: maximum number of sequences in a micro-batch.
-    """
+    """A pipeline: stages, seconds per sequence and micro-batch on the slowest, and memory."""
 
     stages: int
     each: float
@@ -207,16 +190,14 @@ class _PipelineKind:
 
     @classmethod
     def of(cls, pipeline: PipelineCost, length: int) -> _PipelineKind:
-        """Return the kind for sequences of one length; costs that are negative from noise are clamped."""
+        """Return the kind for one length; negative costs, from noise, are clamped."""
         sequence_s = max(LEAST_S, float(pipeline.envelope.work(length)))
         return cls(pipeline.stages, sequence_s, max(0.0, pipeline.c), pipeline.max_len // length)
 
     def least(self, n: int) -> int:
-        """Return the least number of micro-batches of n sequences."""
         return -(-n // self.most)
 
     def micro_batches(self, n: int) -> int:
-        """Return the best number of micro-batches for n sequences."""
         return min(n, max(self.least(n), round(self._best(n)))) if n else 0
 
     def _best(self, n: float) -> float:
@@ -232,7 +213,6 @@ class _PipelineKind:
         return (m + self.stages - 1) * (self.each * n / m + self.fixed)
 
     def by(self, seconds: float) -> int:
-        """Return the number of sequences that end by `seconds`."""
         if not self.most:
             return 0
         full = self.most * (seconds / (self.each * self.most + self.fixed) - (self.stages - 1))

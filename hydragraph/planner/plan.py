@@ -71,12 +71,12 @@ FEW = 64
 STAGED = 2
 # Plans within this fraction of the best are equally good; the one that moves the fewest bytes wins.
 NEAR = 0.005
-# No new work starts after SEARCHING of the deadline; searches end after FINDING of that, the rest is for settling.
+# No new work starts after SEARCHING of the deadline; searches end after FINDING of that.
 SEARCHING = 0.9
 FINDING = 0.65
 # Plans improved for varying lengths.
 CLIMBS = 3
-# Candidates for the iteration planner; each must save the fraction WORTH of the time.
+# Candidates for the iteration planner; each must save this fraction of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -93,15 +93,12 @@ class Plan:
         strategies: candidates for the iteration planner if lengths vary, `strategy` first.
         seconds: mean time of an iteration of `strategy`.
         choosing_s: the same if each mini-batch runs the fastest of `strategies`.
-        memory: peak bytes of each rank.
-        limits: bytes that each rank may use.
+        memory, limits: peak bytes of each rank, and bytes that it may use.
         bound: lower bound of any strategy's seconds.
         rivals: rejected strategies, the closest first.
         assignment: of the first mini-batch.
         moved_bytes: of state that changes owner relative to the running plan.
-        origin: the search that found the plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
-        took_s: planning time.
         text: of `explain`, without idle devices' reasons and rivals.
         spare: running ranks that the plan does not use.
     """
@@ -169,10 +166,11 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
+        costs: of the model on the cluster.
         workload: of one iteration.
-        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the plan of least
-            cost in Metis's space, where data parallelism differs by stage, "metis" for the one that improved Metis's
-            memory-aware walk finds there, "auto" for all (Metis's space only up to 64 ranks and without a deadline).
+        method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the least cost in
+            Metis's space, "metis" for its memory-aware walk, "auto" for all (Metis's space only up to 64 ranks and
+            without a deadline).
         running: the current plan or strategy; of nearly equal plans, the one that moves the fewest bytes is chosen.
         deadline_s: time limit; then the best plan so far is returned. None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
@@ -202,7 +200,7 @@ def plan(
 
 
 def check_question(method: str, deadline_s: float | None = None, solver: str | None = None) -> None:
-    """Check the arguments of `plan` before costs and workload, which may be expensive, are made.
+    """Check the arguments of `plan` before expensive costs are made.
 
     Raises:
         ValueError: an invalid method, solver or deadline.
@@ -221,7 +219,7 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection: planning creates many small objects, and each pass scans the whole program."""
+    """Disable garbage collection, which would scan the whole program for many small objects."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -255,7 +253,7 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # If a plan is running, order by healthy rates: a rank that became slow keeps its place and its state.
+    # With a running plan, order by healthy rates: a rank that became slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
@@ -263,7 +261,7 @@ def _plan(
     streaming = streaming and method == "auto"
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
-    # A strategy that cannot take the longest sequence can be a candidate for other mini-batches.
+    # It may be a candidate for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
@@ -304,13 +302,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Question:
-    """Input of the searches.
-
-    Attributes:
-        workload, method: as of `plan`.
-        near: also settle plans within this fraction of the best.
-        until: deadline (of `time.monotonic`); None: none.
-    """
+    """Input of the searches; `near`: also settle plans within this fraction of the best."""
 
     workload: Workload
     method: Method
@@ -321,9 +313,6 @@ class _Question:
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
     """Search on the ranks in planning order.
-
-    Args:
-        moved: see `finalists`.
 
     Returns:
         results on the given ranks, and the fraction of memory used.
@@ -351,7 +340,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         if looked.settled or not looked.short:
             break
     if asked.ways and PUBLISHED not in asked.ways:
-        # Each subset of nodes is a separate problem: use only the broadest search, without improvements.
+        # Use only the broadest search, without improvements.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -367,11 +356,7 @@ def _extended(
     streaming: bool,
     schedules: Collection[str] | None,
 ) -> Finalists:
-    """Add streamed plans and refinements.
-
-    Args:
-        schedules: to try on the best plans, with memory budgets; None: neither.
-    """
+    """Add streamed plans and refinements."""
     if streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
@@ -421,11 +406,7 @@ def _looked_at(
 def _on_fewer(
     costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
 ) -> Finalists:
-    """Add results on fewer nodes that may beat the best.
-
-    Args:
-        whole_s: seconds that all nodes took.
-    """
+    """Add results on fewer nodes that may beat the best."""
     settled = list(looked.settled)
     passed = list(looked.passed)
     took_s = 0.0
@@ -450,7 +431,6 @@ def _tight(costs: Costs) -> bool:
 def _pooled(
     costs: Costs, workload: Workload, candidates: Sequence[SearchCandidate], until: float | None
 ) -> list[SearchCandidate]:
-    """Return variants of candidates that share all memory."""
     variants: list[SearchCandidate] = []
     for candidate in candidates:
         if is_late(until):
@@ -472,14 +452,12 @@ def _check_copies(costs: Costs) -> None:
 
 
 def _reaches(workload: Workload) -> list[int]:
-    """Return numbers of tokens that every pipeline must hold."""
     if not workload.lengths:
         return [0]
     return list(dict.fromkeys((workload.longest, workload.typical.length)))
 
 
 def _unlike(candidates: Sequence[SearchCandidate]) -> list[SearchCandidate]:
-    """Return the most promising candidates, few of each shape."""
     shapes: Counter[object] = Counter()
     unlike_candidates = []
     for candidate in candidates:
@@ -509,7 +487,7 @@ def _varying(
     until: float | None,
     safety: float,
 ) -> Finalists:
-    """Settle each search's results on the actual mini-batches; improve the best if requested."""
+    """Settle and improve the results on the actual mini-batches."""
     varied = Varied(costs, workload.batches)
     outcomes: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
@@ -533,7 +511,7 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return strategies to improve: the best, and the best whose pipelines have one shape."""
+    """Return the best strategies, overall and with pipelines of one shape."""
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
     alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]
@@ -549,7 +527,6 @@ def _simple(costs: Costs, workload: Workload, safety: float, market: Market, apa
 def _origins(
     candidates: Sequence[SearchCandidate], stages: Sequence[Staged], plain: Sequence[Simple]
 ) -> dict[Strategy, str]:
-    """Return strategies, the most promising first, and their searches."""
     origins: dict[Strategy, str] = {}
     for candidate in sorted(candidates, key=lambda each: each.seconds):
         origins.setdefault(strategies_of(candidate)[0], candidate.origin)
@@ -578,7 +555,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
 
 
 def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
-    """Return the plan's strategy and those that gain most by choosing per mini-batch, under its owners."""
+    """Return the strategies that gain most by choosing per mini-batch, under the plan's owners."""
     varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)

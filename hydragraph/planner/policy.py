@@ -40,7 +40,6 @@ class Decision:
     Attributes:
         static: the best static candidate; None: no candidate takes all mini-batches.
         gain: the fraction of its time that choosing saves.
-        dynamic: whether to choose in every iteration.
         seconds: of each candidate over all mini-batches, infinite if it does not take them; then of choosing.
     """
 
@@ -68,9 +67,6 @@ def static_or_dynamic(
     policy: Policy,
 ) -> Decision:
     """Compare the best static candidate with choosing in every iteration, on sample mini-batches.
-
-    Example: of candidates that take 10 and 12 s, then 10 and 7 s, choosing takes 17 s and the best static one 19 s, so
-    the gain is 1 - 17 / 19 = 10.5 %.
 
     Args:
         charges: seconds of each candidate besides computing.

@@ -1,4 +1,4 @@
-"""Conversion of a search candidate to a runnable strategy: placement, assignment, exact seconds and memory."""
+"""Conversion of a search candidate to a runnable strategy."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class SearchCandidate:
     """A result of the search: pipelines of forms.
 
     Attributes:
-        groups: ranks of these forms.
         together: sequences per micro-batch.
-        origin: the search that found it.
         layout: of each kind of pipeline, if it differs from the bench's.
     """
 
@@ -61,7 +59,7 @@ class SearchCandidate:
 
     @property
     def shape(self) -> object:
-        """Key of similar candidates: degrees, and number of pipelines of each depth."""
+        """Key of similar candidates."""
         depths = Counter(len(multiset) for multiset, n in self.partition.pipelines for _ in range(n))
         forms = Counter((form.site.type, form.tp) for form in self.bench.forms)
         return frozenset(depths.items()), frozenset(forms), self.together
@@ -89,7 +87,6 @@ class Settled:
     Attributes:
         assignments: of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not take the longest sequence.
-        memory: peak bytes of every rank.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
     """
 
@@ -127,7 +124,6 @@ def strategies_of(candidate: SearchCandidate) -> tuple[Strategy, Strategy | None
 
 
 def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) -> Strategy:
-    """Assign ranks pipeline by pipeline, or stage by stage."""
     waiting: dict[int, list[Group]] = {}
     index = {form: i for i, form in enumerate(candidate.bench.forms)}
     for group in candidate.groups:
@@ -215,9 +211,6 @@ def form_of(costs: Costs, pipeline: Pipeline) -> object:
 def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together: int) -> tuple[Assignment, float]:
     """Distribute equal sequences in micro-batches of `together`.
 
-    Args:
-        lengths: of all sequences, all equal.
-
     Returns:
         the assignment, and its last end without pull, push and update.
     """
@@ -258,9 +251,6 @@ def owners(
 
     An owner holds messages in proportion to its share (`_messages`). If stages stream, the window of exchanges limits
     them, so memory is walked.
-
-    Args:
-        home: fixed owners, if any.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -331,7 +321,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return each rank's memory over its share of the state: at peak activations, and at the end."""
+    """Return lines over each rank's share of the state: memory at peak activations, and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -345,7 +335,7 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return the message bytes of an owner of the whole state, by rank: at peak activations, and at the end.
+    """Return an owner's message bytes by rank: at peak activations, and at the end.
 
     The third number is the stage's gradients, in flight at the end. Sent weights are held until the commit. Gradients
     of later stages arrive from every pipeline while a stage computes.
@@ -376,8 +366,7 @@ class _DecisiveBatches:
 
     Attributes:
         largest: of each pipeline, largest first, enough to fill it.
-        tokens: of all micro-batches of each pipeline.
-        every: tokens of the mini-batch.
+        tokens, every: of all micro-batches of each pipeline, and of the mini-batch.
     """
 
     largest: Sequence[list[MicroBatch]]
@@ -425,7 +414,6 @@ def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> lis
 
 
 def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> tuple[int, ...]:
-    """Return the bytes that each rank holds, state and messages included."""
     shapes = [(p.shape, tuple(few)) for p, few in zip(strategy.pipelines, decisive.largest, strict=True)]
     places_of: dict[int, list[tuple[int, int]]] = {}
     for p, pipeline in enumerate(strategy.pipelines):
@@ -451,7 +439,7 @@ def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) 
 
 
 def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
-    """Return how many micro-batches determine the peak of every stage; None: all."""
+    """Return how many micro-batches determine every stage's peak; None: all."""
     # Every rank enters all pipelines' exchanges, and messages outlive their micro-batch.
     every = strategy.pipelines if messages else (pipeline,)
     counts = [telling(strategy.schedule, p.rows, position) for p in every for position in range(len(p.stages))]

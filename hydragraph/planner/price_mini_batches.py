@@ -1,10 +1,8 @@
 """Prices of strategies for mini-batches of varying lengths.
 
-    an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in order
-    memory and owners    for those that may be the best (`price_candidate.owners`)
-    a simulation         for these, each mini-batch assigned by the iteration planner
-
-A strategy takes infinitely long for a mini-batch whose longest sequence does not fit.
+an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in order
+memory and owners    for those that may be the best (`price_candidate.owners`)
+a simulation         for these, each mini-batch assigned by the iteration planner
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class Varied:
 
     Args:
         costs: estimates use their home: a pipeline's memory hardly depends on owners.
-        batches: tokens of each sequence of each mini-batch.
     """
 
     def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
@@ -57,7 +54,7 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return approximate seconds of every mini-batch, infinite if their mean without traffic reaches `below_s`."""
+        """Return approximate seconds of every mini-batch, infinite if one does not fit or the mean reaches `below_s`."""
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
             reach = max(pipeline.max_len for pipeline in pipelines)
@@ -74,7 +71,6 @@ class Varied:
         return self.priced[strategy]
 
     def _traffic(self, strategy: Strategy) -> Callable[[Assignment], float]:
-        """Return an estimator of an iteration's seconds under the better of two homes."""
         homes = homes_of(self.costs, strategy)
         estimators = [traffic_in_line(self.costs.changed(home=home), strategy) for home in homes]
         return lambda assignment: min(seconds(assignment) for seconds in estimators)
@@ -86,12 +82,7 @@ class Varied:
     def settle(
         self, strategy: Strategy, origin: str, home: Home | None = None, simulating: bool = True
     ) -> Settled | Shortage:
-        """Choose owners, walk memory, and simulate every mini-batch as the iteration planner assigns it.
-
-        Args:
-            home: fixed owners, if any.
-            simulating: simulate instead of estimating seconds.
-        """
+        """Choose owners, walk memory, and simulate every mini-batch as the iteration planner assigns it."""
         simulating = simulating and self.costs.ranks <= FEW
         useful = max(max(profile.util.values(), default=1) for profile in self.costs.profiles)
         counts = [2 * len(p.stages) for p in strategy.pipelines]
@@ -121,14 +112,12 @@ class Varied:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen ignores messages and the rest of the mini-batch. Sequences are whole: excluding enough of them may
-            # take several steps.
+            # MaxLen ignores messages and the rest of the mini-batch; excluding whole sequences may take several steps.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
 
     def _of_each(self, of: Callable[[tuple[int, ...]], T]) -> tuple[T, ...]:
-        """Apply `of` once to equal mini-batches."""
         value_by_batch = {batch: of(batch) for batch in dict.fromkeys(self.batches)}
         return tuple(value_by_batch[batch] for batch in self.batches)
 
@@ -162,7 +151,6 @@ def settle_best(
     Args:
         origins: strategies, the most promising first, and their searches.
         until: deadline (of `time.monotonic`); then one that fits is enough, and is not simulated.
-        known: results so far; new ones are added.
     """
     order = list(origins)
     if not is_late(until):
@@ -186,7 +174,6 @@ def mean(by_batch: Sequence[float]) -> float:
 
 
 def _rank(by_batch: Sequence[float]) -> tuple[float, float]:
-    """Return a sort key: number of mini-batches that do not fit, and mean of the others."""
     able = [seconds for seconds in by_batch if math.isfinite(seconds)]
     return len(by_batch) - len(able), mean(able) if able else math.inf
 

@@ -1,7 +1,4 @@
-"""The quick plan, in plain Python: longest first, each where it finishes first.
-
-For iterations whose plan is late, and strategies without measured costs.
-"""
+"""The quick plan, in plain Python: longest first, each where it finishes first."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
     """Return assumed costs of a pipeline, in seconds per layer and token of one device.
 
     Args:
-        longest: longest sequence of the mini-batch, which must fit.
+        longest: sequence that must fit.
     """
     # Time is proportional to layers per rank.
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
@@ -48,7 +45,7 @@ def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
 
 
 def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...]:
-    """Return assumed costs of each pipeline; shared stages count as in `Costs.pipelines`."""
+    """Return assumed costs of each pipeline."""
     alone = [rough_cost(p, longest) for p in strategy.pipelines]
     pipeline_costs = []
     for pipeline, cost, factors in zip(strategy.pipelines, alone, turns(strategy, [p.b for p in alone]), strict=True):
@@ -64,12 +61,12 @@ def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
 
 
 def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence once.
+    """Assign every non-empty sequence.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
-    # Ties go to the least loaded, then to the first: every rank computes this plan, and all must agree.
+    # Ties go to the least loaded, then to the first: all ranks must agree.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):
@@ -93,7 +90,6 @@ def _work(pipeline: PipelineCost, length: int) -> float:
 
 
 def _micro_batches(pipeline: PipelineCost, share: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Cut a share, longest first, into micro-batches of at most MaxLen tokens."""
     if not share:
         return ()
     total = sum(lengths[i] for i in share)

@@ -1,10 +1,8 @@
 """Refinements of the plans that the search found; each result is walked and simulated.
 
-memory budgets   stages that recompute get the largest memory budget that fits, the later ones first, because
-                 they hold the fewest micro-batches
+memory budgets   the largest that fit, for stages that recompute, the later ones first
 schedules        another schedule that the run can use, such as zb-h1
-interleaving     each device runs several stages, so that pipelines fill sooner; owners are chosen again, because it
-                 computes other layers
+interleaving     each device runs several stages, with owners chosen again
 """
 
 from __future__ import annotations
@@ -74,8 +72,6 @@ def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settl
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
     """Return a strategy whose devices run `visits` stages of about equally many layers.
 
-    A device with fewer layers runs as many stages as layers.
-
     Returns:
         None if no pipeline can be interleaved.
     """
@@ -87,7 +83,6 @@ def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
 
 
 def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
-    """Return stages cut into `visits` parts, which take turns."""
     turns: list[Stage] = []
     for turn in range(visits):
         for i, stage in enumerate(stages):
@@ -103,7 +98,7 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: Settled, strategy: Strategy) -> Iterator[Settled]:
-    """Yield a plan with another strategy: with its owners, and with owners chosen for each block."""
+    """Yield a plan with another strategy, under its owners, and under owners chosen for each block."""
     memory = _fitting(costs, plan, strategy)
     if memory is not None and not plan.home.buckets:
         yield replace(plan, strategy=strategy, memory=memory)
@@ -143,7 +138,6 @@ def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy
 
 
 def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Strategy:
-    """Give a budget to fully recomputing stages at some places, counted from the last."""
     pipelines = (
         Pipeline(
             tuple(
@@ -159,10 +153,7 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
 
 
 def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return every rank's peak memory under a plan's owners and assignments; None if it does not fit.
-
-    Memory changes by what stages need.
-    """
+    """Return every rank's peak memory under a plan's owners and assignments; None if it does not fit."""
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
         before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))

@@ -28,7 +28,7 @@ class RentalOffer:
     """Nodes that a budget pays for, and the plan on them.
 
     Attributes:
-        costs: of their devices, renumbered; `plan` uses these numbers.
+        costs: of their devices, renumbered.
     """
 
     costs: Costs
@@ -60,9 +60,7 @@ def offers(
     """Return plans within a budget, the fastest first; slower ones may be omitted.
 
     Args:
-        costs: of all rentable devices.
         budget: dollars per hour.
-        plan: makes a plan on some of them.
 
     Raises:
         ValueError: the budget is not a number, or pays for no node.
@@ -113,12 +111,7 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
 
 
 def _maximal(each: Sequence[float], most: Sequence[int], budget: float) -> Iterator[tuple[int, ...]]:
-    """Yield maximal numbers of nodes of each kind.
-
-    Args:
-        each: price of a node, by kind.
-        most: number of nodes, by kind.
-    """
+    """Yield maximal numbers of nodes of each kind."""
     limit = budget * (1 + ROUNDING)
     able = [many if price * many <= limit else int(limit / price) for price, many in zip(each, most, strict=True)]
     for counts in product(*(range(count + 1) for count in able)):

@@ -17,7 +17,7 @@ class RentalPrices:
     """Prices of renting devices.
 
     Attributes:
-        per_hour: dollars per hour of one device, by type.
+        per_hour: dollars per device and hour, by type.
     """
 
     cluster: Cluster

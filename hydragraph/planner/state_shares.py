@@ -1,8 +1,7 @@
 """Shares of the state per rank, limited by memory, and balanced by speed and link.
 
 An owner of a fraction s of the state takes s k_r seconds: sending weights, receiving gradients, updating. The largest
-counts, so s_r = min(room_r, T / k_r) for the least T such that the fractions add up to 1. Ranks without layers own no
-state as long as the others have room.
+counts, so s_r = min(room_r, T / k_r) for the least T such that the fractions add up to 1.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from hydragraph.spec.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-# Shares are rounded to this fraction of the largest; the second one applies if the first exceeds a rank's room.
+# Shares are rounded to this fraction of the largest, or to the second one if room is tight.
 STEPS = (32, 1024)
 # Corrections of shares that rounding made too large.
 CORRECTED = 8
 _HALVINGS = 80
-# Decimal places of other shares, and precision of their sums.
+# Decimal places, and precision of sums.
 PLACES = 9
 EXACT = 1e-9
 
@@ -59,9 +58,6 @@ def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats 
     """Return fractions like `filled` for two copies on different nodes: no node has more than half.
 
     A node that would have more owns one copy, and the others share the second.
-
-    Args:
-        nodes: of each rank.
     """
     parts = filled(seconds, room)
     if parts is None:
@@ -174,7 +170,7 @@ def fractions(costs: Costs, home: Home) -> list[float]:
 
 
 def homes_of(costs: Costs, strategy: Strategy) -> tuple[Home, ...]:
-    """Return possible homes without memory limits: equal for all blocks, and by block."""
+    """Return possible homes without memory limits."""
     alike = home_of(costs, strategy, [1.0] * costs.ranks, costs.home) or costs.home.without_rule
     if all(len(pipeline.stages) == 1 for pipeline in strategy.pipelines):
         return (alike,)  # every rank uses all blocks
@@ -193,8 +189,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
 
     Args:
         given: its copies and nodes are kept; returned without a rule if too few nodes are left.
-        room: elements that each rank has memory for; None: unlimited, and each block is owned by its users, which is
-            faster.
+        room: elements that each rank has memory for; None: unlimited, and each block is owned by its users.
     """
     nodes = _nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):

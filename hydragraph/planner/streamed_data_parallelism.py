@@ -3,9 +3,8 @@
 With `stream: true` a rank holds two blocks and pulls each block twice per micro-batch; with `stream: gradients` it
 holds the weights, and pushes gradients once per micro-batch.
 
-One strategy is priced for each kind of stage and each of the two. An iteration takes at least as long as its
-computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the whole mini-batch, and as the slowest rank's
-traffic. Strategies with the least maximum of the two are simulated.
+An iteration takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the
+whole mini-batch, and as the slowest rank's traffic. Strategies with the least maximum of the two are simulated.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LEAST_S = 1e-12  # minimum seconds of a mini-batch
 
 
 def streamed(costs: Costs, workload: Workload, below_s: float, until: float | None) -> list[Settled | Shortage]:
-    """Return simulated strategies that stream, and the shortages of those that do not fit.
+    """Return simulated strategies that stream, and shortages.
 
     Args:
         below_s: strategies expected to take longer are left out; infinite: no plan is known.
@@ -85,7 +84,6 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
     """Return whether the smallest strategy fits: of the highest degree, streaming all and recomputing.
 
     Args:
-        longest: tokens of a micro-batch.
         times: factor on the memory of every device.
     """
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
@@ -96,7 +94,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def _strategies(costs: Costs) -> Iterator[Strategy]:
-    """Yield all devices in groups of one degree, for each kind of stage common to all types."""
+    """Yield all devices in groups, for each kind of stage."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -124,7 +122,6 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the mean seconds of computing a mini-batch distributed by speed."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -134,14 +131,12 @@ def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
 
 
 def _micro_batches(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
-    """Return the least mean number of micro-batches of every pipeline."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
     limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]
 
 
 def _traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
-    """Return the slowest rank's seconds of pulls and pushes."""
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     several = len({costs.cluster.node_of(rank) for rank in strategy.devices}) > 1

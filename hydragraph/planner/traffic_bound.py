@@ -10,8 +10,6 @@ over nodes), and let n own a fraction f_n of the block's state. Then
 The sums over blocks are limited by the node's cards, and the total taken in by all cards. For each block the minimum
 over f counts: for a node it is at f_n = 0 or 1, for all nodes together it is reached if the node that uses most of the
 block owns it.
-
-A block that every rank uses whole counts as one use per node.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class Cards:
 
 
 def _speed(cluster: Cluster, number: int) -> float:
-    """Return the bytes/s of a node's cards in one direction, over its fastest link."""
     node = cluster.node(number)
     types = {device.type for device in cluster.devices if device.node == number}
     links = [node.outer, *(pair.link for pair in cluster.pairs if not types.isdisjoint(pair.types))]

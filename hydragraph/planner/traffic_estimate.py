@@ -4,7 +4,7 @@ Exchanges pass through the cluster one after another: pulls in the order of bloc
 the slowest rank's seconds,
 
     a bucket arrives at       P_b = p_0 + ... + p_b; no pipeline's first forward passes it before
-    its gradient is complete  C_b = when the last of the pipelines has run its last backward of the blocks that use it
+    its gradient is complete  C_b = when all pipelines have run their last backwards of the blocks that use it
     and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
     and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, if there are any; h_b is the time to hand it on
 
@@ -40,8 +40,7 @@ class Iterations:
     """Approximate seconds of a strategy's iterations.
 
     Args:
-        costs: with the plan's home.
-        strategy: without shared stages.
+        costs, strategy: under the plan's home, without shared stages.
     """
 
     def __init__(self, costs: Costs, strategy: Strategy) -> None:

@@ -23,8 +23,6 @@ class _Tables:
     """Tables of strategies with some number of devices.
 
     Attributes:
-        column: of each scheme in `problems`' kinds.
-        reach: MaxLen of each scheme [K].
         problems: of each mini-batch; None: no scheme takes it.
     """
 
@@ -35,8 +33,6 @@ class _Tables:
 
 class TuningSet:
     """Cached seconds of strategies for mini-batches.
-
-    A strategy is priced by `quick_end` and `charge_in_search`.
 
     Attributes:
         longest: longest sequence of each mini-batch.
@@ -83,7 +79,6 @@ class TuningSet:
         )
 
     def _for(self, devices: int) -> _Tables:
-        """Return the tables of strategies with this number of devices."""
         if devices not in self._tables:
             schemes = [s for s in self._profile.schemes if s[0] * s[1] <= devices]
             kinds = [self._profile.pipeline(s, devices) for s in schemes]

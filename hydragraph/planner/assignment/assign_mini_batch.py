@@ -10,9 +10,6 @@ drain. The best result by the actual schedule is then improved by it (`schedule_
     room(z)  [K]  seconds of work that a pipeline of each kind can do by z under the envelope, with any number V of
              micro-batches
 
-Example: PP = 4 and c = 1. By z = 25, one micro-batch holds 25 / 4 - 1 = 5.25 of work; several hold (sqrt(25) -
-sqrt(3))^2 = 10.68 with V = sqrt(3 work / c) = 5.66.
-
 Equations of Hydraulis -> functions:
 
     section 6, dispatch, then pack                                      `enveloped`
@@ -55,7 +52,7 @@ class PlannedAssignment(Assignment):
     Attributes:
         seconds: when the last pipeline ends, exactly (`PipelineCost.seconds`).
         bound: lower bound of any assignment's seconds.
-        by_pipeline: `seconds` of each pipeline, 0 for one without work.
+        by_pipeline: `seconds` of each pipeline.
     """
 
     seconds: float = 0.0
@@ -69,7 +66,7 @@ class PlannedAssignment(Assignment):
 
     @property
     def spread(self) -> float:
-        """Relative difference of the slowest pipeline from the fastest one that has work."""
+        """Relative difference of the slowest pipeline from the fastest one with work."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 
@@ -86,12 +83,11 @@ def assign(
     """Assign every sequence to a pipeline and a micro-batch; minimise the end of the last pipeline.
 
     Args:
-        schemes: one per pipeline; together they use all devices.
-        profile: costs of each scheme.
+        schemes: one per pipeline.
         lengths: tokens per sequence; zeros are left out.
-        deadline_s: seconds until the last improvement may start; 0: only the quick plan. None: only the effort limits
-            the search, which is then deterministic.
-        effort: search effort; default: `EFFORT`, or the quick plan if the deadline is 0.
+        deadline_s: seconds until the last improvement may start; None: only the effort limits the search, which is then
+            deterministic.
+        effort: default: `EFFORT`.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
@@ -116,9 +112,7 @@ class Bounded:
     """A mini-batch before its assignment, with its bounds.
 
     Attributes:
-        problem: its arrays.
         first: an assignment, longest first [n].
-        relaxed: the relaxation by the envelope.
         seconds: lower bound of any assignment.
     """
 
@@ -183,7 +177,6 @@ class MicroBatchCut:
     Attributes:
         placed, batch: pipeline and micro-batch number of each sequence [n].
         order, count: each pipeline's micro-batches in execution order [P, C], and their count [P].
-        ends: when each pipeline ends [P].
     """
 
     placed: Ints
@@ -263,7 +256,6 @@ def _cut(start: Bounded, placed: Ints, batch: Ints, order: Ints, count: Ints) ->
 
 
 def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return `what` of each sequence [n], by pipeline and micro-batch."""
     members: dict[int, list[int]] = {}
     for m, value in zip(cut.batch.tolist(), what.tolist(), strict=True):
         members.setdefault(m, []).append(value)
@@ -274,7 +266,7 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return a lower bound of the seconds of any assignment to these pipelines."""
+    """Return a lower bound of any assignment's seconds."""
     return bounded_pipelines(pipelines, lengths).seconds
 
 

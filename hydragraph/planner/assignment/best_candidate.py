@@ -19,7 +19,7 @@ class Verdict:
     """Result of one candidate.
 
     Attributes:
-        seconds: expected seconds, `charge` included; infinite if it was not assigned.
+        seconds: expected, `charge` included; infinite if it was not assigned.
         bound: lower bound of `seconds`.
         charge: seconds besides computing.
         why: why it lost; "" for the winner.
@@ -36,9 +36,7 @@ class Choice:
     """The winner and all verdicts.
 
     Attributes:
-        index: of the winner.
         assignment: of the winner; its seconds exclude the charge.
-        verdicts: one per candidate.
     """
 
     index: int
@@ -58,8 +56,6 @@ def choose(
 
     Args:
         candidates: strategies, each a list of schemes.
-        profile: costs of each scheme.
-        lengths: tokens per sequence.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -79,8 +75,7 @@ def compare(
     """Choose, and report why the others lost.
 
     Args:
-        candidates, profile, lengths, seed: see `choose`.
-        all_of_them: also assign candidates whose bound already loses.
+        all_of_them: also assign candidates whose bound already loses; other arguments: see `choose`.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]

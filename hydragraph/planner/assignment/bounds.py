@@ -11,11 +11,6 @@ reachable z. The linear program, solved on groups of similar lengths, only finds
     x, `shares`  [n, K]  the fraction of each sequence that each kind gets; rows add up to 1
     lambda       [K]     `prices`: the duals of the capacities
 
-Example: two sequences, cost [[4, 6], [2, 8]], one pipeline of each kind, capacity(z) = [z, z].
-
-    at prices 1 and 2/3, the first sequence costs min(4, 4) = 4 and the second min(2, 5.33) = 2: 6 in all
-    1 z + 2/3 z < 6 excludes every z below 3.6, however sequences are divided
-
 `schedule_bound` adds bounds from the schedule itself, for kinds whose backward is one action (`HOLDS_FOR`). If the
 shortest of some sequences takes t forward through the stages before a stage, and u back, the pipeline ends no earlier
 than t + u + their time on that stage. For all sequences above some length:
@@ -27,7 +22,7 @@ than t + u + their time on that stage. For all sequences above some length:
 Example: two pipelines of one stage, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline,
 and take at least 6.
 
-The papers solve Eq. 3 of Hydraulis or estimate it; these bounds are ours.
+The bounds are not from the papers.
 """
 
 from __future__ import annotations
@@ -64,8 +59,8 @@ class Relaxation:
 
     Attributes:
         seconds: lower bound of any assignment.
-        shares: fraction of each sequence for each kind [n, K].
-        prices: of the kinds [K].
+        shares: x [n, K].
+        prices: lambda [K].
     """
 
     seconds: float
@@ -77,8 +72,7 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     """Return the relaxation.
 
     Args:
-        cost: seconds of each sequence on each kind [n, K], infinite if it does not fit; by length, descending.
-        capacity: seconds of work that all pipelines of each kind can do by z [K]; non-decreasing in z.
+        capacity: non-decreasing in z.
         start: a z that some assignment reaches.
     """
     if not len(cost):
@@ -113,7 +107,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
 
 
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
-    """Solve the linear program on groups; return the prices of kinds and the shares of sequences."""
+    """Solve the linear program on groups; return prices and shares."""
     n, kinds = cost.shape
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
@@ -170,7 +164,7 @@ class Least:
     fill: Floats
 
     def divided(self, problem: AssignmentProblem) -> Floats:
-        """Return each sequence's work plus its share of the overhead of MaxLen-token micro-batches [n, K]."""
+        """Return each sequence's work plus its share of overhead [n, K]."""
         per_token = self.overhead / np.array([max(1, kind.max_len) for kind in problem.kinds])
         return np.asarray(self.work + problem.lengths[:, None] * per_token)
 
@@ -195,7 +189,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
-        # Any stage and kind of rank gives a bound; choose the one with the most work plus time before it.
+        # Any stage gives a bound; choose the one with the most work plus time before it.
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()

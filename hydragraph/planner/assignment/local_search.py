@@ -2,7 +2,7 @@
 
     n  sequences, sorted by length, descending
     P  pipelines
-    K  kinds of pipelines; those of one kind are equal
+    K  kinds of equal pipelines
 
     cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite if it does not fit
     lengths[i]     [n]     tokens of sequence i
@@ -79,10 +79,8 @@ class SearchState(NamedTuple):
     """Inputs of `finish` for each pipeline [P], and its end.
 
     Attributes:
-        loads: seconds of work.
-        tokens: tokens of all its sequences.
+        loads, tokens: seconds of work, and tokens.
         longest, second: index of its longest sequence and of the next one; n: none.
-        ends: when it finishes.
     """
 
     loads: Floats
@@ -194,7 +192,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
     Args:
         start: pipeline p takes only sequences from start[p] on [P].
-        fullest: assign each sequence where the least room is left instead.
+        fullest: assign where the least room is left instead.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -257,10 +255,10 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
     Args:
         orders: one order of the sequences per trial [trials, n].
-        least_loaded: whether ties, which are frequent, go to the least loaded pipeline instead of the first.
+        least_loaded: whether ties go to the least loaded pipeline instead of the first.
 
     Returns:
-        When the last pipeline finishes, and where each sequence is.
+        the last end, and where each sequence is.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -424,7 +422,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
         extra: seconds to add to each pipeline [P].
 
     Returns:
-        When the last pipeline finishes.
+        the last end.
     """
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
@@ -457,7 +455,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         extra: seconds to add to each pipeline [P].
 
     Returns:
-        When the last pipeline finishes.
+        the last end.
     """
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
@@ -472,7 +470,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
-        # 4 to 8: enough that a descent does not undo them, few enough to keep most of the solution.
+        # Enough that a descent does not undo them, few enough to keep most of the solution.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)

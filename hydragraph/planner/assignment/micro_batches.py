@@ -10,11 +10,6 @@ exclude.
 
 For one V, micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns them.
 
-Example: work 5 4 3 3 3, c = 1, PP = 4, any V from 1 to 5. The lower bounds of Eq. 1 by V: 76, 50, 42, 49 and 48.
-
-    V = 3 is tried first: 5 | 4 3 | 3 3, whose largest is 7, so (7 + 1) (4 - 1 + 3) = 48
-    the best remaining bound is 48, at V = 5, so the answer is 48
-
 Equations of Hydraulis -> functions:
 
     Eq. 1, (PP - 1 + V) max_j cost_j                          `price` with EQ1
@@ -139,7 +134,6 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
     Args:
         work: seconds of each sequence, descending [n].
-        lengths: tokens [n].
         terms: of the pipeline's kind; see `local_search`.
         kicks: for each V that is searched further.
     """
@@ -199,7 +193,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 def form_in_order(
     work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int, table: ScheduleTable, climb: int
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` with micro-batches in the order that ends first, and that end.
+    """Return the result of `form` in the order that ends first, and that end.
 
     Args:
         table: of the pipeline's schedule, for as many micro-batches as sequences.

@@ -22,8 +22,6 @@ class AssignmentProblem:
     """Sequences in descending length, and pipelines grouped into equal kinds.
 
     Attributes:
-        pipelines: in the caller's order.
-        kinds: different pipelines.
         kind_of: index in `kinds` of each pipeline [P].
         counts: pipelines of each kind [K].
         order: caller's index of each sequence [n].
@@ -61,14 +59,14 @@ class AssignmentProblem:
         return tuple(map(tuple, of_pipeline))
 
     def only(self, allowed: NDArray[np.bool_]) -> Instance:
-        """Return the input of compiled functions with each sequence limited to its allowed kinds [n, K]."""
+        """Return the input with each sequence limited to its allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
 def problem_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
 ) -> AssignmentProblem:
-    """Return the arrays of a mini-batch; sequences of length 0 are left out.
+    """Return the arrays of a mini-batch; empty sequences are left out.
 
     Args:
         formed: whether pipelines cut their work into micro-batches; otherwise Eq. 2 prices them.

@@ -50,8 +50,6 @@ class Sequences(NamedTuple):
     """Sequences to assign, and the kinds of pipelines.
 
     Attributes:
-        lengths: tokens [n].
-        kind_of: of each pipeline [P].
         max_len: maximum tokens of a micro-batch of each kind [K].
     """
 
@@ -65,13 +63,11 @@ class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
-        placed, batch, order, counts: see the module docstring.
         members, squares, tokens: number of sequences, sum l^2 and sum l of each micro-batch [M].
         near: sum of pairs of each reach [M + 2, W].
         rows: [M + 2, S, 5]; the last two belong to a trial, here and in `near`.
         busy: computing seconds of each stage of a pipeline [P, S].
-        ends: [P].
-        spent: tasks computed so far [1].
+        spent: tasks so far [1].
         trial: two trial orders [2, C + 1].
     """
 
@@ -174,7 +170,6 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
 
     Args:
         m: a micro-batch of pipeline p; -1: empty.
-        at: 0 or 1.
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
@@ -404,9 +399,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Exchange sequence i of pipeline p for a shorter one of a pipeline that ends by `horizon`, if both then end before
-    `best`.
-    """
+    """Exchange sequence i of pipeline p for a shorter one of another pipeline, as in `try_leaving`."""
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -534,11 +527,10 @@ def improve(
     result.
 
     Args:
-        placed, batch, order, count: see the module docstring.
         tasks: maximum tasks; a step that has begun is finished.
 
     Returns:
-        When the last pipeline ends.
+        the last end.
     """
     np.random.seed(seed)
     plan = plan_of(placed, batch, order, count, given)

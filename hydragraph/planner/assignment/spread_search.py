@@ -78,8 +78,7 @@ def longest_first(problem: AssignmentProblem, instance: Instance | None = None, 
     """Assign each sequence, longest first, where it finishes first.
 
     Args:
-        instance: arrays to use instead of the problem's own.
-        start: pipeline p takes only sequences from start[p] on [P].
+        instance, start: default: the problem's own; see `local_search.longest_first`.
     """
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
@@ -97,7 +96,6 @@ def search(
     """Return the best assignment found [n].
 
     Args:
-        relaxed: the bound to stop at.
         widely: also start from Alg. 1 and refusing pipelines.
     """
     nothing = np.zeros(len(problem.pipelines))
@@ -118,11 +116,7 @@ def search(
 def kicked(
     problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
 ) -> Ints:
-    """Return an assignment improved by iterated local search.
-
-    Args:
-        extra: seconds to add to each pipeline's end [P].
-    """
+    """Return an assignment improved by iterated local search."""
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
     enough = relaxed.seconds * (1 + effort.enough)

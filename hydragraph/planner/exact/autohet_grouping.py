@@ -7,9 +7,6 @@ with one entity per stage. A group runs K = M / D of M micro-batches; with P sta
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
 every entity in exactly one group, every group's memory at least `least_memory`.
-
-Example: 4 of power 1 and 2 of power 2, M = 8, enough memory. D = 6: min G = 1, 6 in all. D = 4, the fast ones alone and
-(1, 1) twice: K = 2, G = 2 and 2 * 2 / 3, 5.33 in all.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ class EntityKind:
     """Interchangeable entities.
 
     Attributes:
-        power: g of one entity; any unit.
-        memory: m, bytes of one entity.
+        power: g, in any unit.
+        memory: m, in bytes.
     """
 
     power: float

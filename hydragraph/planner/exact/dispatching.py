@@ -30,8 +30,7 @@ class Dispatch:
     """Sequences of each pipeline.
 
     Attributes:
-        pipelines: sequences of each, longest first.
-        seconds: Eq. 3: the largest of sum (a l^2 + b l) + c + (PP - 1) T(longest).
+        seconds: Eq. 3.
         bound: lower bound of any dispatch's seconds.
     """
 
@@ -58,12 +57,10 @@ def dispatch(
     """Dispatch sequences to pipelines; minimise the end of the last one.
 
     Args:
-        schemes: one per pipeline; together they use all devices.
+        schemes: one per pipeline.
         lengths: tokens per sequence; zeros are left out.
-        profile: costs of each scheme.
         bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen.
         method: "greedy" is Alg. 1 (ties to the least loaded); "exact" solves Eq. 3 through cvxpy (slow).
-        effort: default: `Effort()`.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.

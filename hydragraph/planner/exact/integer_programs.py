@@ -23,8 +23,7 @@ def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
     """Import cvxpy with a solver.
 
     Args:
-        where: what needs it.
-        otherwise: an alternative for the user.
+        where, otherwise: what needs it, and the user's alternative.
     """
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
@@ -42,10 +41,7 @@ def _cvxpy() -> Any:
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
-    """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned.
-
-    Constants of unused pipelines do not count.
-    """
+    """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned."""
     cp = _cvxpy()
     n = len(problem.lengths)
     count = len(problem.pipelines)

@@ -31,9 +31,8 @@ class Packing:
     """Micro-batches of one pipeline.
 
     Attributes:
-        micro_batches: sequences of each, in execution order.
         seconds: value of the objective; see the module docstring.
-        seconds_1f1b: the 1F1B recurrence in this order.
+        seconds_1f1b: the 1F1B recurrence.
         bound: lower bound of the objective with V in the range of Eq. 1.
     """
 
@@ -61,8 +60,6 @@ def pack(
     """Pack sequences into micro-batches of at most MaxLen tokens.
 
     Args:
-        scheme: scheme of the pipeline.
-        profile: costs of the scheme.
         lengths: tokens per sequence; zeros are left out.
         devices: number of devices that share the state; default: this pipeline's own.
         objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" the better of both in its
@@ -124,5 +121,5 @@ def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequ
 
 
 def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    """Return the end of a pipeline's micro-batches by its schedule, on equal stages."""
+    """Return the end of micro-batches on equal stages."""
     return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)

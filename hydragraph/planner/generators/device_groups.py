@@ -29,11 +29,7 @@ COMBINATIONS = 256
 
 @dataclass(frozen=True)
 class Group:
-    """Devices of one node that share each layer.
-
-    Attributes:
-        rate: of the slowest.
-    """
+    """Devices of one node that share each layer; `rate` is that of the slowest."""
 
     devices: tuple[int, ...]
     site: DeviceSite
@@ -124,7 +120,7 @@ def groupings(
     """Return groupings to examine: a degree per type of device, and the best splits of nodes with stragglers.
 
     Args:
-        split: whether nodes with stragglers may have groups of different sizes.
+        split: whether nodes with stragglers may be split unevenly.
         symmetric: whether all types have one degree.
     """
     sites = list(dict.fromkeys(node.site for node in nodes))

@@ -33,7 +33,7 @@ class DeviceSite(NamedTuple):
     """Devices of a type in nodes of some kind.
 
     Attributes:
-        inner, outer: links within a node, and of a network card.
+        inner, outer: links within a node, and of a card.
         cards: network cards per device.
     """
 
@@ -118,7 +118,6 @@ class Prices:
         return tuple(self._option(site, kind) for kind in kinds) if self.costs.sizes.allows(tp) else ()
 
     def _rows(self, site: DeviceSite, tp: int) -> NDArray[np.float64]:
-        """Return the options as rows of `stage_layout.NUMBERS` [options, 9]."""
         rows = [[getattr(option, name) for name in NUMBERS] for option in self.options(site, tp)]
         return np.array(rows, dtype=np.float64).reshape(-1, len(NUMBERS))
 
@@ -173,7 +172,6 @@ class Prices:
 
     @cached_property
     def _ranks(self) -> dict[DeviceSite, tuple[int, ...]]:
-        """Ranks of the largest node of each site."""
         cluster = self.costs.cluster
         nodes: dict[int, list[int]] = {}
         for rank in range(self.costs.ranks):
@@ -216,7 +214,7 @@ def state_bytes(costs: Costs) -> float:
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return the bytes that every running rank holds in any case: state in proportion to memory, and a mini-batch."""
+    """Return the bytes that every running rank holds: state in proportion to memory, and a mini-batch."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

@@ -14,11 +14,6 @@ gives the plans of all lengths.
     S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
-Example: two levels; <tp1> takes the first in 4 s, <tp2> both in 2.5 and 3 s.
-
-    t = 2  <tp1> needs 2 x 1 device for the first, <tp2> 1.3 x 2 = 2.6; <tp2> needs 1.5 x 2 = 3 for the second
-    F(1) = 2, and F(2) = 2 + 3 = 5, less than 2.8 x 2 = 5.6 of <tp2> alone
-
 Equations of Hydraulis -> functions:
 
     Eq. 4, t[n][l]                               `needed` for one t, `least` for the t of N devices
@@ -96,7 +91,6 @@ def propose(
     """Return candidate strategies, lists of one scheme per pipeline, the best expected first.
 
     Args:
-        profile: costs of each scheme.
         lengths: of the data or a sample; longer ones count as `context`.
         devices: number of devices; some may be idle.
         context: the longest sequence, in tokens.
@@ -156,9 +150,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
     """Fill F(l) in steps of 1 / `steps` device, and its scheme and l'.
 
     Args:
-        t: time limit in seconds.
         steps: steps per device and pipeline.
-        devices, levels, work: of a `Histogram`.
         units: output: F of each level [levels + 1].
         by, below: output: the scheme of the last interval up to each level, and its l'.
     """
@@ -231,7 +223,6 @@ def _needs(t: float, data: Histogram) -> tuple[Ints, Ints, Ints]:
 
 
 def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) -> FractionalStrategy:
-    """Follow the choices back from a level, and price them."""
     shares = []
     seconds = 0.0
     while upto:
@@ -245,7 +236,7 @@ def _proposal(data: Histogram, upto: int, units: Ints, by: Ints, below: Ints) ->
 
 
 def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, context: int) -> list[tuple[Scheme, ...]]:
-    """Return the maximal neighbouring integer strategies that fit the devices and take the longest length."""
+    """Return the maximal neighbouring integer strategies that take the longest length."""
     fractional: dict[Scheme, float] = {}
     for share in proposal.shares:
         fractional[share.scheme] = fractional.get(share.scheme, 0.0) + share.pipelines
@@ -266,7 +257,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 
 
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
-    """Return an estimate of a strategy's seconds for all sequences up to a level, infinite if it cannot take them.
+    """Return an estimate of a strategy's seconds for all sequences up to a level.
 
     Pipelines that take a level share it in proportion to their speed. This also holds for the sequences above each
     pipeline's reach alone; the largest of these times counts.

@@ -69,8 +69,6 @@ def search(
     Args:
         reach: tokens that every pipeline must hold; default: its own micro-batch's.
         until: deadline (of `time.monotonic`); then the results so far are returned.
-        safety: usable fraction of a device's memory.
-        market: prices shared by searches.
 
     Raises:
         Unsupported: no device is left.
@@ -152,9 +150,6 @@ def _partitions(
     """Yield partitions of all groups, and of those neither slow nor weak.
 
     If none fits, yield pipelines of the groups with the most memory.
-
-    Args:
-        worth: returns the maximum seconds of exact prices.
     """
     fits = False
     for used, idle in _uses(bench, counts):
@@ -247,7 +242,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible sequences per micro-batch, and the number up to which they are tried even without gain."""
+    """Return possible sequences per micro-batch, and up to which number they are tried even without gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

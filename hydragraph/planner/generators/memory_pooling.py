@@ -69,8 +69,6 @@ class Pool(NamedTuple):
     """Quantities common to all stages.
 
     Attributes:
-        layers: L.
-        state: bytes of the state.
         whole: bytes of weights and gradients of a layer, over all pipelines.
         ends: likewise of the first and the last block.
         pulled: fraction of weights in these.
@@ -94,7 +92,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with layers that make it faster, or make it fit, the least cautious first."""
+    """Yield the candidate with layers that make it faster or fit, the least cautious first."""
     if costs.ranks == 1:
         return
     bench = candidate.bench
@@ -115,7 +113,6 @@ def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[Se
 
 
 def _limits(costs: Costs, candidate: SearchCandidate, tokens: int) -> list[float]:
-    """Return the bytes of a rank of each form."""
     least = dict.fromkeys(candidate.bench.forms, math.inf)
     for group in candidate.groups:
         limit = min(NEAR_LIMIT * costs.memory_of(rank) for rank in group.devices) - batch_bytes(tokens, tokens)
@@ -174,13 +171,11 @@ def _room(pool: Pool, rows: Sequence[_Row], factor: float) -> float:
 
 
 def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> float:
-    """Return the fraction of its maximum room that each pipeline must leave."""
     most = _room(pool, rows, factor) - pool.idle
     return max(0.0, (needed - pool.idle) / most) if most > 0 else 1.0
 
 
 def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
-    """Return the fastest layout within the bound that leaves its share of room."""
     bound = factor * row.laid.each_s
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
     # At this price only seconds count.

@@ -65,10 +65,7 @@ def staged(
 ) -> list[Staged]:
     """Return plans for an iteration of equal sequences on all devices that are not lost.
 
-    Those that fit by the search's estimate come first, then the fastest.
-
     Args:
-        order: see `metis.search`.
         until: deadline (of `time.monotonic`); then the results so far, possibly none, are returned.
 
     Raises:
@@ -189,7 +186,6 @@ class _Layer(NamedTuple):
 def _layers(
     costs: Costs, devices: TypedDevices, sequences: int, length: int, recompute: bool
 ) -> dict[tuple[str, int, int], list[_Layer]]:
-    """Return measured layers by (type, degree, sequences of a micro-batch)."""
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
     replicas = [1 << i for i in range(devices.cluster.devices.bit_length())]
     sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
@@ -211,7 +207,6 @@ def _layers(
 
 
 def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_Layer]:
-    """Return every layer's measurement for a micro-batch of equal sequences."""
     alike: dict[tuple[str, ...], _Layer] = {}
     measured_layers = []
     for layer in range(costs.outline.layers):
@@ -272,7 +267,6 @@ def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> 
 
     Args:
         plan: its degrees of data parallelism divide the largest.
-        ranks: the rank at each position of the plan.
     """
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
@@ -290,9 +284,6 @@ def laid_out(
     costs: Costs, devices: TypedDevices, found: FoundPlan, length: int, recompute: bool, until: float | None = None
 ) -> Staged | None:
     """Convert a search result to priced pipelines with sequences.
-
-    Args:
-        until: deadline (of `time.monotonic`).
 
     Returns:
         None if stages cannot be shared like this, or the simulation would end after the deadline.

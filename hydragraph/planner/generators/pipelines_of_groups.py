@@ -38,13 +38,11 @@ class Laid:
     """A multiset of groups laid out as a pipeline.
 
     Attributes:
-        order: form of each stage.
         first_s: seconds of the first micro-batch, `exposed_s` included.
         exposed_s: of pull and push without overlap.
         each_s: of every further micro-batch, i.e. of the slowest stage.
         traffic_s: of a rank's pull and push, without other traffic.
-        stages_s: of each stage for one micro-batch [stages].
-        passing_s: of each layer's pull and push on a rank [layers].
+        stages_s, passing_s: of each stage for a micro-batch, and of each layer's pull and push.
     """
 
     order: Multiset
@@ -80,7 +78,6 @@ class Bench:
 
     Args:
         memory: bytes of a rank of each form, after its share of the state.
-        micro_batches: of an iteration.
         alone: whether there is only one rank.
     """
 
@@ -154,7 +151,7 @@ class Bench:
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
-        """Return the seconds of a rank's pull and push of `size` bytes of weights and gradients."""
+        """Return the seconds of a rank's pull and push of `size` bytes."""
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: GroupForm) -> float:
@@ -193,10 +190,7 @@ class Bench:
         return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return the seconds that each pipeline waits for others.
-
-        A layer is reduced over all pipelines, as slowly as in the slowest.
-        """
+        """Return the seconds that each pipeline waits for others."""
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([layout.passing_s for layout in laid])
@@ -226,11 +220,7 @@ class Bench:
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange or move groups between pipelines as long as that helps.
-
-        Args:
-            until: deadline (of `time.monotonic`).
-        """
+        """Exchange or move groups between pipelines as long as that helps."""
         now = dict(start)
         resting = idle
         best = self.price(now)

@@ -1,7 +1,6 @@
 """Simple plans: pipelines of one depth and degree in node order, with equal layers or layers by speed.
 
-Megatron-LM (equal layers and batches) and Whale (batches by speed) make these. A search under a deadline has them at
-once.
+Megatron-LM (equal layers and batches) and Whale (batches by speed) make these.
 
 Example: nodes of 2 and 2 ranks, 6 layers: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with stages across nodes <[0]x3,[2]x3> +
 <[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>.
@@ -38,7 +37,6 @@ class Simple:
     """A simple plan.
 
     Attributes:
-        strategy: its pipelines.
         together: sequences per micro-batch.
         seconds: of the slowest pipeline, by AutoHet's cost, without traffic.
     """
@@ -82,9 +80,7 @@ def simple(
     Args:
         sizes: possible sequences per micro-batch.
         reach: tokens that every pipeline must hold; default: its own micro-batch's.
-        safety: usable fraction of a device's memory.
-        market: prices shared by searches.
-        apart: include plans on one node, which are best if sending takes longer than computing.
+        apart: include plans on one node.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)
@@ -121,7 +117,6 @@ def simple(
 
 
 def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
-    """Return the fastest node of each site."""
     by_site: dict[DeviceSite, NodeDevices] = {}
     for node in sorted(nodes, key=lambda each: -sum(1 / rate for rate in each.rates)):
         by_site.setdefault(node.site, node)
@@ -129,7 +124,6 @@ def _strongest(nodes: Sequence[NodeDevices]) -> list[NodeDevices]:
 
 
 def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
-    """Return the group that is fastest alone."""
     layer_s = [min((o.layer_s for o in prices.options(site, degree)), default=math.inf) for site in groups.sites]
     g = int(np.argmin(groups.rates * np.array(layer_s)))
     return _Groups(groups.ranks[g : g + 1], groups.sites[g : g + 1], groups.rates[g : g + 1], groups.free[g : g + 1])
@@ -193,13 +187,7 @@ def _priced(
 
 
 class _Rows:
-    """Seconds and bytes of stages [kinds, pipelines, stages].
-
-    Args:
-        numbers: of every kind and group [kinds, groups].
-        order: group of each stage [pipelines, stages].
-        micro_batches: of all pipelines together.
-    """
+    """Seconds and bytes of stages [kinds, pipelines, stages]."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Metis's planner for devices of several types, its memory-aware variant, and the exact optimum of their search space.
+"""Metis's planner, its memory-aware variant, and the exact optimum of their search space.
 
 A plan divides all devices, one type after the other, into stages of consecutive ranks. Papers: Metis (USENIX ATC 2024)
 and Improved Intra-Operator Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis`

@@ -27,7 +27,6 @@ def divisions(ranks: int, stages: int) -> Iterator[Ints]:
 
 
 def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]:
-    """Yield possible numbers of stages of each size."""
     if not sizes:
         if not ranks and not stages:
             yield Counter()
@@ -42,7 +41,6 @@ def _counts(ranks: int, stages: int, sizes: list[int]) -> Iterator[Counter[int]]
 
 
 def _orders(counts: Counter[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every order of a multiset, the largest first."""
     row: list[int] = []
     left = dict(sorted(counts.items(), reverse=True))
     total = sum(counts.values())

@@ -51,13 +51,13 @@ class Options(NamedTuple):
     """Possible stages for one order of types and one B, sorted by first rank.
 
     Attributes:
-        begin: the first option of each rank, and the end [N + 1].
+        begin: first option of each rank, and the end [N + 1].
         size, dp, tp: ranks, replicas, and ranks of a replica [O].
         first_row: first row of `upto`: a stage takes the largest difference of its rows [O + 1].
         upto: milliseconds of the first layers [R, L + 1].
         held: MB of the first layers, on the type that needs most [rows, L + 1].
-        memory_row: row of `held` of an option [O].
-        limit: MB of its devices, together or of the smallest [O].
+        memory_row: row of `held` [O].
+        limit: MB of the devices, together or of the smallest [O].
         bandwidth: least of its types [O].
         samples: per micro-batch and replica [O].
         sync: B times the milliseconds outside layers of a last stage [O].
@@ -224,7 +224,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write the milliseconds of a mixed stage's different replicas; return the end, -1 if unknown."""
+    """Write a mixed stage's replicas; return the end, -1 if unknown."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):
@@ -539,8 +539,6 @@ def _rows(o: Options, options: Sequence[int], bounds: Sequence[int]) -> Ints:
 
 
 class _Case(NamedTuple):
-    """One order of types and one number of micro-batches."""
-
     bound: float
     types: tuple[str, ...]
     batches: int
@@ -571,7 +569,6 @@ def optimum(
     """Return the plan of least cost; None if no plan fits.
 
     Args:
-        mixed_tp: whether a replica may have devices of several types.
         smallest: least ranks of a stage, a power of two.
         known: returned if no better plan exists.
         until: deadline (of `time.monotonic`); then the best plan so far is returned.
@@ -606,7 +603,6 @@ def optimum(
 
 
 def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: int) -> tuple[Optimum | None, int]:
-    """Return the better of the best plan and one case's, and the number of labels."""
     tables = problem.tables
     batches = case.batches
     lowest = case.least[0, 0, 0]
@@ -632,7 +628,6 @@ def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: in
 
 
 def _better(problem: MetisProblem, best: Optimum | None, types: tuple[str, ...], batches: int, rows: Ints) -> Optimum:
-    """Return the better of two plans; the other is priced in full."""
     groups, dp, tp = rows[:3, :-1].copy()
     parts_ms = price(problem.tables, problem.kinds(types), groups, dp, tp, rows[3], batches, len(groups))
     cost = float(parts_ms.sum())

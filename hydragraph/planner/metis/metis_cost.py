@@ -62,7 +62,7 @@ def parts(plan: StagePlan) -> dict[str, float]:
 
 
 def cost(plan: StagePlan) -> float:
-    """Return the milliseconds of a plan's iteration, all stages counted.
+    """Return the milliseconds of a plan's iteration.
 
     Raises:
         ValueError: see `parts`.

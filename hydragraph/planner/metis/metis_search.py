@@ -37,7 +37,6 @@ class FoundPlan(StagePlan):
         steps: counted as in Table 1 of the improved paper; for "exact", the number of labels.
         claimed: the cost that the published program prints for its best plan, which may count only the first stage or
             lose layers; None for "exact".
-        claimed_plan: that plan.
     """
 
     cost: float
@@ -62,8 +61,6 @@ def search(
     Args:
         profile: of the model; stretched to `layers` (`MetisProfile.stretched`).
         cluster: all of its devices are used.
-        layers: layers of the model.
-        batch: sequences of an iteration.
         order: "naive", Metis's own; "memory", the improved paper's; "exact", the proven least cost.
         max_tp: largest tensor-parallel degree; default: the profile's largest, for "exact" at most 4, since Metis
             extrapolated larger ones.

@@ -84,7 +84,6 @@ def walk(
         kinds: type of each rank [N].
         places: label that a replica's ranks must share unless `mixed_tp` [N].
         divisions: ranks of each stage [divisions, S].
-        mixed_tp: whether a replica may have devices of several types.
         stages: number of stages that Metis prices on its first visit.
     """
     count = divisions.shape[1]
@@ -247,7 +246,7 @@ def divide(
     left: Floats,
     lacking: Floats,
 ) -> tuple[int, int]:
-    """Divide layers over stages by speed and memory; write bounds, memory left, and the first attempt's shortage.
+    """Divide layers over stages by speed and memory.
 
     Returns:
         The attempt that fitted (0: none; -1: not measured), and the number of attempts that did not.
@@ -399,7 +398,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
 
 @compiled
 def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
-    """Divide layers over stages by speed; write first layers and the end, which may be too early."""
+    """Divide layers over stages by speed; the written end may be too early."""
     count = speed.size
     layers = share.size
     owner = np.full(split.size, -1, dtype=np.int64)

@@ -59,8 +59,6 @@ class MetisProblem:
 
     Attributes:
         cluster: a plan uses all devices.
-        batch: sequences of an iteration.
-        max_tp: largest tensor-parallel degree.
         per_rank: use hydragraph's rules: memory must fit into each device, and a replica's ranks are in one node.
 
     Raises:
@@ -168,7 +166,6 @@ class StagePlan:
         types: in the order of ranks: Metis's node sequence.
         groups: ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
-        batches: micro-batches of an iteration.
     """
 
     types: tuple[str, ...]

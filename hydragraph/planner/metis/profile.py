@@ -29,7 +29,6 @@ class Measurement:
     Attributes:
         layers_ms: forward and backward of a micro-batch, layer by layer.
         forward_backward_ms: of all layers and the work between them; the excess is Metis's `fb_sync`.
-        memory_mb: of each layer.
     """
 
     layers_ms: tuple[float, ...]
@@ -64,11 +63,9 @@ class MetisProfile:
 
     Attributes:
         measurements: of one number of layers. Metis's layer balancer uses the first one's type.
-        parameters_bytes: of the first, a middle, and the last layer.
+        parameters_bytes: of the first, middle and last layer.
         optimizer_ms: of the whole model.
-        batch_generator_ms: of one micro-batch.
         hidden: numbers per token that a layer sends on.
-        sequence: tokens of a sequence.
         vocabulary: numbers per token of the output.
     """
 
