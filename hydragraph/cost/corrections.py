@@ -30,7 +30,7 @@ from hydragraph.spec.stage_kind import StageKind
 
 LEAST = 5  # samples of a rank needed for a correction
 WINDOW = 64  # latest samples kept
-BOUND = 4.0
+BOUND = 4.0  # a factor beyond it indicates another problem
 BEHIND = 1.1  # a straggler is slower than this
 CERTAIN = 4.0  # standard errors of a rank's median
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)

@@ -35,6 +35,7 @@ class CostedWork:
         self._strategy = strategy
         self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
         self.placement = place(costs.outline, strategy, assignment.counts)
+        # By (op, name), the stages that take part in an exchange.
         self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
         self._last = {bucket_of(name): name for op, name in self.users if op is Op.PUSH}
         self._where = {stage.ranks[0]: stage for stage in self.placement.stages}

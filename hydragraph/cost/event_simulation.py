@@ -278,6 +278,7 @@ class Engine:
                 last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equal ones
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
+        # Every partner waits for the last of its own partners, which differ.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a

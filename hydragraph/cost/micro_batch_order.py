@@ -118,6 +118,7 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     best = replay(table, stages, rows, best_order, count, scratch)
     if stages == 1 or count < 2:
         return best, best_order
+    # The first and last micro-batches fill and drain the stages, so they matter most.
     descending = longest_to_shortest(costs)
     best = climbed(rows, best_order, best, table, climb, scratch)
     for shape in range(4):

@@ -371,7 +371,7 @@ class Walk:
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:
+            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.exchange))

@@ -130,6 +130,7 @@ class StageCost:
             whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
             b = whole.b
             c = whole.c
+            # Rings are linear in the tokens.
             for ring in self.rings or ():
                 b += ring.token_seconds(1 / ring.link.bytes_per_s)
                 c += ring.latency_s

@@ -50,7 +50,7 @@ from hydragraph.spec.strategy import Strategy
 # Maximum ranks with three simulated plans, and with two.
 FEW = 16
 MANY = 64
-# Plans estimated to save less are not simulated: estimates are seldom more accurate.
+# Plans estimated to save less than this fraction are not simulated: estimates are seldom more accurate.
 SAVES = 0.003
 # Maximum settled plans when choosing among nearly equal ones.
 SETTLED = 6
@@ -238,7 +238,10 @@ def finalists(
 
 
 class _Queue:
-    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster."""
+    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster.
+
+    Cutting is expensive, so it happens in the order of an optimistic time (`promised`).
+    """
 
     def __init__(
         self,
@@ -337,7 +340,10 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return equal owners among training ranks, if they differ."""
+    """Return equal owners among training ranks, unless a plan has these or several copies.
+
+    With unequal shares, owners hold pieces of other ranks' shards, which travel.
+    """
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
@@ -422,6 +428,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
+        # The remaining pipelines run more micro-batches, and fill once.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue

@@ -79,6 +79,7 @@ def plan_at_once(
     for strategy in in_turns:
         if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
             break
+        # The search has checked that all pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))

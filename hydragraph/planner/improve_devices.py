@@ -233,6 +233,7 @@ def climbed(
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced
+                # Most moves lose even before their traffic is known.
                 seconds = varied.seconds(move, best)
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True

@@ -71,7 +71,7 @@ FEW = 64
 STAGED = 2
 # Plans within this fraction of the best are equally good; the one that moves the fewest bytes wins.
 NEAR = 0.005
-# No new work starts after SEARCHING of the deadline; searches end after FINDING of that.
+# No new work starts after the fraction SEARCHING of the deadline; searches end after the fraction FINDING of that.
 SEARCHING = 0.9
 FINDING = 0.65
 # Plans improved for varying lengths.
@@ -93,7 +93,8 @@ class Plan:
         strategies: candidates for the iteration planner if lengths vary, `strategy` first.
         seconds: mean time of an iteration of `strategy`.
         choosing_s: the same if each mini-batch runs the fastest of `strategies`.
-        memory, limits: peak bytes of each rank, and bytes that it may use.
+        memory: peak bytes of each rank.
+        limits: bytes that each rank may use.
         bound: lower bound of any strategy's seconds.
         rivals: rejected strategies, the closest first.
         assignment: of the first mini-batch.
@@ -171,7 +172,8 @@ def plan(
         method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the least cost in
             Metis's space, "metis" for its memory-aware walk, "auto" for all (Metis's space only up to 64 ranks and
             without a deadline).
-        running: the current plan or strategy; of nearly equal plans, the one that moves the fewest bytes is chosen.
+        running: the current plan, strategy or its text; of nearly equal plans, the one that moves the fewest bytes is
+            chosen.
         deadline_s: time limit; then the best plan so far is returned. None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
         schedules: that the run can use; the fastest is chosen. "zb-h1" needs a run with `backend="eager"`.
@@ -259,9 +261,10 @@ def _plan(
     asked = _Question(workload, method, tuple(ways), near, until)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto"
+    # Metis's and the published method are left as they are.
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
-    # It may be a candidate for other mini-batches.
+    # A strategy that cannot take the longest sequence may be a candidate for other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
@@ -339,8 +342,8 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         short += looked.short
         if looked.settled or not looked.short:
             break
-    if asked.ways and PUBLISHED not in asked.ways:
-        # Use only the broadest search, without improvements.
+    if asked.ways and PUBLISHED not in asked.ways:  # the others plan on all devices
+        # Each subset is a separate problem: use only the broadest search, without improvements.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -387,9 +390,10 @@ def _looked_at(
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not is_late(ended):
-                # It may fit if first stages own less.
+                # A plan slightly too large with equal shares may fit if first stages own less.
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
+    # Metis's search is slow with many ranks.
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
@@ -440,7 +444,7 @@ def _pooled(
 
 
 def _check_copies(costs: Costs) -> None:
-    """Reject copies on different nodes if only one node still runs."""
+    """Reject copies on different nodes if only one of several nodes still runs."""
     running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:

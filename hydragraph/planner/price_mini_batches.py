@@ -54,7 +54,10 @@ class Varied:
         self._at_home: dict[Home, Varied] = {costs.home: self}
 
     def by_batch(self, strategy: Strategy, below_s: float = math.inf) -> tuple[float, ...]:
-        """Return approximate seconds of every mini-batch, infinite if one does not fit or the mean reaches `below_s`."""
+        """Return approximate seconds of every mini-batch.
+
+        They are infinite for mini-batches that do not fit, and for all if the mean without traffic reaches `below_s`.
+        """
         if strategy not in self.priced:
             pipelines = self.pipelines(strategy)
             reach = max(pipeline.max_len for pipeline in pipelines)

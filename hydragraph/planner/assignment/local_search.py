@@ -321,7 +321,7 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a lower bound of pipeline q's end, to which added work is added.
+    """Return a value that, plus any added work, is a lower bound of pipeline q's end.
 
     With more tokens, a FORMED pipeline may have more micro-batches and a shorter bubble: only its work is a bound.
     """
@@ -470,7 +470,7 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
-        # Enough that a descent does not undo them, few enough to keep most of the solution.
+        # 4 to 8: enough that a descent does not undo them, few enough to keep most of the solution.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)

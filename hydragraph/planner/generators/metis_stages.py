@@ -73,7 +73,7 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()
+    likely: set[Strategy] = set()  # plans that fit by the search's number in flight
     laid: dict[object, Staged | None] = {}  # searches often find the same plan
     for recompute in (False, True):
         if is_late(until):
