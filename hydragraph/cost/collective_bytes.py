@@ -1,7 +1,7 @@
 """Bytes that a rank sends to others of its stage while it computes a block under tensor parallelism.
 
-For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends (t -
-1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The loss of a sharded head is left out.
+For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends
+(t - 1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The loss of a sharded head is left out.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         table: of at least `stages` stages and `count` micro-batches; further ones are skipped.
         rows: seconds by micro-batch number [M, S, 5].
         order: micro-batch number at each position; the first `count` are read.
-        scratch: for at least `stages` stages and `count` micro-batches.
+        scratch: likewise.
     """
     work, micro_batch, skip, stage = table
     actions = work.shape[1]

@@ -1,10 +1,5 @@
 """Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
 
-    profile   time and memory of blocks, by type of device          -> `pipeline`, `work`, `memory`
-    cluster   the type of each rank, and the links                  -> messages, tensor-parallel sums, pull and push
-    health    the slowdown of each rank                             -> every computation of its stage, its part of a
-                                                                       message (latency), commit and update
-
 A strategy takes the seconds of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) plus those of pull,
 push, commit and update (`fixed`).
 

@@ -20,7 +20,6 @@ class Load:
     """Sums over the sequences of a micro-batch, shared by all curves.
 
     Attributes:
-        lengths: tokens of each sequence.
         tokens: sum l.
         squared: sum l^2.
     """

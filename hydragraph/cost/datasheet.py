@@ -57,7 +57,7 @@ class Roofline:
 
 Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
 ROOFLINE = Roofline()
-KERNELS = 2  # per product of a forward, with the fused element-wise operators
+KERNELS = 2  # per product of a forward: itself, and fused element-wise operators
 # Kind of run -> number of published runs, and the mean relative error of their predicted seconds
 # (`benchmarks/published_runs.py`, 2026-11-28).
 PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}

@@ -19,10 +19,8 @@ def elements_sent(
     """Return the elements that each rank sends to each other in a pull or a push [ranks, ranks].
 
     Args:
-        owners: the bucket's home layout.
         stages: the ranks of each stage that uses it, in tensor-parallel order.
         splits_tokens: whether gradients of a stage's ranks are partial sums.
-        ranks: size of the world.
     """
     from hydragraph.ir.link_volume import copied, reduced  # needs numba, which prices without traffic do not
 

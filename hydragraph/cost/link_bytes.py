@@ -26,7 +26,7 @@ class Traffic:
     Attributes:
         src, dst: int64, sender and receiver of each pair, sorted, never equal.
         size: int64, bytes of each pair.
-        local: bytes that stay on their rank.
+        local: bytes that do not leave their rank.
     """
 
     src: Ints

@@ -92,7 +92,7 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        schemes: constants of each measured scheme.
+        schemes: constants of each measured scheme that is not in `failed`.
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
         memory: the memory model; None: only `limits` bound a micro-batch.
         limits: MaxLen by scheme, where it was measured instead of modelled.

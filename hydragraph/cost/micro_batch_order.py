@@ -140,7 +140,6 @@ def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAUL
 
     Args:
         costs: seconds of each micro-batch on a stage.
-        stages: PP.
     """
     count = len(costs)
     if not count:

@@ -113,7 +113,6 @@ class Blocks(Protocol):
     """Model data for a walk, from compiled graphs (exact) or a profile (approximate).
 
     Attributes:
-        outline: names that programs are built from.
         itemsize, push_itemsize: bytes of an element of a pulled weight, and of a pushed gradient.
         hidden_bytes: of one token's hidden state.
     """
@@ -227,7 +226,6 @@ def rank_memory(
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        micro_batches: of each pipeline.
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
         messages: include pull and push, assumed to be in flight until they must have arrived.
         home: owners of the state; None: equal shares. Without nodes, each rank counts as one.

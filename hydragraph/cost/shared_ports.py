@@ -2,11 +2,6 @@
 
 A flow occupies a resource for a fraction of its time. While the fractions on a resource sum to s > 1, its flows run at
 1 / s of their speed; a flow runs at the speed of its slowest resource.
-
-Example: A takes 1 s alone and B 0.4 s; both begin at 0 and occupy 0.8 of one card.
-
-    0 to 0.64     both run at 1 / 1.6 = 0.625 of their speed; then B's 0.4 s are done, and 0.4 of A's
-    0.64 to 1.24  A's other 0.6 s, alone again
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ class StageTerms(NamedTuple):
     """Kinds of pipelines; see the module docstring.
 
     Attributes:
-        seconds: [K, S, R, 5, 3 + W].
         reaches: window and chunk of each further column [W, 2]; infinite: none.
         stages, tables: of each kind [K], and its order of work [K, S, actions].
         faithful: whether the numbers are those of `PipelineCost.seconds` [K].
@@ -204,8 +203,7 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
     Args:
         row: [S, 5] to write to.
         seconds: of the pipeline's kind [S, R, 5, 3 + W].
-        squares: sum l^2 over the micro-batch's sequences.
-        tokens: sum l.
+        squares, tokens: sum l^2 and sum l.
         near: sum of pairs of each reach [W].
     """
     for s in range(stages):

@@ -20,7 +20,6 @@ class Ring:
     Attributes:
         ranks: t.
         times: number of summed hidden states per micro-batch.
-        token_bytes: of one token's hidden state.
         link: the slowest link between neighbours.
         hidden: seconds per token that overlap with weight gradients; latencies never do.
     """
@@ -55,7 +54,6 @@ class Hop:
 
     Attributes:
         links: of the slowest rank's consecutive messages.
-        token_bytes: of one token's hidden state.
         sharing: most messages through one network card.
         part: fraction of a hidden state's bytes that is sent.
     """

@@ -1,8 +1,8 @@
 """Time of concurrent messages, and the ports and cards that they occupy.
 
 A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks share the
-bandwidth of a network card. The slowest rank of a *group*, such as a stage, counts. A slow rank's rate scales the
-latency of its messages.
+bandwidth of a network card. The slowest rank of a *group*, such as a stage, counts. A rank's rate scales the latency of
+its messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lower bound of any plan's seconds.
 
 A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds; the cheapest cost w(type,
-block) bounds all others. Within T, the devices of a type have T sum 1 / x_d such seconds, so T is the least time in
-which all blocks of all sequences can be distributed: a linear program over types and kinds of blocks.
+block) bounds all others. Within T, the devices of a type, with rates x_d, have T sum 1 / x_d such seconds, so T is the
+least time in which all blocks of all sequences can be distributed: a linear program over types and kinds of blocks.
 
 No plan ends before a sequence's fastest pass through all blocks. Only input gradients count there: zb-h1 does not wait
 for weight gradients.

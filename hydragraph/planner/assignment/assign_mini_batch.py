@@ -280,8 +280,8 @@ def _least_cost(problem: AssignmentProblem) -> Floats:
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
     """Return a function: z -> work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
 
-    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives sqrt(sum) = sqrt(z)
-    - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
+    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
+    sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])
     c = np.array([k.c for k in problem.kinds])

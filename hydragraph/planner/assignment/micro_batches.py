@@ -101,7 +101,7 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve an assignment in place, until the largest micro-batch has at most `enough` work."""
+    """Improve an assignment in place by `kicks` kicks, or until the largest micro-batch has at most `enough` work."""
     kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 

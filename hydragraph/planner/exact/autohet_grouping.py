@@ -1,8 +1,8 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
-with one entity per stage. A group runs K = M / D of M micro-batches; with P stages its bubble is rho = (P - 1) / (K + P
-- 1) of the time. So
+with one entity per stage. A group of P stages runs K = M / D of M micro-batches, and waits for the fraction
+rho = (P - 1) / (K + P - 1) of the time. So
 
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
@@ -96,8 +96,7 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
     """Return the grouping of most effective computing power; small instances only.
 
-    Each number of groups is one linear program; z x_ij in the bubble ratio is linearized as w_ij = z x_ij with sum_j
-    w_ij = z.
+    Each number of groups is one integer program; its products w_ij = z x_ij are linearized with sum_j w_ij = z.
 
     Args:
         micro_batches: M.

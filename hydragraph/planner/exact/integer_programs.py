@@ -75,7 +75,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # One linear program per V. V beyond the range of Appendix C is used only if capacity requires it.
+    # One program per V stays linear. V beyond the range of Appendix C is used only if capacity requires it.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):

@@ -91,7 +91,7 @@ class Prices:
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
         """Return bytes, with messages, per byte of a stage's weights and gradients: during activations, and at the end.
 
-        Ranks own equal shares. An owner sends weights to stages of other layers, and receives gradients from later
+        Equal shares are assumed. An owner sends weights to stages of other layers, and receives gradients from later
         stages while it computes; at the end it has its own gradients and those of every pipeline.
 
         Args:
