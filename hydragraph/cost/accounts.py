@@ -60,7 +60,7 @@ class TimeAccount:
 
     Attributes:
         seconds: by kind; their sum is the rank's iteration.
-        transfers: by message, seconds since its last participant started it; in a traced run, only messages that a rank
+        transfers: by message, seconds since its last participant started it; in traces, only messages that a rank
             waited for.
     """
 

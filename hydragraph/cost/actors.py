@@ -47,7 +47,7 @@ class ActorProgram:
     Attributes:
         needs: for each instruction, those of other queues that must have ended.
         compute, pulls, pushes, sends, receives: the queues, in order; free instructions are in none.
-        messages: for each send, the message and the number of earlier sends of it.
+        messages: for each send, the message and its number of earlier sends.
         before: for a free instruction, the computation before it; -1: none.
     """
 
@@ -131,7 +131,7 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """The role of each micro-batch, in the pipeline that runs it."""
+        """The role of each micro-batch."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ class Corrections:
         return ratios if len(ratios) >= LEAST else ()
 
     def __str__(self) -> str:
-        """Text such as "backward x1.12 from 14 steps, commit x2.5 from 14 steps; rank 2 takes 1.4x as long"."""
+        """Text such as "backward x1.12 from 14 steps; rank 2 takes 1.4x as long"."""
         types = tuple(dict.fromkeys(self.types))
         parts = []
         for kind in CORRECTED:

@@ -169,7 +169,7 @@ class Costs(Pricing):
         return self._pipeline(pipeline, self.stages(pipeline), limit, schedule)
 
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
-        """Return the cost of each pipeline of a strategy.
+        """Return the cost of each pipeline.
 
         A shared stage is slower (`cost.shared_stage_costs`), and holds the micro-batches of all its pipelines.
 
@@ -212,7 +212,6 @@ class Costs(Pricing):
         )
 
     def _check_fit(self, stages: Sequence[StageCost], slowest: Constants) -> None:
-        """Reject constants fitted to noise; see `Constants.failed`."""
         curves = [curve for stage in stages for parts in (*stage.forward, *stage.backward) for _, curve in parts]
         if self.measured and slowest.failed and not any(isinstance(curve, Table) for curve in curves):
             raise Unsupported(
@@ -241,7 +240,7 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: its slowest pipeline plus `fixed`; simulated if a stage streams."""
+        """Return the seconds of an iteration: the slowest pipeline plus `fixed`; simulated if stages stream."""
         if strategy.streams:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)

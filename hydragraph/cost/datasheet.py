@@ -46,7 +46,6 @@ class Roofline:
         attention: attention's fraction of the speed of large matrix products (`spec.known_devices`).
         half: length of a weight's dimension that halves the speed of its product.
         memory: element-wise operators' fraction of the memory's bandwidth.
-        launch_s: seconds to start a kernel.
     """
 
     attention: float = 0.6
@@ -151,7 +150,6 @@ class _Rates:
     roofline: bool
 
     def product(self, n: int, k: int) -> float:
-        """Return the seconds per token of a product with a weight [n, k], fused operators included."""
         seconds = 2 * n * k / self.flops_per_s
         if not self.roofline:
             return seconds

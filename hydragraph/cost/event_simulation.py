@@ -337,7 +337,6 @@ class Engine:
         self._dirty.append(a)
 
     def _arrive(self, a: int, i: int, now: float) -> None:
-        """Deliver a message once all ranks of the other stage have it."""
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)

@@ -230,7 +230,7 @@ class Sizes:
 
 
 def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
-    """Return the peak bytes of a graph's own values; each is freed after its last use, results stay."""
+    """Return the peak bytes of a graph's own values; results are not freed."""
     lives = _lives_of(graph, sizes.tokens)
     value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
     change = np.zeros(lives.nodes + 1)

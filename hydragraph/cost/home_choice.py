@@ -146,7 +146,6 @@ class _Choice:
         return self._repaired(classes) or best
 
     def classes(self, without: Sequence[str]) -> list[BucketClass]:
-        """Return the classes of used buckets, except `without`."""
         question = self._question
         holders = [
             dict(place(question.outline, strategy, [1] * len(strategy.pipelines)).holders)
@@ -187,7 +186,6 @@ class _Choice:
         return [choices[i] for i in order]
 
     def price(self, each: BucketClass, parts: Parts) -> tuple[float, float]:
-        """Return the expected seconds and bytes of one bucket of a class."""
         bucket = each.buckets[0]
         key = (id(each), tuple(parts))
         if key not in self._known:

@@ -108,7 +108,6 @@ class LongestMicroBatch:
         return {name: numbers.setdefault(kind, len(numbers)) for name, kind in kinds.items()}
 
     def _unlike(self, stage: Stage) -> list[int]:
-        """Return one rank per type and number of owned elements."""
         costs = self._costs
         kinds = {(costs.cluster.type_of(rank), costs.owned(rank)): rank for rank in reversed(stage.devices)}
         return list(kinds.values())

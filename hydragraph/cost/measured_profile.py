@@ -75,7 +75,7 @@ class PipelineCost:
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Its stages; if `parts` is empty, a forward is a third of their seconds."""
+        """Its stages; without `parts`, a forward is a third of their seconds."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
@@ -335,7 +335,7 @@ class Profile:
         """Return the cost of a regular pipeline; `Costs` prices any pipeline.
 
         Args:
-            devices: of the whole strategy, which share the optimizer state.
+            devices: number of devices that share the optimizer state.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
@@ -369,7 +369,7 @@ class Profile:
         return self.charge(schemes)
 
     def only(self, schemes: Sequence[Scheme]) -> Profile:
-        """Return the profile with these schemes only."""
+        """Return the profile of these schemes."""
         return replace(self, schemes={scheme: self.schemes[scheme] for scheme in schemes}, failed={})
 
     def _unsupported(self, what: str, remedy: str) -> Unsupported:

@@ -269,7 +269,7 @@ HomeOf = Callable[[Bucket], Layout]  # the owners of a bucket
 
 
 class Walk:
-    """One rank's iteration, instruction by instruction, as `runtime.executor` runs it.
+    """One rank's iteration, as `runtime.executor` runs it.
 
     Args:
         blocks: the model; other arguments as for `rank_memory`.
@@ -517,7 +517,6 @@ class Walk:
 
     @cached_property
     def _at_home(self) -> frozenset[str]:
-        """Buckets whose gradients are accumulated at home."""
         pushes = [name for op, name in self._users if op is Op.PUSH]
         apart = {bucket_of(name) for name in pushes if not self._stays_home(name)}
         return frozenset(map(bucket_of, pushes)) - apart

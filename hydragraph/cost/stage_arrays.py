@@ -109,7 +109,6 @@ def _reaches(kind: PipelineCost) -> frozenset[Reach]:
 
 @lru_cache(maxsize=256)
 def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) -> tuple[Floats, bool]:
-    """Return `seconds` of one kind, and whether it is faithful."""
     stages = kind.stage_costs
     mixed = max(len(stage.forward) for stage in stages)
     seconds = np.zeros((len(stages), mixed, PARTS, 3 + len(reaches)))

@@ -1,8 +1,8 @@
 """Simulated times of one iteration, instruction by instruction.
 
-Every stage has one queue per stream. An instruction starts when the one before it in its queue has ended, its inputs
-are ready, and all participants have arrived: its partners for a pull or push, all ranks for the commit. Transfers share
-ports and cards (`cost.shared_ports`); tensor-parallel traffic is part of computation.
+Every stage has one queue per stream. An instruction starts when the one before it has ended, its inputs are ready, and
+all participants have arrived: partners for a pull or push, all ranks for the commit. Tensor-parallel traffic is part of
+computation.
 """
 
 from __future__ import annotations

@@ -100,7 +100,6 @@ def _proposal(each: Proposal, names: dict[int, int]) -> Proposal:
 
 
 def _named(strategy: Strategy, names: dict[int, int]) -> tuple[Strategy, list[int]]:
-    """Return a strategy with sorted pipelines, and their original indices."""
     named = strategy.renumbered(names)
     pipelines = [
         Pipeline(tuple(replace(stage, devices=tuple(sorted(stage.devices))) for stage in pipeline.stages))

@@ -7,8 +7,6 @@ with fewer pipelines        the best of these, while that helps
 with its own micro-batches  those that may then be best: cut for each pipeline, as in a run
 memory and owners           those that may still be best, and those to choose among
 a simulation                the best, and any that is estimated to end before it
-
-Every pipeline pulls all weights, so one on a slow link may cost more than it contributes.
 """
 
 from __future__ import annotations
@@ -162,7 +160,6 @@ def _carried(cards: Cards, proposal: Proposal) -> Proposal:
 
 
 def _busy(proposal: Proposal) -> Proposal:
-    """Drop pipelines without micro-batches."""
     assignment = proposal.assignment
     runs = [bool(count) for count in assignment.counts]
     if all(runs):
@@ -378,14 +375,12 @@ class _Clock:
         self._homes: dict[Strategy, Home] = {}
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration."""
         if strategy not in self._known:
             homes = homes_of(self._costs, strategy)
             self._known[strategy] = [Iterations(self._costs.changed(home=home), strategy) for home in homes]
         return min(iterations.seconds(assignment) for iterations in self._known[strategy])
 
     def home(self, strategy: Strategy) -> Home:
-        """Return the expected owners of the state."""
         if strategy not in self._homes:
             fitting_home = home_of(self._costs, strategy, [1.0] * self._costs.ranks, self._costs.home)
             self._homes[strategy] = fitting_home or self._costs.home

@@ -101,8 +101,6 @@ def sample(workload: Workload) -> tuple[int, ...]:
 
 
 def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[Strategy]:
-    """Return running strategies without lost ranks, and variants of the first."""
-
     def rate(rank: int) -> float:
         return costs.health.rate(rank) if rank < costs.ranks else math.inf
 

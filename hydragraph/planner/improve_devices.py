@@ -79,7 +79,6 @@ class Yard:
         return busy + WAITED * max(traffic for _, traffic in paces)
 
     def _pace(self, pipeline: Pipeline) -> tuple[float, float]:
-        """Return a pipeline's sequences per second, and seconds of pull and push."""
         key = form_of(self._costs, pipeline)
         if key not in self._paces:
             slowest = 0.0

@@ -101,7 +101,6 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
-    """Return how many sequences each pipeline runs to end at about the same time."""
     every = Counter(kinds)
     high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # enough for any rounding
     low = 0.0

@@ -359,7 +359,6 @@ def _extended(
     streaming: bool,
     schedules: Collection[str] | None,
 ) -> Finalists:
-    """Add streamed plans and refinements."""
     if streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
@@ -410,7 +409,6 @@ def _looked_at(
 def _on_fewer(
     costs: Costs, looked: Finalists, least: float, ask: Callable[..., Finalists], until: float | None, whole_s: float
 ) -> Finalists:
-    """Add results on fewer nodes that may beat the best."""
     settled = list(looked.settled)
     passed = list(looked.passed)
     took_s = 0.0
@@ -491,7 +489,6 @@ def _varying(
     until: float | None,
     safety: float,
 ) -> Finalists:
-    """Settle and improve the results on the actual mini-batches."""
     varied = Varied(costs, workload.batches)
     outcomes: dict[Strategy, Settled | Shortage] = {}
     origins: dict[Strategy, str] = {}
@@ -515,7 +512,6 @@ def _varying(
 
 
 def _starts(varied: Varied) -> list[Strategy]:
-    """Return the best strategies, overall and with pipelines of one shape."""
     able = [s for s in varied.priced if not s.shares and math.isfinite(varied.seconds(s))]
     order = sorted(able, key=varied.seconds)
     alike = [s for s in order if len({tuple(stage.tp for stage in pipeline.stages) for pipeline in s.pipelines}) == 1]

@@ -171,7 +171,7 @@ class Ends:
         return float(replay(table, len(stages), self._rows[form], order, count, scratch_of(len(stages), count)))
 
     def counts(self, micro_batches: int) -> list[int]:
-        """Return the micro-batches of each pipeline that minimize the last end."""
+        """Return each pipeline's micro-batches with the earliest last end."""
         every = range(len(self._forms))
         # A full pipeline takes one step of its slowest stage per micro-batch.
         first = np.array([self.end(p, 1) for p in every])
@@ -377,7 +377,6 @@ class _DecisiveBatches:
     def of(
         cls, strategy: Strategy, everything: Sequence[Sequence[MicroBatch]], messages: bool = False
     ) -> _DecisiveBatches:
-        """Return those of a mini-batch."""
         most = [_most(pipeline, strategy, messages) for pipeline in strategy.pipelines]
         largest = [_largest(batches, m) for batches, m in zip(everything, most, strict=True)]
         return cls(largest, [_tokens([batches]) for batches in everything], _tokens(everything))

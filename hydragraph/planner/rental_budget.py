@@ -111,7 +111,6 @@ def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[
 
 
 def _maximal(each: Sequence[float], most: Sequence[int], budget: float) -> Iterator[tuple[int, ...]]:
-    """Yield maximal numbers of nodes of each kind."""
     limit = budget * (1 + ROUNDING)
     able = [many if price * many <= limit else int(limit / price) for price, many in zip(each, most, strict=True)]
     for counts in product(*(range(count + 1) for count in able)):

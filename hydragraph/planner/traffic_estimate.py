@@ -163,7 +163,6 @@ def _spans(costs: Costs, pipeline: Pipeline) -> list[tuple[int, int]]:
 
 
 def _rows(stages: Sequence[StageCost], batches: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """Return the arguments of `stage_ends`."""
     rows: list[list[list[float]]] = [[], [], [], [], []]
     for stage in stages:
         priced = {m: stage.apart(m) for m in dict.fromkeys(map(tuple, batches))}

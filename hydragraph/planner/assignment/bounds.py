@@ -96,7 +96,6 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
 
 
 def _groups(cost: Floats) -> NDArray[np.int64]:
-    """Return where groups of similar sequences start."""
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)

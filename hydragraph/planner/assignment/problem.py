@@ -116,7 +116,6 @@ def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
 
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
-    """Return the row for `local_search.finish`."""
     # A constant bubble is part of FIXED; BUBBLE stays 0.
     depth = float(kind.stages - 1)
     row = np.zeros(local_search.COLUMNS)

@@ -209,7 +209,6 @@ def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
 
 
 def _published(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield the best partition by AutoHet's equation 3, if any."""
     forms = sorted(counts)
     kinds = [EntityKind(bench.speed[i], bench.memory[i], counts[i]) for i in forms]
     if min(kind.memory for kind in kinds) <= 0:

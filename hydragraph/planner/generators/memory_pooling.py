@@ -84,8 +84,6 @@ class Pool(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A kind of pipeline, and the number of such pipelines."""
-
     laid: Laid
     times: int
     stages: Stages

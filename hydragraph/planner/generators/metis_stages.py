@@ -159,7 +159,6 @@ def _home(costs: Costs, rank: int) -> float:
 
 
 def _flying(layers: int) -> Iterator[int]:
-    """Yield numbers of micro-batches in flight."""
     flying = 1
     while flying < 2 * layers and flying <= 16:
         yield flying
@@ -328,7 +327,6 @@ def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) 
 
 
 def _is_enough(plan: StagePlan, flying: int) -> bool:
-    """Return whether a plan has at most `flying` micro-batches in flight."""
     most = max(dp for dp, _ in plan.degrees)
     depth = in_flight(DEFAULT_SCHEDULE, len(plan.degrees), plan.batches)
     return all(flying >= most // dp * deep for (dp, _), deep in zip(plan.degrees, depth, strict=True))

@@ -245,7 +245,6 @@ class Bench:
     def _neighbours(
         self, now: Mapping[Multiset, int], idle: Multiset
     ) -> Iterator[tuple[dict[Multiset, int], Multiset]]:
-        """Yield the results of one exchange, the slowest pipelines first."""
         count = max(1, round(self.micro_batches / sum(now.values())))
         slowest = sorted(now, key=lambda m: -self.lay(m, count).each_s)
         for giving in slowest:

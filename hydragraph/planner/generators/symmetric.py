@@ -48,8 +48,6 @@ class Simple:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Layers and kinds of the stages of all pipelines, and the seconds of an iteration."""
-
     layers: tuple[int, ...]
     kinds: tuple[StageKind, ...]
     seconds: float
@@ -219,7 +217,6 @@ class _Rows:
         self._most = np.maximum(0, self._most).min(axis=1)
 
     def fit(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> bool:
-        """Return whether every stage has memory for its layers."""
         return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
 
     def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -230,7 +227,6 @@ class _Rows:
         return (stage_layers, chosen) if math.isfinite(total) else (np.zeros_like(stage_layers), chosen)
 
     def laid(self, layers: NDArray[np.int64], chosen: NDArray[np.int64]) -> _Laid:
-        """Return layers and kinds with the seconds of an iteration."""
         stages = np.arange(len(layers))
         stage_s = self._extra_s[chosen, :, stages] + layers[:, None] * self._layer_s[chosen, :, stages]
         alike = np.ones(stage_s.shape[1], np.int64)
