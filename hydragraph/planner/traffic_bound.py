@@ -1,8 +1,7 @@
-"""Lower bound of an iteration from the traffic of network cards, for any owners; tensor-parallel groups are in one
-node.
+"""Lower bound of an iteration from the traffic of network cards, for any owners of the state.
 
-Let stages on node n pull w_n bytes of a block's weights and push g_n of its gradients, summed over pipelines (W and G
-over nodes), and let n own a fraction f_n of the block's state. Then
+Tensor-parallel groups must be in one node. Let stages on node n pull w_n bytes of a block's weights and push g_n of its
+gradients, summed over pipelines (W and G over nodes), and let n own a fraction f_n of the block's state. Then
 
     n takes in    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)

@@ -1,5 +1,4 @@
-"""Packing of one pipeline's sequences into micro-batches (compiled), for every number V that the bound does not
-exclude.
+"""Packing of one pipeline's sequences into micro-batches (compiled), for every V that the bound does not exclude.
 
     n        sequences of the pipeline, sorted by length, descending
     V        micro-batches; `count` in code
