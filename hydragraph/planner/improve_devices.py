@@ -169,6 +169,7 @@ class Yard:
 
         Args:
             pipeline: its largest degree is kept if possible.
+            devices: not lost.
             pipelines: number of pipelines that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
@@ -212,6 +213,7 @@ def climbed(
     """Improve a strategy; strategies priced on the way stay in `varied`.
 
     Args:
+        start: a strategy that takes all mini-batches.
         until: deadline (of `time.monotonic`).
     """
     now = start

@@ -176,7 +176,8 @@ def plan(
             chosen.
         deadline_s: time limit; then the best plan so far is returned. None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
-        schedules: that the run can use; the fastest is chosen. "zb-h1" needs a run with `backend="eager"`.
+        schedules: that the run can use instead of "1f1b", if they are faster. "zb-h1" needs a run with
+            `backend="eager"`.
         streaming: whether "auto" may propose stages that stream, which a deterministic run cannot use.
 
     Returns:

@@ -87,6 +87,7 @@ class Settled:
     Attributes:
         assignments: of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not take the longest sequence.
+        memory: peak bytes of every rank.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
     """
 

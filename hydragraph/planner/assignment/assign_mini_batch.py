@@ -85,8 +85,8 @@ def assign(
     Args:
         schemes: one per pipeline.
         lengths: tokens per sequence; zeros are left out.
-        deadline_s: seconds until the last improvement may start; None: only the effort limits the search, which is then
-            deterministic.
+        deadline_s: seconds until the last improvement may start, 0 for the quick plan only; None: only the effort
+            limits the search, which is then deterministic.
         effort: default: `EFFORT`.
 
     Raises:
@@ -177,6 +177,7 @@ class MicroBatchCut:
     Attributes:
         placed, batch: pipeline and micro-batch number of each sequence [n].
         order, count: each pipeline's micro-batches in execution order [P, C], and their count [P].
+        ends: of each pipeline [P].
     """
 
     placed: Ints

@@ -133,6 +133,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
     Args:
         work: seconds of each sequence, descending [n].
+        lengths: tokens [n].
         terms: of the pipeline's kind; see `local_search`.
         kicks: for each V that is searched further.
     """

@@ -50,6 +50,8 @@ class Sequences(NamedTuple):
     """Sequences to assign, and the kinds of pipelines.
 
     Attributes:
+        lengths: tokens [n].
+        kind_of: of each pipeline [P].
         max_len: maximum tokens of a micro-batch of each kind [K].
     """
 
@@ -63,6 +65,7 @@ class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
+        placed, batch, order, counts, ends: see the module docstring.
         members, squares, tokens: number of sequences, sum l^2 and sum l of each micro-batch [M].
         near: sum of pairs of each reach [M + 2, W].
         rows: [M + 2, S, 5]; the last two belong to a trial, here and in `near`.

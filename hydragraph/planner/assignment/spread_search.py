@@ -116,7 +116,11 @@ def search(
 def kicked(
     problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
 ) -> Ints:
-    """Return an assignment improved by iterated local search."""
+    """Return an assignment improved by iterated local search.
+
+    Args:
+        extra: seconds to add to each pipeline's end [P].
+    """
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
     enough = relaxed.seconds * (1 + effort.enough)

@@ -53,7 +53,7 @@ class Histogram:
 
     Attributes:
         schemes: those that fit some sequence [K].
-        levels: number of levels that each can take [K].
+        devices, levels: devices of each, and number of levels that it can take [K].
         work: seconds of all sequences up to each level, on one pipeline [K, levels + 1].
     """
 
@@ -151,6 +151,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
     Args:
         steps: steps per device and pipeline.
+        devices, levels, work: of a `Histogram`.
         units: output: F of each level [levels + 1].
         by, below: output: the scheme of the last interval up to each level, and its l'.
     """

@@ -69,6 +69,7 @@ class Pool(NamedTuple):
     """Quantities common to all stages.
 
     Attributes:
+        state: bytes of the state.
         whole: bytes of weights and gradients of a layer, over all pipelines.
         ends: likewise of the first and the last block.
         pulled: fraction of weights in these.

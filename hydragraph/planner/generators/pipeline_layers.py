@@ -46,7 +46,7 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     Args:
         count: micro-batches, at least 1.
         layer, extra: seconds per layer, and of other blocks, for each stage and option [S, O].
-        cap: the most layers that each can hold [S, O].
+        cap: the most layers that each can hold [S, O]; 0: unusable.
 
     Returns:
         sum and maximum of stages' seconds per micro-batch (infinite if layers do not fit), layers [S], options [S].

@@ -42,7 +42,7 @@ class Laid:
         exposed_s: of pull and push without overlap.
         each_s: of every further micro-batch, i.e. of the slowest stage.
         traffic_s: of a rank's pull and push, without other traffic.
-        stages_s, passing_s: of each stage for a micro-batch, and of each layer's pull and push.
+        stages_s, passing_s: of each stage for a micro-batch [stages], and of each layer's pull and push [layers].
     """
 
     order: Multiset

@@ -55,6 +55,7 @@ def spread_over(
     """Spread layers over groups, in order.
 
     Args:
+        order: form of each stage [S].
         options: `NUMBERS` of each form and option [F, O, 9].
         forms: columns of each form [F, 3].
         held: `Prices.held_by_flight` [L + 1, 2, 2].
@@ -125,6 +126,9 @@ def exposed(seconds: Floats, passing: Floats) -> float:
     """Return the seconds of pull and push not hidden by the first forward and the last backward.
 
     Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
+
+    Args:
+        seconds, passing: of each stage for a micro-batch, and for its pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -139,6 +143,7 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
     """Return a pipeline's additional wait if each layer passes as slowly as in the slowest pipeline.
 
     Args:
+        seconds, taken: of each stage for a micro-batch, and its layers [S].
         of_layer, slowest: each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)
