@@ -49,8 +49,8 @@ class BlockPiece:
         working, fixed: bytes of temporary values, per token and in addition.
         frozen: elements of its weights that get no gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
-        reduced: number of hidden states that its tensor-parallel ranks sum in forward and backward, if these seconds
-            exclude the sums.
+        reduced: hidden states that tensor-parallel ranks sum in forward and backward, if the seconds exclude these
+            sums.
         windows: seconds per token of the weight gradients during which each of the backward's sums runs.
         held: its memory in more detail, if known.
     """

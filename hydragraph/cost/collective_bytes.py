@@ -26,5 +26,5 @@ def _moved(node: fx.Node, sizes: Sizes) -> int:
     """Return the bytes of a collective's whole tensor, twice for an all-reduce."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # A reduce-scatter's operand is whole and its result a part; an all-gather's the reverse. A start's value is both.
+    # A reduce-scatter's operand is whole, an all-gather's result. A start's value is both.
     return _TIMES[str(node.target)] * max(*sizes.storages(node).values(), *sizes.storages(node.args[1]).values())

@@ -202,7 +202,7 @@ class Operations:
     Attributes:
         attention: operations per pair of tokens, by reach.
         products: (times per token, n, k) of each weight [n, k].
-        parameters, frozen: elements of its weights, all and frozen ones.
+        parameters, frozen: elements of all and of frozen weights.
         windows: for each sum of the backward, the products of trained weights that follow its place in the forward;
             their gradients are computed during the sum.
     """

@@ -211,7 +211,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
-        """Return how many hidden states a stage's ranks sum in forward and backward, if curves exclude these sums."""
+        """Return how many hidden states are summed in forward and backward, outside the curves."""
         counts = [piece.reduced for piece in self._blocks(stage, span)]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
 
@@ -220,7 +220,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the rings of a stage's sums in forward and backward; None if there are none, or curves include them.
+        """Return the rings of these sums in forward and backward; None without sums.
 
         Each of the backward's sums runs while weight gradients are computed (`passes/overlap_collectives.py`).
         """
