@@ -24,6 +24,7 @@ from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.engine.automatic_plan import Subject, plan_automatically
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
+from hydragraph.engine.compiled_model import GraphOptions
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import survive
 from hydragraph.frontend import capture as frontend
@@ -202,9 +203,9 @@ def compile(
         if profile is None and automatic and not apart_now:
             subject = _subject(source, program, backend, owners or AUTO, world)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
-        how = (mode_of(check), owners, captured.library, captured.variants, apart_now, deterministic, loss, seed)
-        what = (model, program, strategy, optimizer, max_grad_norm, world, blocks, planning, backend)
-        executable = Executable(*what, *how)
+        made = GraphOptions(backend, mode_of(check), captured.library, captured.variants, deterministic, loss, seed)
+        given = (model, program, strategy, optimizer, max_grad_norm, world, made)
+        executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=apart_now)
     executable.progress_s = progress_s
     if (member := here()) is not None and not comes_late():
         member.hold()

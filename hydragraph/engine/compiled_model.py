@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,13 +44,31 @@ from hydragraph.spec.workload import Field
 from hydragraph.version import __version__
 
 
+@dataclass(frozen=True, eq=False)
+class GraphOptions:
+    """How a program becomes graphs.
+
+    Attributes:
+        backend, deterministic, loss, seed: as for `compile`.
+        check: how stages are checked (`frontend.check.check_once.mode_of`).
+        library: the compiled folder that the program comes from.
+        variants: graphs that are compiled already.
+    """
+
+    backend: str | None = None
+    check: str = "off"
+    library: CompiledFolder | None = None
+    variants: Variants | None = None
+    deterministic: bool = False
+    loss: Loss | None = None
+    seed: int = 0
+
+
 class CompiledModel:
     """A captured model on one process, whatever its ranks.
 
     Args:
         model: not kept, so its weights need no memory after the ranks have theirs.
-        program, backend, loss, seed, deterministic: as for `compile`.
-        check: how stages are checked (`frontend.check.check_once.mode_of`).
 
     Attributes:
         tensors: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
@@ -61,24 +80,13 @@ class CompiledModel:
         sums: constraints of a deterministic run, else None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        program: Program,
-        world: World,
-        backend: str | None,
-        check: str,
-        library: CompiledFolder | None,
-        variants: Variants | None,
-        deterministic: bool,
-        loss: Loss | None,
-        seed: int,
-    ) -> None:
-        backend = choose_backend(backend, world.device)
+    def __init__(self, model: nn.Module, program: Program, world: World, options: GraphOptions) -> None:
+        library, loss, check = options.library, options.loss, options.check
+        backend = choose_backend(options.backend, world.device)
         inductor = backend == "inductor"
-        self.sums = Deterministic.begin(world.device, backend) if deterministic else None
+        self.sums = Deterministic.begin(world.device, backend) if options.deterministic else None
         self.program = program
-        self.seed = seed
+        self.seed = options.seed
         self.tensors = tensor_names(model)
         self.shell = Shell.of(model)
         self.adapted = is_peft(model)
@@ -94,6 +102,7 @@ class CompiledModel:
         elif check != "off" and not world.local_rank:
             passed = library.manifest.check.stages if library is not None else None
             self.check = StageCheck(program, buffers, inductor, passed=passed)
+        variants = options.variants
         if variants is None:
             variants = Variants(
                 program,

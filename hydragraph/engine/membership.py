@@ -27,7 +27,7 @@ from hydragraph.engine.candidate_strategies import (
     strategy_for,
 )
 from hydragraph.engine.collective_call import collective
-from hydragraph.engine.compiled_model import CompiledModel, of_least_cut
+from hydragraph.engine.compiled_model import CompiledModel, GraphOptions, of_least_cut
 from hydragraph.engine.iterations import IterationRunner
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transfer import Moved, Restore, bring
@@ -35,10 +35,7 @@ from hydragraph.engine.state_transition import Holding
 from hydragraph.engine.strategy_history import Past
 from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.errors import RankFailure
-from hydragraph.frontend.compiled_folder.load import CompiledFolder
-from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
-from hydragraph.passes.variants import Variants
 from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.home_state import HomeState
@@ -61,22 +58,17 @@ class Membership(IterationRunner):
         optimizer: OptimizerFactory | None,
         max_grad_norm: float | None,
         world: World,
+        options: GraphOptions = GraphOptions(),  # noqa: B008
+        *,
         blocks: str | None = None,
         planning: Planning | None = None,
-        backend: str | None = None,
-        check: str = "off",
         home: Home | None = None,
-        library: CompiledFolder | None = None,
-        variants: Variants | None = None,
         joining: bool = False,
-        deterministic: bool = False,
-        loss: Loss | None = None,
-        seed: int = 0,
     ) -> None:
-        compiled = CompiledModel(model, program, world, backend, check, library, variants, deterministic, loss, seed)
+        compiled = CompiledModel(model, program, world, options)
         super().__init__(compiled, Holding(compiled.initial(model, blocks)), world, max_grad_norm)
         self.program = program
-        self.seed = seed
+        self.seed = options.seed
         self.given = given
         self.wanted_home = AUTO if home is None else home
         self.device = world.device
