@@ -41,6 +41,13 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_a_rank_that_neither_traces_nor_plans_imports_no_compiler_and_no_solver() -> None:
+    compilers = "{'torch._dynamo', 'numba', 'scipy', 'triton'}"
+    code = f"import sys, hydragraph.engine.api; print(sys.modules.keys() & {compilers})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_what_reads_a_compiled_folder_imports_no_compiler() -> None:
     """Not even where a graph's sizes become symbols again, for which PyTorch would look up who asked."""
     code = """

@@ -11,11 +11,9 @@ from unittest import mock
 
 import sympy
 import torch
-import torch._dynamo.config
 import torch._functorch.config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import SLoc, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import config as fx_config
@@ -129,12 +127,14 @@ def constant_of(value: torch.Tensor) -> float | None:
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
     """Trace without the cache of fake results, garbage collection and stack traces: a third of a capture."""
+    from torch._dynamo import config  # imports the compiler, which only tracing needs
+
     collects = gc.isenabled()
     traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 has no such setting
     gc.disable()
     fx_config.do_not_emit_stack_traces = True
     try:
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _any_convolution():
+        with config.patch(fake_tensor_cache_enabled=False), _any_convolution():
             yield
     finally:
         fx_config.do_not_emit_stack_traces = traces
@@ -179,6 +179,8 @@ def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
     """Return a new symbolic size of a trace, without assumptions; `number` identifies it."""
+    from torch._dynamo.source import ConstantSource  # as in `one_pass`
+
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
     with _of_no_place(mode.shape_env):

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.measured_profile import Profile, Scheme
@@ -329,6 +328,8 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimise weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
+    from scipy.optimize import nnls  # most ranks fit nothing
+
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]
     scale = np.linalg.norm(weighed, axis=0)
