@@ -19,6 +19,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -169,6 +171,27 @@ def mixtral(width: int = 96, **changes: Any) -> nn.Module:
     """Return a Mixtral: four experts of a width, two for each token."""
     sizes = tiny(num_key_value_heads=2, num_local_experts=4, sliding_window=None, intermediate_size=width)
     return randomised(MixtralForCausalLM(MixtralConfig(**sizes | changes)))
+
+
+def llama4(layers: int = 4, heads: int = 4, kv: int = 2) -> nn.Module:
+    """Return a Llama 4: chunks of 8 tokens, every third layer without RoPE, and experts in every other one."""
+    config = Llama4TextConfig(
+        hidden_size=16 * heads,
+        head_dim=16,
+        intermediate_size=48,
+        intermediate_size_mlp=96,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        num_local_experts=3,
+        interleave_moe_layer_step=2,
+        vocab_size=101,
+        num_hidden_layers=layers,
+        no_rope_layer_interval=3,
+        attention_chunk_size=8,
+        floor_scale=4,
+        pad_token_id=0,
+    )
+    return randomised(Llama4ForCausalLM(config))
 
 
 def bert(layers: int = 1) -> nn.Module:

@@ -129,12 +129,8 @@ WAYS: dict[str, tuple[str, Place]] = {
         ),
     ),
     "positions counted through a row": (
-        "refused",
-        (
-            "frontend/test_custom_modules.py",
-            "test_positions_that_count_through_the_packed_row_are_refused",
-            "torch.arange(input_ids",
-        ),
+        "right",
+        ("frontend/test_counted_positions.py", "test_positions_start_anew_in_each_sequence", "torch.arange(n"),
     ),
     "state of Python's": (
         "refused",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hydragraph as hg
 from tests import reference
-from tests.models import gpt2, llama, sequences
+from tests.models import gpt2, llama, llama4, sequences
 from tests.ready import Ready
 from tests.thorough import first, thorough
 
@@ -24,6 +24,7 @@ MODELS = {
     "llama": lambda: llama(layers=LAYERS, heads=12, kv=2),
     "tied llama": lambda: llama(layers=LAYERS, heads=12, kv=6, tied=True),
     "gpt2": lambda: gpt2(layers=LAYERS, heads=12),
+    "llama4": lambda: llama4(layers=LAYERS, heads=12, kv=6),
 }
 LOPSIDED = [
     "<[0,1]x3,[2]x1> + <[3]x4>",  # different degrees and depths
@@ -159,7 +160,7 @@ def test_lopsided_strategies_in_turn_equal_one_device(model: str) -> None:
     if model == "tied llama":  # what ties change is where the table is: together, apart, cut, or in several places
         check(model, [*LOPSIDED[:4], "<[2,0,1]x4s>", "<[2,0]x2sr,[1,3]x2s>"])
     else:
-        check(model, LOPSIDED + more[model])
+        check(model, LOPSIDED + more.get(model, []))
 
 
 @st.composite
@@ -186,6 +187,7 @@ def any_strategy(draw: st.DrawFn) -> str:
 
 
 @thorough  # `tests/test_fuzz.py` draws strategies in every run
+@pytest.mark.parametrize("model", ["gpt2", "llama4"])
 @settings(
     max_examples=1,
     derandomize=True,
@@ -194,8 +196,8 @@ def any_strategy(draw: st.DrawFn) -> str:
     suppress_health_check=list(HealthCheck),
 )
 @given(st.lists(any_strategy(), min_size=5, max_size=5, unique=True), st.sampled_from([0, 100_000]))
-def test_random_strategies_equal_one_device(strategies: list[str], window: int) -> None:
-    check("gpt2", strategies, window=window)
+def test_random_strategies_equal_one_device(model: str, strategies: list[str], window: int) -> None:
+    check(model, strategies, window=window)
 
 
 def gradients_in(prepared: Ready, strategies: list[str], home: hg.Home) -> list[list[dict[str, Tensor]]]:

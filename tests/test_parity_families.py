@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import hydragraph as hg
 from tests import reference
 from tests.frontend.families import build
-from tests.models import MODELS, bert, randomised, sequences
+from tests.models import MODELS, bert, llama4, randomised, sequences
 from tests.own_models import Own, alone, weighted
 from tests.ready import Ready
 from tests.thorough import thorough
 
-LENGTHS = [20, 7, 1, 12]
+LENGTHS = [20, 7, 1, 12, 8]
 MIXED = ["<[2]x1,[0,1]x1s>"]
 CUT = [*MIXED, "<[0,1]x2> + <[2]x2>"]  # where what is tied is cut and whole
 EXPERTS = ["<[0,1]x1s,[2]x1>", "<[2,0]x2r> + <[1]x2>"]
@@ -56,6 +56,7 @@ class Family:
     alone: Callable[[nn.Module, Any], Tensor] = next_tokens
     fields: tuple[str, ...] = ()
     strategies: tuple[str, ...] = tuple(MIXED)
+    layers: int = 2
 
     def mini_batch(self, seed: int) -> list[Sequence]:
         """Return sequences, with every third token as a target where they bring labels."""
@@ -80,6 +81,7 @@ FAMILIES = {
     **{n: Family(MODELS[n]) for n in ("gpt_neox", "granite", "mistral", "phi", "qwen2", "qwen3")},
     "mixtral": Family(MODELS["mixtral"], strategies=tuple(EXPERTS)),
     "qwen3_5": Family(lambda: randomised(build("qwen3_5_text")[0]), strategies=tuple(EXPERTS)),  # linear attention
+    "llama4": Family(lambda: llama4(layers=3), strategies=("<[0,1]x2s,[2]x1>", "<[2,0]x3r> + <[1]x3>"), layers=3),
     "bert": Family(lambda: bert(layers=2), masked, ("labels",)),
     "limited": Family(lambda: randomised(Own(limited=(1,))), own_tokens),  # a window, a cap and sinks in one layer
     "own": Family(lambda: randomised(Own()), by_weight, ("shift_labels", "weight")),
@@ -96,7 +98,7 @@ def train(prepared: dict[str, Ready]) -> dict[str, tuple[list[float], list[dict[
     found = {}
     for name in prepared:
         family = FAMILIES[name]
-        chosen = [hg.Strategy.parse(s, layers=2) for s in family.strategies]
+        chosen = [hg.Strategy.parse(s, layers=family.layers) for s in family.strategies]
         exe = prepared[name].executable(chosen[0], lambda named: torch.optim.SGD(named, lr=RATE))
         gradients = [exe.gradients(family.mini_batch(0), strategy=s) for s in chosen]
         losses = [exe.step(family.mini_batch(i), strategy=chosen[i % len(chosen)]).loss for i in range(STEPS)]
@@ -128,7 +130,7 @@ def _targets(sequence: Sequence) -> int:
     return int((labels != -100).sum())
 
 
-CUT_LAST = ["mixtral", "qwen3_5"]
+CUT_LAST = ["mixtral", "qwen3_5", "llama4"]
 KEPT = ["bert", "limited"]
 
 

@@ -266,7 +266,8 @@ def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
     for node in graph.nodes:
         if hidden is not None and is_grouped(node):
             parts = known_product(node)
-            rows_by_weight[parts.weight.name] = hint_of(shape(parts.x)[0]) / hint_of(shape(hidden)[1])
+            rows = math.prod(map(hint_of, shape(parts.x)[:-1]))
+            rows_by_weight[parts.weight.name] = rows / hint_of(shape(hidden)[1])
     return rows_by_weight
 
 

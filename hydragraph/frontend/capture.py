@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph import log
 from hydragraph.errors import Unsupported
 from hydragraph.frontend import custom_modules, huggingface
+from hydragraph.frontend.added_inputs import ADDED
 from hydragraph.frontend.block_equivalence import is_without_index, kind_of, refuse_state, refuse_state_around
 from hydragraph.frontend.compiled_folder.program_cache import keep_program, path_of, read_program
+from hydragraph.frontend.counted_positions import use_position_ids
 from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import functional_graph
 from hydragraph.frontend.loss_module import meta_loss, name_in_program, refuse_trained
@@ -137,17 +140,23 @@ def _captured(
         refuse_state_around(traced, opaque_blocks(layers, outline, []), meta_batch(sizes, fields), where)
     with packed_recurrences(copied) if is_huggingface else nullcontext():
         exported, calls = capture_skeleton(traced, layers, outline, sizes, fields)
-        pieces = _slice_skeleton(exported, calls, where, tuple(fields), sizes)
-        pieces = replace(pieces, layers=_capture_layers(calls, keys, pieces.sizes, where))
+        skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)
+        pieces = _slice_skeleton(skeleton, calls)
+        templates = _capture_layers(calls, keys, pieces.sizes, where)
+        if any(_has_added(template, pieces.feeds[block]) for block, template in templates.items()):
+            pieces = _slice_skeleton(skeleton, calls, added=True)
+        pieces = replace(pieces, layers=templates)
     for name, template in pieces.unique.items():
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
         # Names the cause in terms of the model, not an arange.
         huggingface.refuse_own_positions(where, pieces.used_fields())
+    if is_huggingface:
+        huggingface.refuse_own_mixing(copied, pieces.layers)
     _refuse_leaks(pieces, own_loss=loss is not None)
     if is_huggingface:
-        huggingface.refuse_uncaptured(where, pieces.used_fields(), pieces.layers)
+        huggingface.refuse_own_positions(where, pieces.used_fields())
     return _assemble(model, dtype, path, pieces)
 
 
@@ -207,15 +216,40 @@ def _others(template: Template) -> list[tuple[int, str]]:
     return [(int(name.removeprefix("other.")), name) for name in template.inputs if name.startswith("other.")]
 
 
-def _slice_skeleton(
-    exported: torch.export.ExportedProgram,
-    calls: Sequence[BlockCall],
-    model: str,
-    fields: Sequence[str],
-    example: Mapping[str, int],
-) -> _Pieces:
-    skeleton, signature = functional_graph(exported, model)
-    nodes = [n for n in skeleton.graph.nodes if n.target is torch.ops.hydragraph.block.default]
+def _has_added(template: Template, fed: Sequence[int]) -> bool:
+    """Return whether a block has inputs behind those that it was called with."""
+    return any(i >= len(fed) for i, _ in _others(template))
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """The model around its blocks, with the fields that it was traced with, and example sizes "T" and "N+1"."""
+
+    graph: fx.GraphModule
+    signature: ExportGraphSignature
+    model: str
+    fields: tuple[str, ...]
+    example: Mapping[str, int]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Placeholder -> field of the packed batch."""
+        return dict(zip(self.signature.user_inputs, self.fields, strict=True))  # type: ignore[arg-type]
+
+    def field(self, name: str) -> fx.Node:
+        """Return the placeholder of a field."""
+        placeholders: list[fx.Node] = self.graph.graph.find_nodes(op="placeholder")  # type: ignore[assignment]
+        return next(node for node in placeholders if self.inputs.get(node.name) == name)
+
+
+def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
+    """Cut a model into the parts around its blocks.
+
+    Args:
+        added: blocks get the fields of `ADDED` behind all else.
+    """
+    model, signature = skeleton.model, skeleton.signature
+    nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
     # These are computed on every stage, once per micro-batch (`aux`), so they may depend only on the batch and on
     # buffers.
     outputs: list[fx.Node] = []
@@ -234,15 +268,26 @@ def _slice_skeleton(
     if len(nodes) == 1:
         places = feeds[str(previous.args[2])]
         feeds = {c.name: places if c.feeds is None else [places[i] for i in c.feeds] for c in calls}
+    if added:
+        more = [skeleton.field(name) for name in ADDED.values()]
+        outputs += [node for node in more if node not in outputs]
+        feeds = {name: [*places, *map(outputs.index, more)] for name, places in feeds.items()}
+    tokens = symbol_name(value_of(skeleton.field("input_ids")).shape[1])
+    bounds = symbol_name(value_of(skeleton.field("cu_seqlens")).shape[0])
+    assert tokens is not None
+    assert bounds is not None
     parameters = {k: v.removeprefix("model.") for k, v in signature.inputs_to_parameters.items()}
     buffers = {k: name_in_program("_loss", v).removeprefix("model.") for k, v in signature.inputs_to_buffers.items()}
-    inputs: dict[Any, str] = dict(zip(signature.user_inputs, fields, strict=True))
-    inputs |= {**INPUTS, "hidden": "hidden"}
+    inputs = skeleton.inputs | {**INPUTS, **ADDED, "hidden": "hidden"}
 
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
-        return template_of(extract(skeleton, results, renamed), (parameters, buffers, inputs), where)
+        part = extract(skeleton.graph, results, renamed)
+        if not renamed:  # a loss may count through the row
+            given = (n for n in part.graph.find_nodes(op="placeholder") if inputs.get(n.name) == "position_ids")
+            use_position_ids(part.graph, tokens, next(given, None))
+        return template_of(part, (parameters, buffers, inputs), where)
 
-    result: Any = skeleton.graph.output_node().args[0]
+    result: Any = skeleton.graph.graph.output_node().args[0]
     embed = piece([node_inputs(nodes[0])[0]], {}, "the model before its first block")
     aux = piece(outputs, {}, "what blocks need besides the hidden state")
     head = piece([result[0]], {previous: "hidden"}, "the model after its last block")
@@ -254,12 +299,7 @@ def _slice_skeleton(
         what = "blocks share a value that depends on parameters or on other blocks"
         remedy = "carry it in the hidden state: torch.cat both on the last dimension, which blocks split and return"
         raise Unsupported(what, where=model, remedy=remedy)
-    shapes = {inputs.get(n.name): value_of(n).shape for n in skeleton.graph.find_nodes(op="placeholder")}
-    tokens = symbol_name(shapes["input_ids"][1])
-    bounds = symbol_name(shapes["cu_seqlens"][0])
-    assert tokens is not None
-    assert bounds is not None
-    return _Pieces(model, embed, aux, head, feeds, {tokens: example["T"], bounds: example["N+1"]})
+    return _Pieces(model, embed, aux, head, feeds, {tokens: skeleton.example["T"], bounds: skeleton.example["N+1"]})
 
 
 def _capture_layers(

@@ -23,7 +23,7 @@ from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, 
 from hydragraph.passes.graph_node import operands
 from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.private.operator_schemas import arguments_of, has_tag
-from hydragraph.private.tracing import meta_as_cpu, writes
+from hydragraph.private.tracing import decided, meta_as_cpu, writes
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ _LONGEST = 80  # maximum number of characters of a code line in an error
 def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ...], where: str) -> ExportedProgram:
     """Trace a module with symbolic sizes; any exception becomes Unsupported."""
     try:
-        with watched(where, module), meta_as_cpu():
+        with watched(where, module), meta_as_cpu(), decided():
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
     except Unsupported:
         raise
@@ -129,7 +129,7 @@ def functional_graph(
     graph = _steady(clean(exported.graph_module), where)
     if block:
         graph = with_all_rows(graph, where)
-    return with_keys(_with_elementwise_norms(_with_concatenations(graph))), exported.graph_signature
+    return with_keys(_with_elementwise_norms(_with_linears(_with_concatenations(graph)))), exported.graph_signature
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
@@ -215,7 +215,7 @@ def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
         parts = _parts_written(node)
         if parts is not None:
             with graph.graph.inserting_before(node):
-                result = _add(node, aten.cat.default, parts, operands(node)[2])
+                result = insert(node, aten.cat.default, parts, operands(node)[2])
             node.replace_all_uses_with(result)
             remove_dead_code(graph.graph)
             graph.recompile()
@@ -242,6 +242,28 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
     return [part for _, _, part in written] if full and same and node.target in MADE else None
 
 
+def _with_linears(graph: fx.GraphModule) -> fx.GraphModule:
+    """Write `x @ weight.T` as a linear layer, which tensor parallelism can cut."""
+    for node in [n for n in graph.graph.nodes if n.target is aten.matmul.default]:
+        x, turned = operands(node)
+        weight = operands(turned)[0] if _turns(turned) else turned
+        if weight is not turned and weight.op == "placeholder" and value_of(weight).dim() == 2:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(insert(node, aten.linear.default, x, weight))
+    remove_dead_code(graph.graph)
+    graph.recompile()
+    return graph
+
+
+def _turns(node: fx.Node) -> bool:
+    """Return whether a node is the transpose of a matrix."""
+    if node.target in (aten.t.default, aten.numpy_T.default):
+        return True
+    if node.target is aten.permute.default:
+        return [d % 2 for d in operands(node)[1]] == [1, 0]
+    return node.target is aten.transpose.int and operands(node)[1] % 2 != operands(node)[2] % 2
+
+
 def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
     """Write batch norms with fixed statistics as elementwise operators; the original also returns statistics."""
     norms = [n for n in graph.graph.nodes if n.target is aten.batch_norm.default and not n.args[5] and n.args[3]]
@@ -249,7 +271,7 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
         sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
         with graph.graph.inserting_before(node), torch.no_grad():
-            add = functools.partial(_add, node)
+            add = functools.partial(insert, node)
             scale = add(aten.rsqrt.default, add(aten.add.Tensor, variance, eps))
             scale = scale if weight is None else add(aten.mul.Tensor, scale, weight)
             centred = add(aten.sub.Tensor, x, add(aten.view.default, mean, sizes))
@@ -264,7 +286,8 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _add(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
+def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
+    """Insert an operator with its value, as part of the module of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

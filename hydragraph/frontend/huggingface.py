@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend import mask_patterns
 from hydragraph.frontend.block_keywords import sequence_bounds
 from hydragraph.frontend.length_dependent_rotary import hold_frequencies, refuse_other_frequencies, short_positions
 from hydragraph.frontend.mask_patterns import Marker, mask
 from hydragraph.frontend.peft_adapters import base_model
 from hydragraph.ir.program import Template
 from hydragraph.kernels.varlen_attention import varlen_attention
-from hydragraph.passes.graph_node import ALONG_SEQUENCES
+from hydragraph.passes.graph_node import ALONG_SEQUENCES, ATTENDING, operands
 
 ATTENTION = "hydragraph"
 
@@ -48,7 +50,7 @@ def attention(
     where = type(module).__name__
     if cu_seq_lens_q is None:
         cu_seq_lens_q, max_length_q = sequence_bounds(where)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = mask_patterns.is_causal(module) if is_causal is None else is_causal
     if isinstance(attention_mask, Tensor):
         raise Unsupported("an attention mask", where=where, remedy="pack sequences instead of padding them")
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
@@ -106,6 +108,28 @@ def _refuse_own_attention(model: nn.Module) -> None:
             raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 
 
+def _refuse_linear_biases(model: nn.Module) -> None:
+    """Raise Unsupported for models that add biases to attention scores (ALiBi), as BLOOM, MPT and some Falcons do."""
+    for module in model.modules():
+        builds = any("alibi" in name for name in vars(type(module)))
+        if builds or any("alibi" in name and value is True for name, value in vars(module).items()):
+            what = "biases of attention scores that grow with the distance (ALiBi), which packed attention does not add"
+            remedy = "choose a model with rotary or learned positions, such as a Falcon whose config has alibi=False"
+            raise Unsupported(what, where=type(module).__name__, remedy=remedy)
+
+
+def _refuse_shared_values(model: nn.Module) -> None:
+    """Raise Unsupported for models whose layers read more than the hidden state of the layer before."""
+    settings = {"num_kv_shared_layers": "keys and values of earlier layers", "hidden_size_per_layer_input": "a table"}
+    for module in model.modules():
+        for name, read in settings.items():
+            value = getattr(getattr(module, "config", None), name, None)
+            if type(value) is int and value > 0:
+                what = f"{name}={value}: layers read {read}, and only the hidden state goes from layer to layer"
+                remedy = f"choose a model whose config has {name}=0"
+                raise Unsupported(what, where=type(module).__name__, remedy=remedy)
+
+
 def is_huggingface(model: nn.Module) -> bool:
     """Return whether a model is from transformers, without importing it for others."""
     classes = type(base_model(model)).__mro__
@@ -126,10 +150,26 @@ def use_packed_attention(model: nn.Module) -> None:
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, mask)
     hold_frequencies(model)
+    name = _OrPyTorchs(ATTENTION) if any(map(_calls_pytorchs, model.modules())) else ATTENTION
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = name
+
+
+class _OrPyTorchs(str):
+    """Our name, equal to "sdpa" for layers that look no name up, but call PyTorch's attention (`plain_attention`)."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "sdpa" or str.__eq__(self, other)
+
+
+def _calls_pytorchs(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "scaled_dot_product_attention" in code.co_names
 
 
 def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
@@ -181,21 +221,25 @@ def is_causal(model: nn.Module) -> bool:
     return not type(base_model(model)).__name__.endswith(_ALIGNED)
 
 
-def refuse_uncaptured(model: str, fields: Collection[str], layers: Mapping[str, Template]) -> None:
-    """Reject a captured model that may have mixed packed sequences.
+def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
+    """Raise Unsupported for a layer that mixes tokens otherwise than by attention as its model's masks have it.
 
     Args:
-        fields: packed-batch fields that it uses.
-
-    Raises:
-        Unsupported: a layer mixes tokens outside transformers' attention interface, or the model counts positions.
+        model: our copy, which was traced.
+        layers: the template of each block.
     """
+    causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
+    where = type(model).__name__
     for name, template in layers.items():
-        if not any(n.target in ALONG_SEQUENCES for n in template.graph.graph.nodes):
+        nodes = template.graph.graph.nodes
+        if causal and any(n.target in ATTENDING and not operands(n)[5] for n in nodes):
+            what = "attention in both directions, where the model makes causal masks alone"
+            remedy = "choose a model whose masks and attention layers agree on the direction (is_causal)"
+            raise Unsupported(what, where=f"{where}, {name}", remedy=remedy)
+        if not any(n.target in ALONG_SEQUENCES for n in nodes):
             what = "a layer without transformers' attention interface: attention of its own, or a recurrence"
             remedy = "choose a model whose attention goes through ALL_ATTENTION_FUNCTIONS in every layer"
-            raise Unsupported(what, where=f"{model}, {name}", remedy=remedy)
-    refuse_own_positions(model, fields)
+            raise Unsupported(what, where=f"{where}, {name}", remedy=remedy)
 
 
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
@@ -213,6 +257,8 @@ def refuse_unsupported(model: nn.Module) -> None:
         raise Unsupported(what, where=f"{type(model).__name__}.config.output_router_logits", remedy=remedy)
     if is_huggingface(model):
         _refuse_own_attention(model)
+        _refuse_linear_biases(model)
+        _refuse_shared_values(model)
         refuse_other_frequencies(model)
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         remedy = "call model.gradient_checkpointing_disable(); the backward graphs already recompute what is cheap"

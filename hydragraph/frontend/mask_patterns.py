@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
@@ -22,6 +22,7 @@ _PACKED = frozenset({"packed_sequence_mask_function"})
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 _DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
+_DIRECTIONS = "_hydragraph_directions"  # attribute of our copy of a config: in which directions its masks let look
 _OTHER = "choose a model whose layers attend to all that came before, or to all"
 
 Pattern = Callable[..., Any]
@@ -79,11 +80,33 @@ def mask(
     if other is not None:
         return Marker(other, _OTHER)
     both_ways = not any(_name(part) == "causal_mask_function" for part in parts)
+    if config is not None:
+        vars(config).setdefault(_DIRECTIONS, set()).add("both" if both_ways else "causal")
     if limits:
         return _local([limit for limit in limits if not isinstance(limit, str)], both_ways)
     if both_ways and getattr(config, "is_causal", True) is False:
         return Marker("attention in both directions", "leave is_causal out of the config", both_ways=True)
     return None
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Return whether a layer without a marker attends to earlier tokens only: as it says, or as its model's masks do.
+
+    Raises:
+        Unsupported: the layer attends both ways, and its model makes masks of both kinds.
+    """
+    if getattr(module, "is_causal", True):
+        return True
+    made = directions(module)
+    if len(made) > 1:
+        what = "its model makes causal masks and others, and the layer says that it is not causal"
+        raise Unsupported(what, where=type(module).__name__, remedy=_DIRECTION)
+    return "causal" in made
+
+
+def directions(module: nn.Module) -> set[str]:
+    """Return the directions of the masks that a traced model made: "causal", "both"."""
+    return set(getattr(getattr(module, "config", None), _DIRECTIONS, ()))
 
 
 def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:

@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.added_inputs import ADDED
+from hydragraph.frontend.counted_positions import use_position_ids
 from hydragraph.frontend.dropout_calls import INPUTS
 from hydragraph.frontend.functional_graph import export, functional_graph
+from hydragraph.frontend.plain_attention import use_packed_sequences
 from hydragraph.frontend.skeleton import BlockCall, FlatBlock
 from hydragraph.frontend.skeleton_parts import template_of
+from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Template
 from hydragraph.private.tracing import symbol_name
 
 
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     """Trace a block with the inputs "hidden", and "other.{i}" for other tensor arguments.
+
+    A block that counts positions itself, or whose attention knows no sequences, has `ADDED` inputs.
 
     Args:
         hints: example values of symbolic sizes, by symbol.
@@ -28,11 +34,18 @@ def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
     exported = export(FlatBlock(call), arguments, (tuple(dims for _, dims in examples),), call.name)
     graph, signature = functional_graph(exported, call.name, block=True)
     names = ["hidden", *(f"other.{i}" for i in range(len(arguments) - 1))]
-    inputs: dict[Any, str] = dict(zip(signature.user_inputs, names, strict=True))
+    given: Any = signature.user_inputs
+    inputs: dict[Any, str] = dict(zip(given, names, strict=True))
     tensors = [
         {k: v.removeprefix("block.") for k, v in local.items()}
         for local in (signature.inputs_to_parameters, signature.inputs_to_buffers)
     ]
+    hidden = next(n for n in graph.graph.find_nodes(op="placeholder") if n.name == given[0])
+    tokens = symbol_name(value_of(hidden).shape[1])
+    if tokens is not None:
+        use_position_ids(graph.graph, tokens)
+        use_packed_sequences(graph.graph, tokens)
+    inputs |= {name: f"other.{len(arguments) - 1 + i}" for i, name in enumerate(ADDED)}
     return template_of(graph, (*tensors, inputs | INPUTS), call.name)
 
 

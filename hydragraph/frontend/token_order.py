@@ -4,6 +4,7 @@ Orders, for 3 tokens a b c with 2 experts each:
 
     a b c           1          a row for each token
     a a b b c c     2          two rows for each token, as in a flattened [T, 2]
+    a b c a b c     Copies(2)  all tokens twice, as in a flattened [2, T]
     b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
 An operator that keeps rows separate does so in every order that its operands share. Positions of rows (`Points`), the
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +31,16 @@ from hydragraph.private.tracing import multiple_of, symbol_name
 
 aten = torch.ops.aten
 
+
+@dataclass(frozen=True)
+class Copies:
+    """Order of rows in which all tokens follow one another `number` times."""
+
+    number: int
+
+
 # Number of rows per token, in token order; or the node that sorted the rows.
-Order = int | fx.Node
+Order = int | Copies | fx.Node
 
 
 class Rows(NamedTuple):
@@ -83,6 +93,7 @@ class Routing:
             ({aten.index_put.default, aten.scatter.src}, self._inverse),
             ({aten.index.Tensor, aten.index_select.default}, self._chosen),
             ({aten.repeat_interleave.self_int}, self._repeated),
+            ({aten.repeat.default}, self._copied),
             ({aten.index_add.default}, self._summed),
             ({aten.histc.default}, self._count),
             ({aten.cumsum.default}, self._end),
@@ -206,6 +217,18 @@ class Routing:
         self._rows[node] = Rows(repeated.dim, repeated.order * times)
         return True
 
+    def _copied(self, node: fx.Node) -> bool:
+        """Handle repeating the whole row of tokens, once for each expert."""
+        first, times = operands(node)
+        rows = self._rows.get(first)
+        if rows is None or rows.order != 1 or len(times) != len(shape(first)):
+            return False
+        number = times[rows.dim]
+        if type(number) is not int or number == 1:
+            return False
+        self._rows[node] = Rows(rows.dim, Copies(number))
+        return True
+
     def _summed(self, node: fx.Node) -> bool:
         into, dim, index, rows = operands(node)
         points = self._points.get(index)
@@ -273,13 +296,17 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
     rows_before = rows[first]
     before = shape(first)
     after = shape(node)
-    if _elements(before[: rows_before.dim]) != _elements(after[:dim]):
-        return None
     here = multiple_of(before[rows_before.dim], tokens)
     there = multiple_of(after[dim], tokens)
+    above, now_above = _elements(before[: rows_before.dim]), _elements(after[:dim])
+    if above != now_above:  # [E, T, H] as [E * T, H], or back
+        copies = (here, there, rows_before.order)
+        if copies == (1, above, 1) and now_above == 1 and type(above) is int:
+            return Rows(dim, Copies(above))
+        return Rows(dim, 1) if copies == (now_above, 1, Copies(now_above or 0)) and above == 1 else None
     if here is not None and here == there:
         return Rows(dim, rows_before.order)
-    if here is None or there is None or type(rows_before.order) is not int or _elements(before[: rows_before.dim]) != 1:
+    if here is None or there is None or type(rows_before.order) is not int or above != 1:
         return None
     # [T, 2, H] as [2T, H]: the rows of one token stay adjacent.
     return Rows(dim, there)

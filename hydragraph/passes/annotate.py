@@ -7,8 +7,8 @@
     communicate(y, "exit")        so the forward sums the parts here
     hidden + y
 
-Experts compute several rows per token, where communication would cost more. So "enter" precedes the choice of rows, and
-"exit" follows the sum over a token's rows.
+Experts compute several rows per token, where communication would cost more. So "enter" precedes the choice of rows, or
+their repetition for each expert, and "exit" follows the sum over a token's rows.
 
     communicate(x, "enter") -> index, w1, w2 -> y            each rank has a part of every row
     y * communicate(weight, "enter")                         so the gradient of the router's weight is partial too
@@ -55,11 +55,10 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
     cut_users = set(cuts.cut) | cuts.columns | partial
     mixed = {p for p in parameters if p not in cuts.cut and _mixed(p, cut_users, cuts)}
 
-    def entering(node: fx.Node) -> fx.Node:
+    def entering(node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
         if node not in entered:
-            if _chooses_rows(node) and all(user in cut_users for user in node.users):
-                source = operands(node)[0]
-                entered[node] = result.node_copy(node, lambda n: entering(n) if n is source else copied[n])
+            if _spreads(node) and all(user in cut_users or user is reader for user in node.users):
+                entered[node] = result.node_copy(node, lambda n: entering(n, node) if n in learns else copied[n])
             else:
                 entered[node] = _insert(result, copied[node], "enter")
         return entered[node]
@@ -102,6 +101,15 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
     if node.target is aten.index_add.default:
         return operand is operands(node)[3] and first.target in _ZEROS
     return operand is first and (_chooses_rows(node) or node.target in _LINEAR)
+
+
+def _spreads(node: fx.Node) -> bool:
+    """Return whether a value has a token's entries several times, as the rows of several experts do."""
+    if _chooses_rows(node) or node.target is aten.repeat.default:
+        return True
+    inputs = node.all_input_nodes
+    passed_on = node.target in VIEWS or (node.target is aten.mul.Tensor and all(n.op != "placeholder" for n in inputs))
+    return passed_on and any(map(_spreads, inputs))
 
 
 def _chooses_rows(node: fx.Node) -> bool:

@@ -266,7 +266,8 @@ class _Walk:
         ):
             self.cuts.rows[node] = cut
             return None
-        if cut is not None and cut.dim != last and self.cuts.of(weight) is None:
+        by_expert = node.target is aten.bmm.default and cut is not None and cut.dim == 0
+        if cut is not None and cut.dim != last and self.cuts.of(weight) is None and not by_expert:
             return cut
         self._need_whole(node)
         if not self._may_cut(weight, node) or not (bias is None or self._may_cut(bias, node)):

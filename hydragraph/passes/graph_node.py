@@ -60,9 +60,9 @@ def product(node: fx.Node) -> Product | None:
     """Return the operands of a product with a weight, or None for any other node."""
     if is_grouped(node):
         x, operand = operands(node)[:2]
-        if operand.target is aten.transpose.int and {d % 3 for d in operands(operand)[1:]} == {1, 2}:
-            return Product(x, operands(operand)[0], None, 2, 1, operand)
-        return Product(x, operand, None, 1, 2, operand)
+        weight = _untransposed(operand)
+        inner, outer = (1, 2) if weight is operand else (2, 1)
+        return Product(x, weight, None, inner, outer, operand)
     # The weight of `linear` is [out, in], that of `addmm` (Conv1D of transformers) and of `mm` [in, out].
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
@@ -77,8 +77,16 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node is a product of rows with the weight of their expert."""
+    """Return whether a node is a product of rows with the weight of their expert, grouped or [experts, rows, in]."""
+    if node.target is aten.bmm.default:
+        return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED
+
+
+def _untransposed(weight: fx.Node) -> fx.Node:
+    """Return the weights of experts whose matrices a node transposes, or the node itself."""
+    swaps = weight.target is aten.transpose.int and {d % 3 for d in operands(weight)[1:]} == {1, 2}
+    return operands(weight)[0] if swaps else weight
 
 
 def known_product(node: fx.Node) -> Product:

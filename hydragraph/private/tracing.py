@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,8 @@ from unittest import mock
 import sympy
 import torch
 import torch._functorch.config
+import torch._prims
+import torch.nn.functional as F
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import SLoc, detect_fake_mode
@@ -20,6 +23,7 @@ from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
 
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
@@ -157,6 +161,42 @@ def _any_convolution() -> Iterator[None]:
 
     with mock.patch.object(torch._C, "_select_conv_backend", chosen):
         yield
+
+
+@contextlib.contextmanager
+def decided() -> Iterator[None]:
+    """Trace with what is the same for all sizes decided at once, which torch.export leaves open.
+
+    Its own `min` keeps min(64, 64 * T) as the stride of a view, which a later view then asks about for each T; and
+    PyTorch's attention takes no `is_causal=T > 1`.
+    """
+    attention = F.scaled_dot_product_attention
+
+    def attend(*tensors: Any, **options: Any) -> torch.Tensor:
+        causal = {"is_causal": bool(options["is_causal"])} if "is_causal" in options else {}
+        return attention(*tensors, **options | causal)
+
+    with (
+        mock.patch.object(torch._prims, "min", builtins.min, create=True),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        _Lists(),
+    ):
+        yield
+
+
+class _Lists(TorchFunctionMode):
+    """Take x[..., [-2], :] as a slice: a list becomes a tensor of indices, which has no values on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(map(_one_place, args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_place(index: Any) -> Any:
+    """Return the slice of one place that a list chooses, or the index itself."""
+    alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
+    return slice(index[0], index[0] + 1 or None) if alone else index
 
 
 @contextlib.contextmanager

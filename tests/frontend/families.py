@@ -52,11 +52,12 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"], 4),
     **dict.fromkeys(["num_experts_per_tok", "moe_k", "moe_topk"], 2),
     **dict.fromkeys(["n_group", "topk_group", "first_k_dense_replace", "bos_token_id"], 1),
-    **dict.fromkeys(["mamba_d_state", "state_size", "index_topk", "mamba_n_heads"], 8),
+    **dict.fromkeys(["mamba_d_state", "state_size", "index_topk", "mamba_n_heads", "floor_scale"], 8),
     "pad_token_id": 0,
     "eos_token_id": 2,
     "linear_num_value_heads": 4,
     "mamba_expand": 2,
+    "no_rope_layer_interval": 2,
     "hidden_size_per_layer_input": 16,
 }
 OPTIONAL = (

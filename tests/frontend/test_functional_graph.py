@@ -254,6 +254,29 @@ def test_a_tensor_that_is_filled_part_by_part_is_a_concatenation(ends: tuple[int
     torch.testing.assert_close(graph(x)[0][..., : ends[-1]], module(x)[..., : ends[-1]])
 
 
+class Products(nn.Module):
+    """Products with the transpose of a weight, however it is written, and with other matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.a.T + x @ self.b.transpose(-1, -2) + x @ self.c.permute(1, 0)
+        return y + x @ self.a + x @ self.b.transpose(0, 0)
+
+
+def test_products_with_a_transposed_weight_are_linear_layers() -> None:
+    module = Products()
+    sizes = ({1: torch.export.Dim("T", min=2, max=1 << 20)},)
+    graph = functional_graph(export(module, (torch.empty(1, 7, 8),), sizes, "block"), "block")[0]
+    targets = [n.target for n in graph.graph.nodes]
+    assert targets.count(torch.ops.aten.linear.default) == 3
+    assert targets.count(torch.ops.aten.matmul.default) == 2
+    x = torch.randn(1, 3, 8)
+    torch.testing.assert_close(graph(module.a, module.b, module.c, x)[0], module(x))
+
+
 class Filled(nn.Module):
     def __init__(self, ends: tuple[int, ...]) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,13 +13,20 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import (
     AttentionInterface,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import (
@@ -31,7 +39,9 @@ from hydragraph.frontend.huggingface import (
 )
 from hydragraph.kernels.varlen_attention import reference
 from tests.frontend.execute import batch, loss
+from tests.frontend.families import difference
 from tests.models import llama, randomised, tiny
+from tests.thorough import only
 
 BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 
@@ -44,6 +54,53 @@ def test_bounds_that_a_block_does_not_hand_to_its_attention_are_found() -> None:
         logits = model(input_ids=given["input_ids"][:, a:b], use_cache=False).logits[0]
         total = total + F.cross_entropy(logits, given["labels"][0, a:b], reduction="sum")
     torch.testing.assert_close(loss(capture(model), model, given), total, rtol=1e-5, atol=1e-4)
+
+
+def falcon(**changes: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 101}
+    return randomised(FalconForCausalLM(FalconConfig(**sizes, **changes)))
+
+
+@only("changes1")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"attn_implementation": "eager"},  # whose layers return the probabilities, too
+    ],
+)
+def test_layers_that_call_pytorchs_attention_are_captured(changes: dict[str, Any]) -> None:
+    model = falcon(**changes)
+    assert difference(capture(model), model) is None
+    assert hg.capture(model, check="full").layers == 1
+
+
+def gemma4(**changes: Any) -> nn.Module:
+    sizes = {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "sliding_window": 8}
+    plain = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 101}
+    kinds = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    return randomised(Gemma4ForCausalLM(Gemma4TextConfig(**tiny(**sizes, **plain | changes, **kinds))))
+
+
+@pytest.mark.parametrize("name", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
+def test_values_from_layer_to_layer_are_refused_by_their_setting(name: str) -> None:
+    with pytest.raises(Unsupported, match=f"{name}=1: layers read .*; choose a model whose config has {name}=0"):
+        capture(gemma4(**{name: 1}))
+
+
+def test_gemma_4_without_them_is_captured() -> None:
+    model = gemma4()
+    assert difference(capture(model), model) is None
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: falcon(alibi=True), lambda: MptForCausalLM(MptConfig(d_model=64, n_layers=1))]
+)
+def test_biases_of_scores_are_refused(build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"), pytest.raises(Unsupported, match=r"ALiBi.*alibi=False"):
+        capture(build())
 
 
 def call(module: nn.Module | None = None, **changes: Any) -> torch.Tensor:

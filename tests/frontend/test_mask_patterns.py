@@ -24,8 +24,8 @@ from transformers import (
 import hydragraph as hg
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.huggingface import attention
-from hydragraph.frontend.mask_patterns import Marker, mask
+from hydragraph.frontend.huggingface import attention, refuse_own_mixing
+from hydragraph.frontend.mask_patterns import Marker, is_causal, mask
 from hydragraph.ir.program import Program
 from hydragraph.kernels.scoring import Scoring, visible
 from hydragraph.passes.graph_node import operands, varlen
@@ -69,6 +69,30 @@ def test_models_that_look_both_ways_by_their_config_do() -> None:
     program = capture(LlamaForCausalLM(LlamaConfig(**tiny(is_causal=False))))
     calls = [n for t in program.templates.values() for n in t.graph.graph.nodes if n.target is varlen]
     assert not any(operands(n)[5] for n in calls)
+
+
+@pytest.mark.parametrize(("patterns", "causal"), [([], False), (["both"], False), (["causal"], True)])
+def test_a_causal_mask_makes_a_layer_causal_that_does_not_say_so(patterns: list[str], causal: bool) -> None:
+    layer = nn.Module()
+    layer.is_causal, layer.config = False, LlamaConfig()  # type: ignore[assignment]
+    for pattern in patterns:
+        assert mask(mask_function={"both": BOTH, "causal": CAUSAL}[pattern], config=layer.config) is None
+    assert is_causal(layer) is causal
+    assert is_causal(nn.Module())
+    mask(mask_function=CAUSAL, config=layer.config)
+    mask(mask_function=BOTH, config=layer.config)
+    with pytest.raises(Unsupported, match="its model makes causal masks and others"):
+        is_causal(layer)
+
+
+def test_attention_against_the_direction_of_all_masks_is_refused() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**tiny(is_causal=False)))
+    program = capture(model)
+    layers = {block.name: program.templates[block.template] for block in program.blocks[1:-1]}
+    refuse_own_mixing(model, layers)
+    mask(mask_function=CAUSAL, config=model.config)
+    with pytest.raises(Unsupported, match=r"layer.0: attention in both directions, where the model makes causal masks"):
+        refuse_own_mixing(model, layers)
 
 
 def packed(pattern: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,13 +200,17 @@ def test_masks_that_hide_nothing_are_none() -> None:
     ]
 
 
-@only("gemma2")
+LLAMA4 = {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+
+
+@only("gemma2", "llama4_text")
 @pytest.mark.parametrize(
     "changes",
     [
         {"name": "mistral"},
         {"name": "gemma2", "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 0.5},
         {"name": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+        {"name": "llama4_text", "num_hidden_layers": 3, "no_rope_layers": [1, 1, 0], "floor_scale": 4, **LLAMA4},
     ],
     ids=lambda changes: changes["name"],
 )
@@ -192,11 +220,11 @@ def test_sequences_below_at_and_beyond_the_window_equal_the_model(changes: dict[
     settings = {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16, "sliding_window": 8, "pad_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, **sizes, **settings, **changes), dtype=torch.float32
+        AutoConfig.for_model(name, **sizes, **settings | changes), dtype=torch.float32
     ).eval()
     data = [torch.arange(n) * 7 % 60 + 3 for n in (4, 8, 9, 50)]
     with torch.no_grad():
         losses = [F.cross_entropy(model(input_ids=s[None]).logits[0, :-1], s[1:], reduction="sum") for s in data]
-    exe = hg.compile(model, "<[0]x2>", lambda n: torch.optim.SGD(n, lr=0.1))
+    exe = hg.compile(model, "<tp1,pp1>", lambda n: torch.optim.SGD(n, lr=0.1))
     assert exe.evaluate(data).loss == pytest.approx(float(sum(losses)) / sum(len(s) - 1 for s in data), rel=1e-5)
     exe.close()

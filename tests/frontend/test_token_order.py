@@ -94,8 +94,16 @@ def repeated(block: Traced, x: Tensor) -> Tensor:
     return (rows[permutation.argsort()].view(-1, 2, WIDTH) * weights[..., None]).sum(1)[None]
 
 
-@only("by_adding", "repeated")
-@pytest.mark.parametrize("compute", [experts, lambda b, x: experts(b, x, 1), by_adding, repeated])
+def copied(block: Traced, x: Tensor) -> Tensor:
+    """As Llama 4 has it: all tokens once for each expert, in one dimension and in two."""
+    scores = block.router(x[0]).sigmoid()
+    rows = x[0].repeat(EXPERTS, 1) * scores.t().reshape(-1, 1)
+    rows = torch.bmm(rows.view(EXPERTS, -1, WIDTH), block.experts).view(-1, WIDTH)
+    return rows.reshape(EXPERTS, -1, WIDTH).sum(0)[None]
+
+
+@only("by_adding", "repeated", "copied")
+@pytest.mark.parametrize("compute", [experts, lambda b, x: experts(b, x, 1), by_adding, repeated, copied])
 def test_what_is_sent_to_experts_and_back_keeps_tokens_apart(compute: Callable[[Traced, Tensor], Tensor]) -> None:
     assert found(compute) is None
 
@@ -160,6 +168,18 @@ def folded(block: Traced, x: Tensor) -> Tensor:
     return torch.cat([x, x], 0).flatten(0, 1).view(-1, 2, WIDTH).sum(1)[None]
 
 
+def copies_as_neighbours(block: Traced, x: Tensor) -> Tensor:
+    return x[0].repeat(2, 1).view(-1, 2, WIDTH).sum(1)[None]
+
+
+def copies_beside_neighbours(block: Traced, x: Tensor) -> Tensor:
+    return (x[0].repeat(2, 1) + x[0].repeat_interleave(2, 0)).view(2, -1, WIDTH).sum(0)[None]
+
+
+def copies_of_copies(block: Traced, x: Tensor) -> Tensor:
+    return x[0].repeat(4, 1).view(2, -1, WIDTH).sum(0)[None]
+
+
 def counted(block: Traced, x: Tensor) -> Tensor:
     return x * torch.arange(x.shape[1], device=x.device)[None, :, None]
 
@@ -169,7 +189,7 @@ def counted(block: Traced, x: Tensor) -> Tensor:
     [
         *(not_back, back_by_another, place_as_data, counts_as_data, the_most_first, grouped_by_others),
         *(sorted_by_what_may_be_negative, neighbours_in_the_order, the_wrong_quotient, two_orders, torn, folded),
-        counted,
+        *(copies_as_neighbours, copies_beside_neighbours, copies_of_copies, counted),
     ],
 )
 def test_whatever_else_sorts_or_tears_tokens_is_found(compute: Callable[[Traced, Tensor], Tensor]) -> None:

@@ -27,7 +27,11 @@ aten = torch.ops.aten
 
 def placeholders(template: Template) -> list[tuple[str, str]]:
     """Return (operator before, "enter" or "exit") of every communicate node."""
-    found = [n.args for n in template.graph.graph.nodes if n.target is communicate]
+    return placeholders_of(template.graph)
+
+
+def placeholders_of(graph: fx.GraphModule) -> list[tuple[str, str]]:
+    found = [n.args for n in graph.graph.nodes if n.target is communicate]
     return [(value.target.__name__.split(".")[0], where) for value, where in found]
 
 
@@ -57,6 +61,16 @@ def test_experts_exit_behind_the_sum_over_a_tokens_rows() -> None:
     attention = [("mul", "enter"), ("linear", "exit")]
     experts = [("view", "enter"), ("unsqueeze", "enter"), ("view", "exit")]
     assert placeholders(program.templates[program.blocks[1].template]) == attention + experts
+
+
+def test_copies_of_tokens_for_experts_are_sent_once() -> None:
+    def copied(hidden: Tensor, scores: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        x = hidden[0].neg()
+        rows = (x.repeat(3, 1) * (x @ scores).t().reshape(-1, 1)).view(3, -1, 32)
+        return torch.bmm(torch.bmm(rows, up).relu(), down).view(-1, 32).view(3, -1, 32).sum(0)
+
+    found = placeholders_of(annotated(copied, (1, 5, 32), (32, 3), (3, 32, 48), (3, 48, 32)))
+    assert found == [("neg", "enter"), ("reshape", "enter"), ("sum", "exit")]
 
 
 def test_embedding_exits_and_head_enters_where_the_vocabulary_is_cut() -> None:

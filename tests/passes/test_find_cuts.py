@@ -198,6 +198,15 @@ def test_experts_are_cut_with_their_biases() -> None:
         assert analysed(experts, *shapes, excluded=frozenset({name}))[1] == {}
 
 
+def test_experts_of_copied_tokens_are_cut_by_their_width() -> None:
+    def copied(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gate, y = torch.bmm(x.repeat(3, 1).view(3, -1, 32), up).chunk(2, -1)
+        return torch.bmm(gate.relu() * y, down).sum(0)
+
+    shapes = ((5, 32), (3, 32, 96), (3, 48, 32))
+    assert analysed(copied, *shapes)[1] == {"up_1": ShardRule(2, (48, 48)), "down_1": ShardRule(1, (48,))}
+
+
 def test_parameters_that_a_cut_value_meets_one_to_one_are_cut_alike() -> None:
     def scaled(x: Tensor, a: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return F.linear(F.linear(x, a) * s.exp().neg(), b)

@@ -40,6 +40,17 @@ def test_a_product_of_experts_is_taken_apart(dims: tuple[int, int] | None, inner
     assert is_grouped(node)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_batched_product_are_taken_apart(transposed: bool) -> None:
+    graph = fx.Graph()
+    x, weight = (graph.placeholder(name) for name in ("x", "weight"))
+    given = graph.call_function(aten.transpose.int, (weight, 1, 2)) if transposed else weight
+    node = graph.call_function(aten.bmm.default, (x, given))
+    assert known_product(node) == (x, weight, None, *((2, 1) if transposed else (1, 2)), given)
+    scores = graph.call_function(aten.bmm.default, (x, graph.call_function(aten.neg.default, (weight,))))
+    assert product(scores) is None
+
+
 def test_what_is_no_product_is_none() -> None:
     graph = fx.Graph()
     node = graph.call_function(aten.neg.default, (graph.placeholder("x"),))

@@ -15,7 +15,7 @@ from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
 # Settings with a number of tokens beyond which attention may change.
-_LIMITS = re.compile(r"window|chunk|cap|block_size|original_max")
+_LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
 # Maximum number of tokens: a comparison should take seconds.
 LONGEST = 512

@@ -14,8 +14,7 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.rebound_functions import rebind
 from hydragraph.frontend.repeated_blocks import block_list, computed, entries, separate_repeated
-from hydragraph.frontend.skeleton import hidden_output
-from hydragraph.private.argument_trees import tree_leaves
+from hydragraph.private.argument_trees import tree_flatten, tree_leaves, tree_unflatten
 
 # transformers attention that runs on any CPU in any dtype.
 _ANYWHERE = ("eager", "sdpa")
@@ -28,8 +27,11 @@ class Forms:
         self._rebuild: Callable[[Tensor], Any] | None = None
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Forward hook that learns the form."""
-        self._rebuild = hidden_output(output, "block")[1]
+        """Record the form of a block's output, whose first tensor is its hidden state (a forward hook)."""
+        leaves, spec = tree_flatten(output)
+        first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # weights of eager attention
+        self._rebuild = lambda hidden: tree_unflatten([*others[:first], hidden, *others[first + 1 :]], spec)
 
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the hidden state that a block received, in the form of its output."""

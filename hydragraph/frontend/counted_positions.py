@@ -1,0 +1,60 @@
+"""Positions that a model counts along its row of tokens, replaced by those of each packed sequence.
+
+A model that runs on one sequence reads positions from `torch.arange(T)`. In a packed row that number runs on from one
+sequence to the next, where `position_ids` starts anew. All that computes with it is then shown to keep tokens apart
+(`token_axes`), so each sequence gets what it gets alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from hydragraph.frontend.added_inputs import added_input
+from hydragraph.frontend.functional_graph import insert
+from hydragraph.frontend.token_order import ARANGES, SAME
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.graph_node import operands, shape
+from hydragraph.private.operator_schemas import argument_of, aten_operators
+from hydragraph.private.tracing import symbol_name, symbols_in
+
+aten = torch.ops.aten
+
+# Operators whose operand says which row of another one is meant.
+_CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.src index_add scatter_add")
+
+
+def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
+    """Replace what counts through the tokens of a row.
+
+    Args:
+        tokens: the symbol of the token count.
+        given: the value of the positions, [1, T] int64; None: an added input.
+    """
+    counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
+    for node in counters:
+        positions = given or added_input(graph, "added_positions", lambda: value_of(counters[0]).long().unsqueeze(0))
+        with graph.inserting_before(node):
+            row = insert(node, aten.squeeze.dim, positions, 0)
+            if value_of(row).dtype is not value_of(node).dtype:
+                row = insert(node, aten.to.dtype, row, value_of(node).dtype)
+        node.replace_all_uses_with(row)
+    remove_dead_code(graph)
+
+
+def _counts(node: fx.Node, tokens: str) -> bool:
+    """Return whether a value is 0, 1, 2, ... for the tokens of a row."""
+    first, step = argument_of(node, "start") or 0, argument_of(node, "step") or 1
+    return first == 0 and step == 1 and symbol_name(shape(node)[0]) == tokens
+
+
+def _chooses_rows(node: fx.Node, tokens: str) -> bool:
+    """Return whether a value says which rows of tokens are meant, as in the routing to experts."""
+    return any(_chooses_rows(user, tokens) if user.target in SAME else _chooses(user, tokens) for user in node.users)
+
+
+def _chooses(node: fx.Node, tokens: str) -> bool:
+    return node.target in _CHOOSING and any(
+        symbol_name(size) is not None and tokens in symbols_in(size) for size in shape(operands(node)[0])
+    )

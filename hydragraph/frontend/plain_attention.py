@@ -1,0 +1,71 @@
+"""PyTorch's own attention over a row of tokens, replaced by attention within each packed sequence.
+
+A model that runs on one sequence may call `scaled_dot_product_attention(q, k, v, is_causal=True)`. Over a packed row,
+tokens would see other sequences; `varlen_attention` computes what each sequence gets alone. Calls with a mask or with
+dropout stay, and are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from hydragraph.frontend.added_inputs import added_input
+from hydragraph.frontend.functional_graph import insert
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.clean import remove_dead_code
+from hydragraph.passes.graph_node import operands, shape, varlen
+from hydragraph.private.operator_schemas import argument_of
+from hydragraph.private.tracing import fake_mode_of, new_symbol, symbol_name
+
+aten = torch.ops.aten
+
+_BOUNDS = 3  # entries of cu_seqlens in the example that is traced
+
+
+def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
+    """Replace attention over all tokens of a row, given the symbol of their number."""
+    calls = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
+    for node in calls:
+        if argument_of(node, "attn_mask") is None and not argument_of(node, "dropout_p") and _over_row(node, tokens):
+            _replace(graph, node)
+    remove_dead_code(graph)
+
+
+def _over_row(node: fx.Node, tokens: str) -> bool:
+    """Return whether query, key and value are [1, heads, T, D], all of one D."""
+    sizes = [shape(x) for x in operands(node)[:3]]
+    widths = {str(size[-1]) for size in sizes}
+    rows = all(symbol_name(size[-2]) == tokens and all(n == 1 for n in size[:-3]) for size in sizes)
+    return len(widths) == 1 and min(map(len, sizes)) > 2 and rows
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    query, _, value = operands(node)[:3]
+    fake = value_of(query)
+
+    def starts() -> Tensor:
+        size = new_symbol(fake_mode_of([fake]), 0, _BOUNDS)
+        return fake.new_empty((size,), dtype=torch.int32)  # type: ignore[no-any-return]
+
+    bounds = added_input(graph, "added_bounds", starts)
+    longest = added_input(graph, "added_longest", lambda: fake.new_empty((), dtype=torch.int64))
+    scale = argument_of(node, "scale")
+    settings = (bool(argument_of(node, "is_causal")), shape(query)[-1] ** -0.5 if scale is None else scale)
+    with graph.inserting_before(node):
+        packed = [_packed(node, x) for x in operands(node)[:3]]
+        results = insert(node, varlen, *packed, bounds, longest, *settings)
+        out = insert(node, operator.getitem, results, 0)
+        ones = [1] * (len(shape(node)) - 3)
+        row = insert(node, aten.view.default, out, [*ones, -1, shape(query)[-3], shape(value)[-1]])
+        result = insert(node, aten.transpose.int, row, len(ones), len(ones) + 1)
+    node.replace_all_uses_with(result)
+
+
+def _packed(place: fx.Node, x: fx.Node) -> fx.Node:
+    """Reshape [1, heads, T, D] to [T, heads, D]."""
+    heads, _, width = shape(x)[-3:]
+    swapped = insert(place, aten.transpose.int, x, len(shape(x)) - 3, len(shape(x)) - 2)
+    return insert(place, aten.view.default, swapped, [-1, heads, width])
