@@ -13,7 +13,7 @@ from torch import nn
 import hydragraph as hg
 from hydragraph.engine.candidate_strategies import Choices
 from hydragraph.passes.variants import Variants
-from hydragraph.runtime.elementwise import OptimizerFactory
+from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from tests.models import llama
 
 

@@ -124,7 +124,7 @@ ELSEWHERE = {
     "private/argument_trees.py": ("frontend/test_capture.py", "nested arguments of blocks"),
     "private/graph_values.py": ("ir/test_graph_data.py", "values of graphs, there and back"),
     "private/hooks_and_overrides.py": ("frontend/test_untraceable.py", "hooks and backwards that no trace sees"),
-    "private/optimizers.py": ("runtime/test_elementwise.py", "hooks that are refused until they are removed"),
+    "private/optimizers.py": ("runtime/test_supported_optimizers.py", "hooks that are refused until they are removed"),
     "private/tracing.py": ("passes/test_prove_sizes.py", "symbolic sizes; every capture traces"),
     "report/candidate_comparison_text.py": ("report/test_candidate_comparison.py", "the report as text and JSON"),
     "report/facts.py": ("report/test_page.py", "what a page is made from"),

@@ -42,15 +42,15 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend
-from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
 from hydragraph.private.torch_modes import own_modes
-from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.home_state import check_factory
 from hydragraph.runtime.profile_measurement import MeasuredModel
+from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.home import AUTO, Home, home_of
@@ -291,7 +291,7 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
 
 
 def _subject(source: _Source, program: Program, backend: str | None, home: Home, world: World) -> Subject:
-    limits = limits_of(program)
+    limits = field_ranges_of(program)
     vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
     positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
     buffers = initial_buffers(source.model) | loss_buffers(source.loss)

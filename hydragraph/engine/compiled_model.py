@@ -32,12 +32,12 @@ from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.kernels.philox import key_of
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend, refuse_halves
-from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.deterministic_sums import Deterministic
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.limits import Limit
+from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import Field
@@ -93,7 +93,7 @@ class CompiledModel:
         self._inductor = inductor
         self._library = library
         self._fields = own_fields(program)
-        self._limits = limits_of(program)
+        self._limits = field_ranges_of(program)
         self._head = program.templates[program.blocks[-1].template]
         buffers = initial_buffers(model) | loss_buffers(loss)
         self.check: StageCheck | None = None
@@ -178,9 +178,9 @@ class CompiledModel:
         return MiniBatch.of(sequences, self.program.causal, fields, limits)
 
     @functools.cached_property
-    def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[Limit, ...]]:
+    def _read_by_scores(self) -> tuple[Mapping[str, Field], tuple[FieldRange, ...]]:
         program = self.variants.scoring().program
-        return own_fields(program), limits_of(program)
+        return own_fields(program), field_ranges_of(program)
 
     def packed(
         self,

@@ -26,10 +26,10 @@ from hydragraph.errors import Stopped, Unsupported
 from hydragraph.frontend.mini_batch import AssignedBatch, DivideBy, MiniBatch, digest
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program_outline import Purpose
-from hydragraph.runtime.elementwise import check_hooks
 from hydragraph.runtime.executor import IterationOutcome
 from hydragraph.runtime.home_state import settings_of
 from hydragraph.runtime.speed_probe import MOST_S, SpeedProbe
+from hydragraph.runtime.supported_optimizers import check_hooks
 from hydragraph.spec.padded import Batches
 from hydragraph.spec.strategy import Strategy
 

@@ -37,9 +37,9 @@ from hydragraph.engine.strategy_selector import Chooser
 from hydragraph.errors import RankFailure
 from hydragraph.ir.program import Program
 from hydragraph.private.torch_modes import own_modes
-from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_agreement import ProgressLog, StateProgress, meet
+from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import AUTO, Home, home_of
 from hydragraph.spec.home_text import owners_text
 from hydragraph.spec.strategy import Strategy

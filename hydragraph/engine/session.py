@@ -32,7 +32,6 @@ from hydragraph.ir.layout import Layout, whole
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Purpose
 from hydragraph.runtime.buffers import Buffers
-from hydragraph.runtime.elementwise import OptimizerFactory
 from hydragraph.runtime.exchange import pull_exchange, start_pull
 from hydragraph.runtime.executor import Executor, IterationOutcome
 from hydragraph.runtime.home_state import HomeState, make_optimizer, settings_of
@@ -41,6 +40,7 @@ from hydragraph.runtime.prepared_programs import Preparer
 from hydragraph.runtime.rounded_weights import rounded
 from hydragraph.runtime.sequence_sums import Scored
 from hydragraph.runtime.state_agreement import ProgressLog
+from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
 
 TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is detected long before

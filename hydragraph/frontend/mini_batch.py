@@ -14,7 +14,7 @@ from torch import Tensor
 from hydragraph.frontend.packed_batch import Draws, pack, padding
 from hydragraph.spec import workload
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.limits import Limit
+from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.padded import Batches, sequences_in
 from hydragraph.spec.strategy import Pipeline, Strategy
 
@@ -38,7 +38,7 @@ class MiniBatch:
 
     @classmethod
     def of(
-        cls, given: Batches, causal: bool, fields: Mapping[str, workload.Field], limits: Sequence[Limit] = ()
+        cls, given: Batches, causal: bool, fields: Mapping[str, workload.Field], limits: Sequence[FieldRange] = ()
     ) -> MiniBatch:
         """Validate sequences, or padded batches of them (`hydragraph.spec.padded`).
 

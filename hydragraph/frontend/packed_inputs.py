@@ -14,7 +14,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
-from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
@@ -83,7 +83,7 @@ def own_fields(program: Program) -> dict[str, Field]:
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
     # Padding has no targets, so fields of targets get the value that the loss ignores.
-    limits = limits_of(program) if own else ()
+    limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
     return {name: replace(own[name], padding=ignored.get(name) or 0) for name in sorted(own)}

@@ -82,7 +82,7 @@ class Instruction:
         peer: the other rank of a send or receive; else None.
         writes: values it makes or (G.*) adds to.
         after: reads of other streams that it waits for; for a free, only messages; for a pull or push, also earlier
-            ones that must be complete (`passes.window`).
+            ones that must be complete (`passes.bytes_in_flight`).
     """
 
     op: Op

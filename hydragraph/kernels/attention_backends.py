@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import tiled_attention
+from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
-from hydragraph.kernels.scoring import Scoring
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class AttentionCall:
 
     starts: Tensor
     longest: Tensor
-    scoring: Scoring
+    settings: AttentionSettings
 
 
 class Backend(Protocol):
@@ -55,7 +55,7 @@ class Backend(Protocol):
 
     name: str
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         """Return why it does not support these tensors or settings, or None."""
         ...
 
@@ -92,7 +92,7 @@ def forced() -> str | None:
     return _forced.get()
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Backend:
+def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Backend:
     """Return the forced backend, or the first that accepts the call; log each choice once.
 
     Raises:
@@ -103,7 +103,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Backend:
     refusals: list[str] = []
     for candidate in names:
         backend = _BACKENDS[candidate]
-        reason = backend.refusal(q, k, v, scoring)
+        reason = backend.refusal(q, k, v, settings)
         if reason is None:
             _announce(candidate, q.device.type, name is not None, tuple(refusals))
             return backend
@@ -125,20 +125,20 @@ class _Flash(ABC):
     """Flash kernels of a library: int32 bounds, and log-sum-exp as [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.scoring)
+        out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)
         return out, lse.T.contiguous()
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
         q, k, v, out, lse = saved
         tensors = (_dense(grad), _dense(q), _dense(k), _dense(v), out, lse.T.contiguous())
-        return self._backward(tensors, _sizes(call), call.scoring)
+        return self._backward(tensors, _sizes(call), call.settings)
 
     @abstractmethod
-    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+    def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
         """Return a tuple that starts with the output and the log-sum-exp."""
 
     @abstractmethod
-    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
         """Return the gradients, given grad, q, k, v, output and log-sum-exp."""
 
 
@@ -147,30 +147,30 @@ class _FlashAttn(_Flash):
 
     name = "flash_attn"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         module = _flash_attn()
         return module if isinstance(module, str) else _flash_refusal(q, k, v)
 
-    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+    def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = _flash_attn()._flash_attn_varlen_forward(
-            *arguments, scoring.scale, causal=scoring.causal, **self._options(scoring)
+            *arguments, settings.scale, causal=settings.causal, **self._options(settings)
         )
         return outputs
 
-    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
         dq, dk, dv = contiguous_like(*tensors[1:4])
         _flash_attn()._flash_attn_varlen_backward(
-            *(*tensors, dq, dk, dv, *sizes, scoring.scale, scoring.causal),
-            **self._options(scoring),
+            *(*tensors, dq, dk, dv, *sizes, settings.scale, settings.causal),
+            **self._options(settings),
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
     @staticmethod
-    def _options(scoring: Scoring) -> dict[str, Any]:
-        before, after = _sides(scoring)
-        return {"window_size_left": before, "window_size_right": after, "softcap": scoring.cap or 0.0}
+    def _options(settings: AttentionSettings) -> dict[str, Any]:
+        before, after = _sides(settings)
+        return {"window_size_left": before, "window_size_right": after, "softcap": settings.cap or 0.0}
 
 
 class _TorchFlash(_Flash):
@@ -178,32 +178,32 @@ class _TorchFlash(_Flash):
 
     name = "torch"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         if q.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without flash kernels"
-        return "it does not cap scores" if scoring.cap is not None else _flash_refusal(q, k, v)
+        return "it does not cap scores" if settings.cap is not None else _flash_refusal(q, k, v)
 
-    def _forward(self, arguments: tuple[Any, ...], scoring: Scoring) -> tuple[Any, ...]:
+    def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = aten._flash_attention_forward(
-            *arguments, scoring.causal, False, **self._options(scoring)
+            *arguments, settings.causal, False, **self._options(settings)
         )
         return outputs
 
-    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], scoring: Scoring) -> Gradients:
+    def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
         # Without dropout the kernel reads neither of these.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
-            *tensors, *sizes, scoring.causal, state, unused, **self._options(scoring)
+            *tensors, *sizes, settings.causal, state, unused, **self._options(settings)
         )
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
     @staticmethod
-    def _options(scoring: Scoring) -> dict[str, Any]:
-        if scoring.window is None:
-            return {"scale": scoring.scale}
-        before, after = _sides(scoring)
-        return {"scale": scoring.scale, "window_size_left": before, "window_size_right": after}
+    def _options(settings: AttentionSettings) -> dict[str, Any]:
+        if settings.window is None:
+            return {"scale": settings.scale}
+        before, after = _sides(settings)
+        return {"scale": settings.scale, "window_size_left": before, "window_size_right": after}
 
 
 class _Triton:
@@ -211,7 +211,7 @@ class _Triton:
 
     name = "triton"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         from hydragraph.kernels import triton_attention
 
         return triton_attention.refusal(q, k, v)
@@ -219,13 +219,13 @@ class _Triton:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         from hydragraph.kernels import triton_attention
 
-        return triton_attention.forward(q, k, v, call.starts, call.scoring)
+        return triton_attention.forward(q, k, v, call.starts, call.settings)
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
         from hydragraph.kernels import triton_attention
 
         q, k, v, out, lse = saved
-        return triton_attention.backward(grad, q, k, v, out, lse, call.starts, call.scoring)
+        return triton_attention.backward(grad, q, k, v, out, lse, call.starts, call.settings)
 
 
 class _Loop:
@@ -233,28 +233,28 @@ class _Loop:
 
     name = "loop"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         return None if q.device.type == "cpu" else "it calls PyTorch's CPU kernel"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        scoring = call.scoring
+        settings = call.settings
         group = q.shape[1] // k.shape[1]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
         for a, b, n in runs(call.starts):
             inputs = _heads_first(q[a:b], n), _heads_first(k[a:b], n, group), _heads_first(v[a:b], n, group)
-            if _needs_tiles(scoring, (b - a) // n):
-                o, s = tiled_attention.forward(*inputs, scoring)
+            if _needs_tiles(settings, (b - a) // n):
+                o, s = tiled_attention.forward(*inputs, settings)
             else:
                 o, s = aten._scaled_dot_product_flash_attention_for_cpu(
-                    *inputs, 0.0, scoring.causal, scale=scoring.scale
+                    *inputs, 0.0, settings.causal, scale=settings.scale
                 )
             out[a:b] = _tokens_first(o)
             lse[a:b] = s.transpose(1, 2).flatten(0, 1)
         return out, lse
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
-        scoring = call.scoring
+        settings = call.settings
         q, k, v, out, lse = saved
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = contiguous_like(q, k, v)
@@ -267,11 +267,11 @@ class _Loop:
                 _heads_first(out[a:b], n),
                 lse[a:b].unflatten(0, (n, -1)).transpose(1, 2),
             )
-            if _needs_tiles(scoring, (b - a) // n):
-                gradients = tiled_attention.backward(*inputs, scoring)
+            if _needs_tiles(settings, (b - a) // n):
+                gradients = tiled_attention.backward(*inputs, settings)
             else:
                 gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    *inputs, 0.0, scoring.causal, scale=scoring.scale
+                    *inputs, 0.0, settings.causal, scale=settings.scale
                 )
             dq[a:b], dk[a:b], dv[a:b] = (_tokens_first(x, g) for x, g in zip(gradients, (1, group, group), strict=True))
         return dq, dk, dv
@@ -312,14 +312,14 @@ def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _sides(scoring: Scoring) -> tuple[int, int]:
+def _sides(settings: AttentionSettings) -> tuple[int, int]:
     """Return the maximum distances to earlier and later keys; -1: no limit."""
-    before, after = scoring.sides()
+    before, after = settings.sides()
     return (-1, -1) if before is None or after is None else (before, after)
 
 
-def _needs_tiles(scoring: Scoring, length: int) -> bool:
-    return scoring.cap is not None or (scoring.window is not None and length > scoring.window)
+def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
+    return settings.cap is not None or (settings.window is not None and length > settings.window)
 
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hydragraph.kernels.attention_settings import AttentionSettings, visible
 from hydragraph.kernels.new_tensors import wide_dtype
-from hydragraph.kernels.scoring import Scoring, visible
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ _ROWS = 128
 _SCORES = 1 << 22
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], like PyTorch's CPU kernel.
 
     Args:
@@ -31,36 +31,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, 
     """
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
-    for rows, columns in _tiles(q, scoring):
+    for rows, columns in _tiles(q, settings):
         tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        hidden = _hidden(rows, columns, scoring)
-        if scoring.cap is None:
+        hidden = _hidden(rows, columns, settings)
+        if settings.cap is None:
             out[:, :, rows], lse[:, :, rows] = aten._scaled_dot_product_flash_attention_for_cpu(
-                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=scoring.scale
+                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=settings.scale
             )
             continue
         queries, keys, values = (x.to(lse.dtype) for x in tile)
-        scores, _ = _capped(queries, keys, hidden, scoring.scale, scoring.cap)
+        scores, _ = _capped(queries, keys, hidden, settings.scale, settings.cap)
         lse[:, :, rows] = scores.logsumexp(-1)
         out[:, :, rows] = (scores.sub_(lse[:, :, rows, None]).exp_() @ values).to(q.dtype)
     return out, lse
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; the arguments are those and the results of `forward`."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for rows, columns in _tiles(q, scoring):
+    for rows, columns in _tiles(q, settings):
         tile = grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
-        hidden = _hidden(rows, columns, scoring)
-        if scoring.cap is None:
+        hidden = _hidden(rows, columns, settings)
+        if settings.cap is None:
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=scoring.scale
+                *tile, 0.0, False, attn_mask=_mask(hidden, q), scale=settings.scale
             )
         else:
-            gradients = _capped_backward(*tile, hidden, scoring.scale, scoring.cap)
+            gradients = _capped_backward(*tile, hidden, settings.scale, settings.cap)
         dq[:, :, rows] = gradients[0]
         dk[:, :, columns] += gradients[1]
         dv[:, :, columns] += gradients[2]
@@ -93,18 +93,18 @@ def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> t
     return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope
 
 
-def _hidden(rows: slice, columns: slice, scoring: Scoring) -> Tensor:
+def _hidden(rows: slice, columns: slice, settings: AttentionSettings) -> Tensor:
     places = torch.arange(columns.stop)
-    return ~visible(places[rows], places[columns], scoring)
+    return ~visible(places[rows], places[columns], settings)
 
 
 def _mask(hidden: Tensor, q: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
 
 
-def _tiles(q: Tensor, scoring: Scoring) -> Iterator[tuple[slice, slice]]:
+def _tiles(q: Tensor, settings: AttentionSettings) -> Iterator[tuple[slice, slice]]:
     sequences, heads, length, _ = q.shape
-    before, after = (length if distance is None else distance for distance in scoring.sides())
+    before, after = (length if distance is None else distance for distance in settings.sides())
     reach = min(length, _ROWS + before + after)
     rows = max(1, min(_ROWS, _SCORES // (sequences * heads * reach)))
     for first in range(0, length, rows):

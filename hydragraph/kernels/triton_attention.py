@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.attention_tilings import INTERPRETED, LARGEST, Tiling, Tilings, padded, tilings
-from hydragraph.kernels.scoring import Scoring
 from hydragraph.kernels.triton_jit import Inlined, Kernel, KernelVariant, kernel, why_not
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class _Options:
 _OPTIONS = tuple(_Options(window, cap) for window in (False, True) for cap in (False, True))
 
 
-def _options(scoring: Scoring) -> _Options:
-    return _Options(scoring.window is not None, scoring.cap is not None)
+def _options(settings: AttentionSettings) -> _Options:
+    return _Options(settings.window is not None, settings.cap is not None)
 
 
 @Inlined
@@ -313,7 +313,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
     """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
 
     Args:
@@ -325,12 +325,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring) -
     out = q.new_empty(q.shape)
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if tokens:
-        tiling = _tilings(q, scoring).forward
+        tiling = _tilings(q, settings).forward
         _attend[_grid(starts, tokens, tiling.rows, heads)](
-            *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(scoring.causal)),
-            *(scoring.window or 0, scoring.scale * _LOG2_E, (scoring.cap or 0.0) * _LOG2_E),
+            *(q, k, v, out, lse, starts, len(starts) - 1, heads // k.shape[1], int(settings.causal)),
+            *(settings.window or 0, settings.scale * _LOG2_E, (settings.cap or 0.0) * _LOG2_E),
             *_strides(q, k, v),
-            **_constants(size, tiling, q.dtype, _options(scoring)),
+            **_constants(size, tiling, q.dtype, _options(settings)),
             **tiling.options(),
         )
     return out, lse
@@ -344,7 +344,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     starts: Tensor,
-    scoring: Scoring,
+    settings: AttentionSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each contiguous."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
@@ -354,7 +354,7 @@ def backward(
     tokens, heads, size = q.shape
     if not tokens:
         return dq, dk, dv
-    tiling = _tilings(q, scoring)
+    tiling = _tilings(q, settings)
     kv_heads = k.shape[1]
     delta, lse_log2 = lse.new_empty((2, heads, tokens))
     _prepare[(-(-tokens // 64), heads)](
@@ -367,10 +367,10 @@ def backward(
     )
     inputs = (q, k, v, grad, delta, lse_log2)
     numbers = (
-        *(starts, len(starts) - 1, tokens, heads // kv_heads, int(scoring.causal), scoring.window or 0),
-        *(scoring.scale, scoring.scale * _LOG2_E, (scoring.cap or 0.0) * _LOG2_E),
+        *(starts, len(starts) - 1, tokens, heads // kv_heads, int(settings.causal), settings.window or 0),
+        *(settings.scale, settings.scale * _LOG2_E, (settings.cap or 0.0) * _LOG2_E),
     )
-    options = _options(scoring)
+    options = _options(settings)
     strides = _strides(q, k, v, grad)
     _differentiate_keys[_grid(starts, tokens, tiling.keys.columns, kv_heads)](
         *(*inputs, dk, dv, *numbers, *strides),
@@ -418,11 +418,11 @@ def _prepare_variant(dtype: str) -> KernelVariant:
     )
 
 
-def _tilings(q: Tensor, scoring: Scoring) -> Tilings:
+def _tilings(q: Tensor, settings: AttentionSettings) -> Tilings:
     if q.device.type == "cpu":
         return INTERPRETED
     capability = torch.cuda.get_device_capability(q.device)
-    return tilings(q.dtype, capability, scoring.plain)[padded(q.shape[2], q.dtype)]
+    return tilings(q.dtype, capability, settings.plain)[padded(q.shape[2], q.dtype)]
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hydragraph.errors import Unsupported
 from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, choose, forced, spans
+from hydragraph.kernels.attention_settings import AttentionSettings, cut_at_multiples, visible
 from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
-from hydragraph.kernels.scoring import Scoring, cut_at_multiples, visible
 from hydragraph.kernels.triton_jit import require_one_device
 
 __all__ = ["attention_backend", "reference", "varlen_attention"]
@@ -93,7 +93,7 @@ def reference(
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
         places = torch.arange(b - a)
-        seen = visible(places, places, Scoring(causal, scale, window))
+        seen = visible(places, places, AttentionSettings(causal, scale, window))
         if chunk is not None:
             seen &= places[:, None] // chunk == places // chunk
         scores = scores.masked_fill(~seen, float("-inf"))
@@ -130,10 +130,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | N
     require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **sinks})
 
 
-def _call(starts: Tensor, longest: Tensor, tokens: int, scoring: Scoring, chunk: int | None) -> AttentionCall:
+def _call(
+    starts: Tensor, longest: Tensor, tokens: int, settings: AttentionSettings, chunk: int | None
+) -> AttentionCall:
     if chunk is None:
-        return AttentionCall(starts, longest, scoring)
-    return AttentionCall(cut_at_multiples(starts, tokens, chunk), longest.clamp(max=chunk), scoring)
+        return AttentionCall(starts, longest, settings)
+    return AttentionCall(cut_at_multiples(starts, tokens, chunk), longest.clamp(max=chunk), settings)
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,9 +151,9 @@ def _forward(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, cu_seqlens, sink)
-    scoring = Scoring(causal, scale, window, cap)
-    call = _call(cu_seqlens, max_length, q.shape[0], scoring, chunk)
-    out, lse = choose(q, k, v, scoring).forward(q, k, v, call)
+    settings = AttentionSettings(causal, scale, window, cap)
+    call = _call(cu_seqlens, max_length, q.shape[0], settings, chunk)
+    out, lse = choose(q, k, v, settings).forward(q, k, v, call)
     return (out, lse) if sink is None else _with_sink(out, lse, sink)
 
 
@@ -166,9 +168,9 @@ def _backward(
     max_length: Tensor, causal: bool, scale: float,
     window: int | None = None, chunk: int | None = None, cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scoring = Scoring(causal, scale, window, cap)
-    call = _call(cu_seqlens, max_length, q.shape[0], scoring, chunk)
-    return choose(q, k, v, scoring).backward(grad, (q, k, v, out, lse), call)
+    settings = AttentionSettings(causal, scale, window, cap)
+    call = _call(cu_seqlens, max_length, q.shape[0], settings, chunk)
+    return choose(q, k, v, settings).backward(grad, (q, k, v, out, lse), call)
 
 
 @_backward.register_fake

@@ -15,8 +15,8 @@ from hydragraph.ir.instruction import Instruction, Op, Stream, waits
 from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, gradients, weights
+from hydragraph.passes.bytes_in_flight import free_to_wait, interleaved, windowed
 from hydragraph.passes.place import Placement
-from hydragraph.passes.window import free_to_wait, interleaved, windowed
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:

@@ -30,8 +30,8 @@ from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.value import Value, ValueKind, gradients, streamed, weights
+from hydragraph.passes.bytes_in_flight import NAMED, windowed
 from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
-from hydragraph.passes.window import NAMED, windowed
 
 Ranks = tuple[int, ...]
 Task = tuple[Op, int, int]  # the forward or backward of one micro-batch through a stage, and the stage's visit

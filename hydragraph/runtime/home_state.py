@@ -17,7 +17,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.ir.layout import Layout
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program
-from hydragraph.runtime.elementwise import OptimizerFactory, call_factory, check_elementwise
+from hydragraph.runtime.supported_optimizers import OptimizerFactory, call_factory, check_elementwise
 
 
 @dataclass(frozen=True)

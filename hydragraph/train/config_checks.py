@@ -15,7 +15,7 @@ from hydragraph.data.mixture import Mixture
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.compiled_folder.manifest import read_manifest
 from hydragraph.frontend.huggingface import positions as positions_of
-from hydragraph.runtime.elementwise import call_factory, check_elementwise
+from hydragraph.runtime.supported_optimizers import call_factory, check_elementwise
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import load_callback
 from hydragraph.train.config import TrainConfig

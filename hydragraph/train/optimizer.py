@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hydragraph.kernels.adamw import AdamW
-from hydragraph.runtime.elementwise import ELEMENTWISE
+from hydragraph.runtime.supported_optimizers import ELEMENTWISE
 from hydragraph.train.config import OptimizerConfig, ScheduleConfig
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

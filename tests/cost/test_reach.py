@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.cost.reach import WHOLE, Reach, total
-from hydragraph.kernels.scoring import Scoring, visible
+from hydragraph.kernels.attention_settings import AttentionSettings, visible
 
 LENGTHS = st.integers(0, 80)
 LIMITS = st.none() | st.integers(1, 40)
@@ -17,7 +17,7 @@ LIMITS = st.none() | st.integers(1, 40)
 def counted(length: int, reach: Reach, causal: bool) -> int:
     """Return the keys of all queries of a sequence."""
     places = torch.arange(length)
-    seen = visible(places, places, Scoring(causal, 1.0, reach.window))
+    seen = visible(places, places, AttentionSettings(causal, 1.0, reach.window))
     if reach.chunk is not None:
         seen &= places[:, None] // reach.chunk == places // reach.chunk
     return int(seen.sum())

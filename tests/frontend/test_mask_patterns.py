@@ -27,7 +27,7 @@ from hydragraph.frontend.capture import capture
 from hydragraph.frontend.huggingface import attention, refuse_own_mixing
 from hydragraph.frontend.mask_patterns import Marker, is_causal, mask
 from hydragraph.ir.program import Program
-from hydragraph.kernels.scoring import Scoring, visible
+from hydragraph.kernels.attention_settings import AttentionSettings, visible
 from hydragraph.passes.graph_node import operands, varlen
 from tests.models import tiny
 from tests.thorough import only, thorough
@@ -153,7 +153,7 @@ def test_the_pattern_is_the_one_of_transformers(pattern: Callable[..., Any]) -> 
     marker, places = mask(mask_function=pattern), torch.arange(15)
     assert marker is not None
     expected = torch.tensor([[bool(pattern(0, 0, i, j)) for j in places] for i in places])
-    found = visible(places, places, Scoring(True, 1.0, marker.window))
+    found = visible(places, places, AttentionSettings(True, 1.0, marker.window))
     if marker.chunk is not None:
         found &= places[:, None] // marker.chunk == places // marker.chunk
     assert torch.equal(found, expected)

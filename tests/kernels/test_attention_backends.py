@@ -14,7 +14,7 @@ from torch import Tensor
 from hydragraph.errors import Unsupported
 from hydragraph.kernels import attention_backends
 from hydragraph.kernels.attention_backends import AttentionCall, attention_backend, choose, forced
-from hydragraph.kernels.scoring import Scoring
+from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from tests.kernels.test_varlen_attention import bounds, packed, results
 
@@ -33,11 +33,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydragraph.kernels.triton_attention.why_not", lambda device: None)
 
 
-PLAIN = Scoring(True, 1.0)
+PLAIN = AttentionSettings(True, 1.0)
 
 
-def chosen(x: Any, scoring: Scoring = PLAIN) -> str:
-    return choose(x, x, x, scoring).name
+def chosen(x: Any, settings: AttentionSettings = PLAIN) -> str:
+    return choose(x, x, x, settings).name
 
 
 def test_the_cpu_has_the_loop() -> None:
@@ -57,8 +57,8 @@ def test_the_order_on_a_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_caps_need_flash_attn_or_triton(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backends, "_flash_attn", lambda: "the package cannot be imported")
-    assert chosen(OnGpu(), Scoring(True, 1.0, window=8)) == "torch"
-    assert chosen(OnGpu(), Scoring(True, 1.0, cap=8.0)) == "triton"
+    assert chosen(OnGpu(), AttentionSettings(True, 1.0, window=8)) == "torch"
+    assert chosen(OnGpu(), AttentionSettings(True, 1.0, cap=8.0)) == "triton"
 
 
 def test_a_choice_is_logged_once_with_its_reasons(
@@ -109,27 +109,27 @@ class Recorder:
         self.backwards: list[tuple[Any, ...]] = []
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scoring: Scoring, *kept: Any
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: AttentionSettings, *kept: Any
     ) -> tuple[Tensor, Tensor, None, None, None]:
         self.forwards.append(kept)
         loop = attention_backends._BACKENDS["loop"]
-        out, lse = loop.forward(q, k, v, AttentionCall(starts, torch.tensor(0), scoring))
+        out, lse = loop.forward(q, k, v, AttentionCall(starts, torch.tensor(0), settings))
         return out, lse.T.contiguous(), None, None, None
 
     def backward(self, *args: Any, kept: tuple[Any, ...]) -> Any:
-        grad, q, k, v, out, lse, starts, scoring = args
+        grad, q, k, v, out, lse, starts, settings = args
         self.backwards.append(kept)
         assert lse.shape == (q.shape[1], q.shape[0])
         loop = attention_backends._BACKENDS["loop"]
-        return loop.backward(grad, (q, k, v, out, lse.T), AttentionCall(starts, torch.tensor(0), scoring))
+        return loop.backward(grad, (q, k, v, out, lse.T), AttentionCall(starts, torch.tensor(0), settings))
 
 
-def asked(causal: bool, scale: float, left: int | None, right: int | None, cap: float = 0.0) -> Scoring:
+def asked(causal: bool, scale: float, left: int | None, right: int | None, cap: float = 0.0) -> AttentionSettings:
     """Return what a flash library computes for its arguments."""
     assert (left in (None, -1)) == (right in (None, -1))
     window = None if left in (None, -1) else left + 1  # type: ignore[operator]
     assert right == {True: 0, False: left}[causal] or window is None
-    return Scoring(causal, scale, window, cap or None)
+    return AttentionSettings(causal, scale, window, cap or None)
 
 
 @pytest.fixture
@@ -143,16 +143,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         dropout: float, causal: bool, debug: bool, *, scale: float,
         window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        scoring = asked(causal, scale, window_size_left, window_size_right)
-        return found.forward(q, k, v, cu_q, scoring, cu_q.dtype, max_q, max_k, dropout, debug)
+        settings = asked(causal, scale, window_size_left, window_size_right)
+        return found.forward(q, k, v, cu_q, settings, cu_q.dtype, max_q, max_k, dropout, debug)
 
     def torch_backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
         max_q: int, max_k: int, dropout: float, causal: bool, state: Tensor, unused: Tensor, *, scale: float,
         window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        scoring = asked(causal, scale, window_size_left, window_size_right)
-        return found.backward(grad, q, k, v, out, lse, cu_q, scoring, kept=(cu_q.dtype, max_q, max_k, dropout))
+        settings = asked(causal, scale, window_size_left, window_size_right)
+        return found.backward(grad, q, k, v, out, lse, cu_q, settings, kept=(cu_q.dtype, max_q, max_k, dropout))
 
     class Aten:
         _flash_attention_forward, _flash_attention_backward = staticmethod(torch_forward), staticmethod(torch_backward)
@@ -169,8 +169,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return_softmax: bool = False,
     ) -> Any:  # fmt: skip
         kept = (cu_seqlens_q.dtype, max_seqlen_q, max_seqlen_k, dropout_p, return_softmax)
-        scoring = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
-        return found.forward(q, k, v, cu_seqlens_q, scoring, *kept)
+        settings = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
+        return found.forward(q, k, v, cu_seqlens_q, settings, *kept)
 
     def package_backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
@@ -180,8 +180,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     ) -> Any:  # fmt: skip
         assert (alibi_slopes, deterministic) == (None, False)
         kept = (cu_seqlens_q.dtype, max_seqlen_q, max_seqlen_k, dropout_p)
-        scoring = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
-        args = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, scoring)
+        settings = asked(causal, softmax_scale, window_size_left, window_size_right, softcap)
+        args = (dout, q, k, v, out, softmax_lse, cu_seqlens_q, settings)
         for given, gradient in zip((dq, dk, dv), found.backward(*args, kept=kept), strict=True):
             given.copy_(gradient)
 

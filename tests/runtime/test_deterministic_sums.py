@@ -21,8 +21,8 @@ from hydragraph.engine.compiled_model import of_least_cut
 from hydragraph.ir.instruction import Op
 from hydragraph.runtime import exchange
 from hydragraph.runtime.deterministic_sums import Deterministic
-from hydragraph.runtime.elementwise import ELEMENTWISE
 from hydragraph.runtime.pending_work import Finish
+from hydragraph.runtime.supported_optimizers import ELEMENTWISE
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from tests.models import llama, sequences
 from tests.own_models import Layer, Own

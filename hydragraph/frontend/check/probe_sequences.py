@@ -14,7 +14,7 @@ from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import FIELDS, own_fields, shift
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program
-from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
@@ -54,7 +54,7 @@ def ids_read(program: Program, otherwise: int = 2) -> Ids:
     Args:
         otherwise: number of ids if no table is indexed by the unmodified ids.
     """
-    limits = [limit for limit in limits_of(program) if limit.field == "input_ids"]
+    limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
     least = max([limit.low for limit in limits], default=0)

@@ -21,7 +21,7 @@ import hydragraph as hg
 from hydragraph.cluster.communicators import _first_all_reduce as first_all_reduce
 from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.attention_backends import choose
-from hydragraph.kernels.scoring import Scoring
+from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.varlen_attention import reference, varlen_attention
 from hydragraph.private.process_groups import abort_together, unbound
 from tests.models import MODELS, llama, sequences
@@ -36,10 +36,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def skip_if_refused(backend: str | None, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
+def skip_if_refused(backend: str | None, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> None:
     with hg.attention_backend(backend):
         try:
-            choose(q, k, v, scoring)
+            choose(q, k, v, settings)
         except hg.Unsupported as refusal:
             pytest.skip(str(refusal))
 
@@ -58,7 +58,7 @@ def test_attention(backend: str | None, dtype: torch.dtype, heads: tuple[int, in
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     q, k, v, grad = (draw(sum(lengths), h, size, seed=i).to(dtype) for i, h in enumerate((*heads, heads[1], heads[0])))
     there = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
-    skip_if_refused(backend, *there, Scoring(True, size**-0.5))
+    skip_if_refused(backend, *there, AttentionSettings(True, size**-0.5))
     out = varlen_attention(*there, starts.to(DEVICE), max_length=torch.tensor(max(lengths)), backend=backend)
     found = [out, *torch.autograd.grad(out, there, grad.to(DEVICE))]
     wide = [x.double().requires_grad_() for x in (q, k, v)]
@@ -81,8 +81,8 @@ def test_attention_with_options(backend: str | None, options: dict[str, Any]) ->
     sinks = [draw(heads[0], seed=5)] if "sink" in options else []
     others = {name: value for name, value in options.items() if name != "sink"}
     there = [x.to(DEVICE).requires_grad_() for x in (q, k, v, *sinks)]
-    scoring = Scoring(others.get("causal", True), size**-0.5, others.get("window"), others.get("cap"))
-    skip_if_refused(backend, *there[:3], scoring)
+    settings = AttentionSettings(others.get("causal", True), size**-0.5, others.get("window"), others.get("cap"))
+    skip_if_refused(backend, *there[:3], settings)
     given = dict(zip(("sink",), there[3:], strict=False))
     out = varlen_attention(*there[:3], starts.to(DEVICE), backend=backend, **others, **given)
     found = [out, *torch.autograd.grad(out, there, grad.to(DEVICE))]

@@ -1,4 +1,4 @@
-"""Optimizers that may update flat shards: known classes that treat every element alike."""
+"""Supported optimizers: classes that treat every element alike, so that each rank can update its own flat shard."""
 
 from __future__ import annotations
 

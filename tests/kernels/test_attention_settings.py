@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.kernels.scoring import Scoring, cut_at_multiples, visible
+from hydragraph.kernels.attention_settings import AttentionSettings, cut_at_multiples, visible
 from tests.kernels.test_varlen_attention import bounds
 
 
@@ -29,14 +29,14 @@ def test_parts_are_the_chunks_of_each_sequence(lengths: list[int], chunk: int, d
 
 
 @pytest.mark.parametrize(
-    ("scoring", "expected"),
+    ("settings", "expected"),
     [
-        (Scoring(True, 1.0, window=2), [[1, 0, 0], [1, 1, 0], [0, 1, 1]]),
-        (Scoring(False, 1.0, window=2), [[1, 1, 0], [1, 1, 1], [0, 1, 1]]),
-        (Scoring(True, 1.0), [[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
-        (Scoring(False, 1.0), [[1] * 3] * 3),
+        (AttentionSettings(True, 1.0, window=2), [[1, 0, 0], [1, 1, 0], [0, 1, 1]]),
+        (AttentionSettings(False, 1.0, window=2), [[1, 1, 0], [1, 1, 1], [0, 1, 1]]),
+        (AttentionSettings(True, 1.0), [[1, 0, 0], [1, 1, 0], [1, 1, 1]]),
+        (AttentionSettings(False, 1.0), [[1] * 3] * 3),
     ],
 )
-def test_what_a_query_sees(scoring: Scoring, expected: list[list[int]]) -> None:
+def test_what_a_query_sees(settings: AttentionSettings, expected: list[list[int]]) -> None:
     places = torch.arange(3)
-    assert visible(places, places, scoring).int().tolist() == expected
+    assert visible(places, places, settings).int().tolist() == expected

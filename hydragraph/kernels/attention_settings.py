@@ -1,4 +1,4 @@
-"""Settings of an attention call."""
+"""Settings of an attention call: its mask, scale and cap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Scoring:
+class AttentionSettings:
     """Settings that every attention backend receives.
 
     Attributes:
@@ -34,11 +34,11 @@ class Scoring:
         return distance, 0 if self.causal else distance
 
 
-def visible(rows: Tensor, columns: Tensor, scoring: Scoring) -> Tensor:
+def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tensor:
     """Return which keys queries attend to, bool [rows, columns], from positions within one sequence."""
     distance = rows[:, None] - columns[None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
-    before, after = scoring.sides()
+    before, after = settings.sides()
     if before is not None:
         seen &= distance <= before
     if after is not None:

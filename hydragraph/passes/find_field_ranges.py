@@ -17,7 +17,7 @@ from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.graph_node import operands
 from hydragraph.passes.operator_rules import MOVES, VIEWS
-from hydragraph.spec.limits import Limit
+from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.workload import IGNORED
 
 aten = torch.ops.aten
@@ -39,9 +39,9 @@ _LOSSES = frozenset(
 Shifted = tuple[str, int]  # a field of the batch, and the number added to it
 
 
-def limits_of(program: Program) -> tuple[Limit, ...]:
+def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
     """Return a program's limits on the fields of its batches."""
-    limits: set[Limit] = set()
+    limits: set[FieldRange] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
@@ -65,7 +65,7 @@ def limits_of(program: Program) -> tuple[Limit, ...]:
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
-        limits.add(Limit("position_ids", 0, most, f"the model's config ({setting})"))
+        limits.add(FieldRange("position_ids", 0, most, f"the model's config ({setting})"))
     return tuple(sorted(limits))
 
 
@@ -75,7 +75,7 @@ def _lookups(
     block: Block,
     program: Program,
     fields: dict[fx.Node, Shifted],
-) -> Iterator[Limit]:
+) -> Iterator[FieldRange]:
     """Yield a block's limits; add values that are a known input plus a number to `fields`."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
@@ -105,7 +105,9 @@ def _shifted(node: fx.Node, fields: Mapping[fx.Node, Shifted]) -> Shifted | None
     return None
 
 
-def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]) -> Iterator[Limit]:
+def _limits(
+    node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapping[fx.Node, str]
+) -> Iterator[FieldRange]:
     arguments = operands(node)
     if node.target is aten.embedding.default:
         yield from _rows(arguments[0], 0, arguments[1], fields, tensor_names)
@@ -120,7 +122,7 @@ def _limits(node: fx.Node, fields: Mapping[fx.Node, Shifted], tensor_names: Mapp
         classes = sizes[1] if len(sizes) > 1 else sizes[0]
         ignored = arguments[4] if len(arguments) > 4 else IGNORED
         if isinstance(classes, int) and added == 0:
-            yield Limit(name, 0, classes, f"the loss over {classes} classes", ignored)
+            yield FieldRange(name, 0, classes, f"the loss over {classes} classes", ignored)
 
 
 def _rows(
@@ -130,7 +132,7 @@ def _rows(
     fields: Mapping[fx.Node, Shifted],
     tensor_names: Mapping[fx.Node, str],
     backwards: bool = False,
-) -> Iterator[Limit]:
+) -> Iterator[FieldRange]:
     if not isinstance(index, fx.Node) or index not in fields:
         return
     sizes = _sizes(table)
@@ -138,7 +140,7 @@ def _rows(
     if isinstance(rows, int):
         name, added = fields[index]
         low = -rows if backwards else 0
-        yield Limit(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
+        yield FieldRange(name, low - added, rows - added, tensor_names.get(table, f"a table of {rows} rows"))
 
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hydragraph as hg
 from hydragraph.errors import Unsupported
-from hydragraph.runtime.elementwise import ELEMENTWISE, call_factory, check_elementwise, check_hooks
+from hydragraph.runtime.supported_optimizers import ELEMENTWISE, call_factory, check_elementwise, check_hooks
 
 Named = list[tuple[str, nn.Parameter]]
 

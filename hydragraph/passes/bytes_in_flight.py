@@ -1,6 +1,6 @@
-"""Window: limit on the bytes in flight, by making exchanges wait for earlier ones.
+"""Limit on the bytes in flight: pulls and pushes wait for earlier ones that leave no room (`hg.compile(window=)`).
 
-With a window of two equal blocks, on every rank:
+With room for two equal blocks, on every rank:
 
     pull     W.layer.0 = link home -> here
     pull     W.layer.1 = link home -> here
@@ -21,7 +21,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until it fits in the window; a bucket that is alone always fits."""
+    """Make every pull or push wait until it has room; a bucket that is alone always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hydragraph.frontend.capture import capture
 from hydragraph.frontend.mini_batch import MiniBatch
-from hydragraph.passes.field_limits import limits_of
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from tests.models import captured
 from tests.own_models import Own
 
@@ -23,12 +23,12 @@ from tests.own_models import Own
     ],
 )
 def test_limits_of_families(name: str, expected: set[tuple[str, int, int]]) -> None:
-    found = limits_of(captured(name)[0])
+    found = field_ranges_of(captured(name)[0])
     assert {(limit.field, limit.low, limit.high) for limit in found} == expected
 
 
 def test_rotary_models_have_the_positions_that_their_config_says() -> None:
-    (limit,) = (limit for limit in limits_of(captured("llama")[0]) if limit.field == "position_ids")
+    (limit,) = (limit for limit in field_ranges_of(captured("llama")[0]) if limit.field == "position_ids")
     MiniBatch.of([torch.zeros(8192, dtype=torch.int64)], True, {}, [limit])
     message = r"sequence 1 has 8193 tokens, and the model's config \(max_position_embeddings\) has 8192 positions; cut"
     with pytest.raises(ValueError, match=message):
@@ -57,7 +57,7 @@ def other_class(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def test_limits_of_tables_of_other_sizes_and_of_ones_own_fields() -> None:
     program = capture(Looking(), loss=other_class, example={"kind": torch.zeros(1, 8, dtype=torch.int64)})
-    found = {(limit.field, limit.low, limit.high, limit.where) for limit in limits_of(program)}
+    found = {(limit.field, limit.low, limit.high, limit.where) for limit in field_ranges_of(program)}
     assert found == {
         ("input_ids", 0, 101, "tokens.weight"),
         ("input_ids", -2, 62, "more.weight"),
@@ -65,4 +65,4 @@ def test_limits_of_tables_of_other_sizes_and_of_ones_own_fields() -> None:
         ("position_ids", -50, 50, "table"),
         ("labels", 0, 101, "the loss over 101 classes"),
     }
-    assert next(limit for limit in limits_of(program) if limit.field == "labels").ignored == -1
+    assert next(limit for limit in field_ranges_of(program) if limit.field == "labels").ignored == -1

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.value import gradients, weights
+from hydragraph.passes.bytes_in_flight import windowed
 from hydragraph.passes.pipeline import rank_programs
-from hydragraph.passes.window import windowed
 from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import iterations, model, shared
 

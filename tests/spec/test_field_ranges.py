@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hydragraph.frontend.mini_batch import MiniBatch
-from hydragraph.spec.limits import Limit
+from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.workload import Sequence
 
 LIMITS = (
-    Limit("input_ids", 0, 64, "wte"),
-    Limit("labels", 0, 64, "the loss", -7),
-    Limit("position_ids", 0, 5, "wpe"),
-    Limit("second", 0, 64, "the loss", -7),
+    FieldRange("input_ids", 0, 64, "wte"),
+    FieldRange("labels", 0, 64, "the loss", -7),
+    FieldRange("position_ids", 0, 5, "wpe"),
+    FieldRange("second", 0, 64, "the loss", -7),
 )
 
 
@@ -39,7 +39,7 @@ def test_values_outside_are_refused_by_sequence_and_position(wrong: Tensor | dic
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 @given(st.lists(st.lists(st.integers(-100, 70), min_size=1, max_size=6), max_size=4))
-def test_a_mini_batch_is_within_a_limit_where_each_sequence_is(limit: Limit, ids: list[list[int]]) -> None:
+def test_a_mini_batch_is_within_a_limit_where_each_sequence_is(limit: FieldRange, ids: list[list[int]]) -> None:
     sequences = [Sequence(torch.tensor(each), torch.tensor(each), {"second": torch.tensor(each)}) for each in ids]
     try:
         for index, sequence in enumerate(sequences):

@@ -1,4 +1,7 @@
-"""Ranges of a mini-batch's fields: rows of the tables that a model looks them up in."""
+"""Valid values of a mini-batch's fields: token ids below the vocabulary's size, positions below the model's length.
+
+Labels are below the number of classes. `passes.find_field_ranges` finds the ranges in a model's graphs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 
 @dataclass(frozen=True, order=True)
-class Limit:
-    """The range of one lookup.
+class FieldRange:
+    """The valid values of a field where a model looks it up in a table, or in its loss.
 
     Attributes:
         low, high: range [low, high).
