@@ -277,7 +277,8 @@ def micro_batches(strategy: hg.Strategy, lengths: Sequence[int]) -> list[list[Mi
 def table(title: str, found: Mapping[str, Sequence[Measured]]) -> Table:
     """Return, for each strategy, the rank that differs most."""
     shown = Table(title=title, title_justify="left")
-    parts = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
+    home = ("home_weights", "optimizer_state", "home_gradients")
+    parts = (*home, "weights", "gradients", "activations", "working", "messages")
     headings = ("expected", "measured", "difference", "no messages", "all messages", "pulled", "pushed")
     for heading in ("MB", "rank", *parts, *headings):
         shown.add_column(heading, justify="left" if heading == "MB" else "right")

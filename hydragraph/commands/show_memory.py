@@ -14,7 +14,8 @@ from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
 FEW = 16  # ranks walked one by one
-_PARTS = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
+_HOME = ("home_weights", "optimizer_state", "home_gradients")
+_PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 
 
 def memory_lines(
@@ -27,7 +28,7 @@ def memory_lines(
         limit: bytes of a device; None: unknown.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
-    yield "  state: home weights and moments; shard: home gradients; weights, gradients: the stage's;"
+    yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
     yield "  activations: what forwards save; working: within a graph; messages: under way"
     if limit:
         yield f"  limit: of {bytes_text(limit)}; ! does not fit"
@@ -46,7 +47,7 @@ def memory_lines(
 def _rows(
     folder: ShownFolder, each: ShownStrategy, rank: int | None, tokens: int, limit: float | None
 ) -> list[tuple[str, ...]]:
-    rows = [("ranks", *_PARTS, "in all", *(["limit"] if limit else []))]
+    rows = [("ranks", *(part.replace("_", " ") for part in _PARTS), "in all", *(["limit"] if limit else []))]
     for ranks in _groups(folder, each, rank):
         peak = walk(folder, each, ranks[0], tokens).peak()
         parts = (bytes_text(getattr(peak, part)) for part in _PARTS)

@@ -13,7 +13,7 @@ from functools import cached_property
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.peak_memory import Peak
 from hydragraph.cost.pricing import Pricing
-from hydragraph.cost.rank_memory import telling
+from hydragraph.cost.rank_memory import micro_batches_until_peak
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
@@ -114,7 +114,7 @@ class LongestMicroBatch:
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
         # Other pipelines affect only the state at home.
-        count = telling(DEFAULT_SCHEDULE, pipeline.rows, at)
+        count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule bounds what is in flight"
         return self._peak(
             (pipeline.shape, pipeline.rows[at] if pipeline.interleaved else at), Strategy((pipeline,)), [count], rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -62,16 +62,16 @@ class Memory:
     """Memory of one rank at its peak, in bytes.
 
     Attributes:
-        state: home weights and optimizer state.
-        shard: the home gradients.
+        home_weights, optimizer_state, home_gradients: the rank's shares of the state, in fp32.
         weights, gradients: of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
         messages: copies for sending, and received data not yet summed.
     """
 
-    state: int
-    shard: int
+    home_weights: int
+    optimizer_state: int
+    home_gradients: int
     weights: int = 0
     gradients: int = 0
     activations: int = 0
@@ -79,10 +79,14 @@ class Memory:
     messages: int = 0
 
     @property
+    def home(self) -> int:
+        """Sum of what the rank holds at home."""
+        return self.home_weights + self.optimizer_state + self.home_gradients
+
+    @property
     def total(self) -> int:
         """Sum of all parts."""
-        kept = self.state + self.shard + self.weights + self.gradients
-        return kept + self.activations + self.working + self.messages
+        return self.home + self.weights + self.gradients + self.activations + self.working + self.messages
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,8 @@ def batch_bytes(own: int, every: int) -> int:
     return INTEGER_BYTES * (3 * own + every)
 
 
-def telling(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return how many micro-batches reach a stage's peak; further ones only add their tokens. None: all of them.
+def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
+    """Return after how many micro-batches a stage's peak grows only by the tokens of further ones; None: never.
 
     The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
@@ -339,7 +343,11 @@ class Walk:
         both = [(bucket.learns, owned[id(layout)]) for bucket, layout in zip(self._model.buckets, layouts, strict=True)]
         learning = sum(size for learns, size in both if learns)
         frozen = sum(size for learns, size in both if not learns)
-        return Memory(self._state_bytes * learning + WEIGHT_BYTES * frozen, GRADIENT_BYTES * learning)
+        return Memory(
+            home_weights=WEIGHT_BYTES * (learning + frozen),
+            optimizer_state=(self._state_bytes - WEIGHT_BYTES) * learning,
+            home_gradients=GRADIENT_BYTES * learning,
+        )
 
     def peak(self) -> Memory:
         """Return the largest memory."""
@@ -348,7 +356,6 @@ class Walk:
     def curve(self) -> tuple[Memory, int, list[int]]:
         """Return the largest memory, the index of its instruction, and the bytes after each instruction."""
         at_home = self.at_home
-        home_bytes = at_home.state + at_home.shard
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
         best = at_home
@@ -362,8 +369,8 @@ class Walk:
                 if now > most:
                     most = now
                     at = i
-                    best = Memory(at_home.state, at_home.shard, working=working, **self._alive.sums)
-            after.append(home_bytes + self._alive.total)
+                    best = replace(at_home, working=working, **self._alive.sums)
+            after.append(at_home.home + self._alive.total)
         return best, at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:

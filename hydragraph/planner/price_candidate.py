@@ -15,7 +15,7 @@ from hydragraph.cost.compiled_replay import AHEAD, replay, scratch_of
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.pricing import micro_batches_of
-from hydragraph.cost.rank_memory import batch_bytes, telling
+from hydragraph.cost.rank_memory import batch_bytes, micro_batches_until_peak
 from hydragraph.cost.stage_costs import StageCost
 from hydragraph.ir.schedules.schedule_kinds import table_of
 from hydragraph.planner.generators.device_groups import Group
@@ -403,7 +403,7 @@ def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> lis
     for pipeline, own, largest in zip(strategy.pipelines, decisive.tokens, decisive.largest, strict=True):
         alone = Strategy((pipeline,), strategy.schedule)
         for position, stage in enumerate(pipeline.stages):
-            few = largest[: telling(strategy.schedule, pipeline.rows, position)]
+            few = largest[: micro_batches_until_peak(strategy.schedule, pipeline.rows, position)]
             key = (pipeline.shape, position, tuple(few))
             if key not in walked_bytes:
                 walked_bytes[key] = _walked(costs, alone, [few], stage.devices[0])
@@ -442,7 +442,8 @@ def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
     """Return how many micro-batches determine every stage's peak; None: all."""
     # Every rank enters all pipelines' exchanges, and messages outlive their micro-batch.
     every = strategy.pipelines if messages else (pipeline,)
-    counts = [telling(strategy.schedule, p.rows, position) for p in every for position in range(len(p.stages))]
+    positions = [(p.rows, position) for p in every for position in range(len(p.stages))]
+    counts = [micro_batches_until_peak(strategy.schedule, rows, position) for rows, position in positions]
     return None if None in counts else max(count for count in counts if count is not None) + messages
 
 
@@ -452,8 +453,7 @@ def _tokens(batches: Iterable[Sequence[MicroBatch]]) -> int:
 
 def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBatch]], rank: int) -> float:
     walk = costs.walk(strategy, batches, rank, messages=False)
-    at_home = walk.at_home
-    return float(walk.peak().total - at_home.state - at_home.shard)
+    return float(walk.peak().total - walk.at_home.home)
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:

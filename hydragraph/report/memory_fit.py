@@ -17,8 +17,9 @@ from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
 
 WORDS = {
-    "state": "home weights and optimizer state",
-    "shard": "home gradients",
+    "home_weights": "home weights",
+    "optimizer_state": "optimizer state",
+    "home_gradients": "home gradients",
     "weights": "weights of the stage",
     "gradients": "gradients of the stage",
     "activations": "activations",
@@ -61,7 +62,14 @@ class MemoryFit:
             "seconds": self.seconds,
             "tightest": self.tightest,
             "ranks": [
-                {"rank": rank, "peak_bytes": memory.total, "limit_bytes": limit, **asdict(memory)}
+                {
+                    "rank": rank,
+                    "peak_bytes": memory.total,
+                    "limit_bytes": limit,
+                    "state": memory.home_weights + memory.optimizer_state,  # sums with names of earlier versions
+                    "shard": memory.home_gradients,
+                    **asdict(memory),
+                }
                 for rank, (memory, limit) in enumerate(zip(self.memory, self.limits, strict=True))
             ],
         }
@@ -136,11 +144,10 @@ def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
 
 def _more(found: MemoryFit) -> str:
     memory = found.memory[found.tightest]
-    home = memory.state + memory.shard
     room = found.limits[found.tightest] - memory.weights - memory.gradients
-    if room <= 0 or home <= memory.weights + memory.gradients:
+    if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: the stage's own weights and gradients are too much"
-    ranks = math.ceil(home * len(found.memory) / room) + 1
+    ranks = math.ceil(memory.home * len(found.memory) / room) + 1
     return f"more ranks, at least {ranks}, which share the state: what is held at home alone is too much"
 
 

@@ -93,7 +93,7 @@ def test_memory_and_traffic_are_those_of_the_compiled_graphs(folder: Path) -> No
         for rank in range(4):
             exact = rank_memory(program, each.strategy, batches, rank, 4, variants.get, home=home)
             found = walk(opened, each, rank, 640).peak()
-            assert (found.state, found.shard, found.weights) == (exact.state, exact.shard, exact.weights)
+            assert (found.home, found.weights) == (exact.home, exact.weights)
             assert found.total == pytest.approx(exact.total, rel=2e-3)
         by_kind = traffic_by_kind(opened, each, 640)
         assert by_kind["pull"].total == each.record.pull_bytes

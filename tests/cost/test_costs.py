@@ -281,7 +281,7 @@ def test_copies_are_on_the_nodes_of_the_cluster_and_cost_what_they_move() -> Non
     # First the elements whose first owners are other ranks, then every element once.
     assert pushed[0] == pytest.approx((4 * elements * 2 / 3, 0), rel=1e-3)
     assert pushed[1] == pytest.approx((4 * elements * 0.75, 4 * elements), rel=1e-3)
-    assert [m.state for m in twice.memory(strategy)] == [12 * twice.owned(rank) for rank in range(3)]
+    assert [m.home for m in twice.memory(strategy)] == [16 * twice.owned(rank) for rank in range(3)]
     refused = [
         (hg.Home([1, 1, 0], copies=2), "all owners are on node 0"),
         (hg.Home([1, 1]), "the run has 3 ranks"),
@@ -363,7 +363,7 @@ def test_memory_is_walked_over_time() -> None:
     assert curve.at(0.0) < curve.at(curve.peak_s)
     assert len(timeline.memory) == 2
     assert peaks[0].activations > peaks[1].activations  # two micro-batches in flight
-    assert peaks[0].state == 12 * found.owned(0)
+    assert peaks[0].home == 16 * found.owned(0)
 
 
 def giving_numbers(found: Costs) -> Costs:

@@ -42,14 +42,14 @@ def memory(text: str, counts: list[int], rank: int = 0, ranks: int = 1, messages
 
 def test_alone_a_rank_holds_its_home_state_and_no_copies_of_it() -> None:
     found = memory("<tp1,pp1>", [1])
-    assert (found.state, found.shard) == (12 * size(), 4 * size())
+    assert (found.home_weights, found.optimizer_state, found.home_gradients) == (4 * size(), 8 * size(), 4 * size())
     assert (found.weights, found.gradients, found.messages) == (0, 0, 0)
     assert found.activations > 2 * footprint(variants().get(llama().blocks[1], ALONE), ALONE, TOKENS).saved
 
 
 def test_data_parallel_ranks_hold_all_weights_and_a_part_of_the_state() -> None:
     alone, shared = memory("<tp1,pp1>", [1]), memory("2*<tp1,pp1>", [1, 1], rank=1, ranks=2)
-    assert shared.state == pytest.approx(alone.state / 2, rel=1e-3)
+    assert shared.home == pytest.approx(alone.home / 2, rel=1e-3)
     assert 4 * (size() - HEAD) <= shared.weights <= 4 * size()  # it holds most during the last layer's backward
     assert shared.activations == pytest.approx(alone.activations, rel=0.01)
     more = memory("2*<tp1,pp1>", [2, 1], ranks=2)  # gradients of the first micro-batch, and all weights for the next
@@ -111,7 +111,8 @@ def test_what_is_frozen_costs_its_weight_at_home_and_saves_nothing() -> None:
     elements = {learns: sum(b.size for b in program.buckets if b.learns is learns) for learns in (True, False)}
     assert min(elements.values()) > 0
     one = rank_memory(program, Strategy.parse("<tp1,pp1>", 3), [[TOKENS]], 0, 1, found.get)
-    assert (one.state, one.shard) == (12 * elements[True] + 4 * elements[False], 4 * elements[True])
+    assert one.home_weights == 4 * (elements[True] + elements[False])
+    assert (one.optimizer_state, one.home_gradients) == (8 * elements[True], 4 * elements[True])
     two = [rank_memory(program, Strategy.parse("<tp1,pp2>", 3), [[TOKENS]], r, 2, found.get) for r in (0, 1)]
     assert two[0].gradients == 0 < two[1].gradients + two[1].working
     assert two[0].activations < two[1].activations  # the first stage has forwards only

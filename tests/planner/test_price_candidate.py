@@ -36,7 +36,7 @@ def test_few_micro_batches_tell_what_a_stage_holds(text: str, schedule: str, cou
     for stage in pipeline.stages[:-1]:  # the made-up losses, which stay, are as large as hidden states
         # The first rank of a stage sends at least as much as the others.
         walk = costs.walk(strategy, micro_batches_of(strategy, filled), stage.devices[0], messages=False)
-        alone = walk.peak().total - walk.at_home.state - walk.at_home.shard
+        alone = walk.peak().total - walk.at_home.home
         ids = batch_bytes(700 * full, 700 * full) - batch_bytes(700 * count, 700 * count)
         assert {found[rank] for rank in stage.devices} == {alone - ids}
 

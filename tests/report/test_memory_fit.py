@@ -101,7 +101,7 @@ def test_a_home_alone_that_is_too_much_asks_for_ranks_that_are_enough() -> None:
     priced = with_memory(costs(4, cluster(2), elements=10**6), 90 * 10**6)
     assignment = Assignment.even([1, 1], 64)
     found = fit(priced, strategy, assignment)
-    assert found.memory[0].state + found.memory[0].shard == 12 * 10**6 * 16 / 2
+    assert found.memory[0].home == 12 * 10**6 * 16 / 2
     words = advice(priced, found, assignment)
     assert "at least" in words or "higher tensor-parallel degree" in words
 
@@ -115,8 +115,9 @@ def test_a_fit_is_told_rank_by_rank() -> None:
     assert record["seconds"] == pytest.approx(priced.simulate(strategy, Assignment.even([4], 700)).seconds)
     for rank, row in enumerate(record["ranks"]):
         assert row["rank"] == rank
-        parts = ("state", "shard", "weights", "gradients", "activations", "working", "messages")
-        assert row["peak_bytes"] == sum(row[part] for part in parts)
+        rest = ("weights", "gradients", "activations", "working", "messages")
+        for home in (("home_weights", "optimizer_state", "home_gradients"), ("state", "shard")):
+            assert row["peak_bytes"] == sum(row[part] for part in (*home, *rest))
 
 
 def test_an_optimizer_that_keeps_less_takes_less() -> None:
@@ -125,5 +126,6 @@ def test_an_optimizer_that_keeps_less_takes_less() -> None:
     usual = costs(4, where, elements=1000)
     plain = Costs(usual.profile, where, state_bytes=4)
     one, two = (each.memory(strategy, Assignment.even([1, 1], 64))[0] for each in (usual, plain))
-    assert one.state == 3 * two.state
-    assert one.total - two.total == one.state - two.state
+    assert one.optimizer_state == 2 * two.home_weights
+    assert two.optimizer_state == 0
+    assert one.total - two.total == one.optimizer_state
