@@ -155,7 +155,7 @@ class Otherwise:
                 backward=backward,
                 seconds=Constants.sum([(1, forward), (1, backward)]),
                 reduced=reduced,  # type: ignore[arg-type]
-                windows=() if self.sums_wait or self.overlapped or self.context > 1 else piece.windows,
+                during_sums=() if self.sums_wait or self.overlapped or self.context > 1 else piece.during_sums,
             )
 
         def of(each: Profile) -> Profile:

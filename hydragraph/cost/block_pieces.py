@@ -51,7 +51,8 @@ class BlockPiece:
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
         reduced: hidden states that tensor-parallel ranks sum in forward and backward, if the seconds exclude these
             sums.
-        windows: seconds per token of the weight gradients during which each of the backward's sums runs.
+        during_sums: for each tensor-parallel sum of the backward, seconds per token of the weight gradients that are
+            computed while it runs (`passes/overlap_collectives.py`).
         held: its memory in more detail, if known.
     """
 
@@ -64,7 +65,7 @@ class BlockPiece:
     forward: Curve | None = None
     backward: Curve | None = None
     reduced: tuple[int, int] = (0, 0)
-    windows: tuple[float, ...] = ()
+    during_sums: tuple[float, ...] = ()
     held: MemoryLines | None = None
 
     @classmethod

@@ -191,7 +191,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         parameters=work.parameters,
         frozen=work.frozen,
         reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
-        windows=tuple(sum(times * rates.product(n, k) for times, n, k in each) for each in work.windows),
+        during_sums=tuple(sum(times * rates.product(n, k) for times, n, k in each) for each in work.during_sums),
     )
 
 
@@ -203,15 +203,15 @@ class Operations:
         attention: operations per pair of tokens, by reach.
         products: (times per token, n, k) of each weight [n, k].
         parameters, frozen: elements of all and of frozen weights.
-        windows: for each sum of the backward, the products of trained weights that follow its place in the forward;
-            their gradients are computed during the sum.
+        during_sums: for each tensor-parallel sum of the backward, the products whose weight gradients are computed
+            while it runs: those that follow its place in the forward.
     """
 
     attention: Mapping[Reach, float]
     products: tuple[Product, ...]
     parameters: int
     frozen: int
-    windows: tuple[tuple[Product, ...], ...] = ()
+    during_sums: tuple[tuple[Product, ...], ...] = ()
 
     @property
     def linear(self) -> float:
@@ -221,10 +221,10 @@ class Operations:
     def divided(self, parts: int) -> Operations:
         """Return an equal part of the work."""
         attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
-        products, *windows = (
-            tuple((times / parts, n, k) for times, n, k in each) for each in (self.products, *self.windows)
+        products, *during_sums = (
+            tuple((times / parts, n, k) for times, n, k in each) for each in (self.products, *self.during_sums)
         )
-        return Operations(attention, products, self.parameters // parts, self.frozen // parts, tuple(windows))
+        return Operations(attention, products, self.parameters // parts, self.frozen // parts, tuple(during_sums))
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
@@ -236,7 +236,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     products: list[Product] = []
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
-    windows: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first: before any
+    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first: before any
     parameters = 0
     frozen = 0
     for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
@@ -247,7 +247,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             products.append((rows.get(node.name, math.prod(local[:-2])), local[-2], local[-1]))
             # The head computes its weight's gradient before the sum.
             if name in program.learning and block is not program.blocks[-1]:
-                windows[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
+                during_sums[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
     attention: dict[Reach, float] = {}
     for node in graph.nodes:
         if node.target is delta_rule:
@@ -256,7 +256,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
     parts = {reach: per_pair / tp for reach, per_pair in attention.items()}
-    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, windows[1:])))
+    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, during_sums[1:])))
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:

@@ -66,7 +66,7 @@ def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) ->
         fixed=max(plain.fixed, full.fixed),
         frozen=plain.frozen,
         reduced=plain.reduced,
-        windows=plain.windows,
+        during_sums=plain.during_sums,
         held=memory_lines,
     )
 

@@ -232,7 +232,7 @@ class Pricing:
         size = self.sizes.hidden_bytes
         link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
         one = Ring(stage.tp, 1, size, link).token_seconds(1 / link.bytes_per_s)
-        hidden = sum(min(one, window) for piece in self._blocks(stage, span) for window in piece.windows)
+        hidden = sum(min(one, product_s) for piece in self._blocks(stage, span) for product_s in piece.during_sums)
         return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
 
     def hop(self, stage: Stage, other: Stage) -> Hop:

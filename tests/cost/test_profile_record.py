@@ -51,7 +51,7 @@ def test_types_sizes_and_curves_are_saved_too(tmp_path: Path) -> None:
         parameters=7,
         held=HELD,
         reduced=(2, 3),
-        windows=(1e-6, 2e-6),
+        during_sums=(1e-6, 2e-6),
     )
     sizes = ModelSizes.of(captured("llama")[0])
     one = measured(
