@@ -120,7 +120,7 @@ def _of_run(options: ReportOptions) -> ReportContents:
     metrics = read_metrics(folder.metrics)
     if not metrics or not folder.config.exists():
         raise ValueError(f"{folder.path} holds no steps of a run: name the folder that hydragraph train has written")
-    events = read_events(folder.happenings)
+    events = read_events(folder.events)
     if not folder.trace.exists():
         options.refuse(_PRICED, "prices a trace: there is none")
         return run_report(name, metrics, None, events)

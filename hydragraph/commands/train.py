@@ -276,7 +276,7 @@ def _print_events(outcome: RunOutcome) -> None:
     from hydragraph.train.goodput import account
     from hydragraph.train.stragglers.run_events import read_events
 
-    every = read_events(outcome.folder.happenings)
+    every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if not events:
         return
@@ -295,7 +295,7 @@ def _print_events(outcome: RunOutcome) -> None:
         f"goodput: {wall_time.tokens_per_s:,.0f} tokens/s over {wall_time.seconds:,.1f} s{part}: "
         f"{wall_time.paused_s:.3g} s of pauses, {wall_time.lost_s:.1f} s of lost work, "
         f"{round(wall_time.slower_s, 1) + 0.0} s by slower steps; "
-        f"all events are in {outcome.folder.happenings}"
+        f"all events are in {outcome.folder.events}"
     )
 
 

@@ -69,8 +69,8 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
     for m in metrics:
         if m.plan:
             lines += ["", f"planned before step {m.step:,}:", *m.plan]
-        if m.beside:
-            lines += ["", f"after step {m.step:,}: {m.beside}"]
+        if m.comparison:
+            lines += ["", f"after step {m.step:,}: {m.comparison}"]
     return tuple(lines[1:])
 
 

@@ -302,7 +302,7 @@ def _note_resumed(
     since = f"; changed since: {changed}" if changed else ""
     source = "checkpoint pieces" if done > last.step else last.path
     sentence = f"continuing after step {done} of {config.steps}, from {source}{since}"
-    append_event(folder.happenings, RunEvent(done, "resumed", tuple(range(ranks)), 0.0, sentence))
+    append_event(folder.events, RunEvent(done, "resumed", tuple(range(ranks)), 0.0, sentence))
     leader.note(sentence)
 
 

@@ -49,8 +49,8 @@ class RunFolder:
     owner = _FolderEntry("owner.json")  # process that owns the folder, and start of its run
     config = _FolderEntry("config.yaml")  # resolved
     metrics = _FolderEntry("metrics.jsonl")
-    events = _FolderEntry("tensorboard")
-    happenings = _FolderEntry("events.jsonl")  # events and decisions about ranks
+    tensorboard = _FolderEntry("tensorboard")
+    events = _FolderEntry("events.jsonl")  # events and decisions about ranks
     ranks = _FolderEntry("ranks.json")  # processes of the run
     slow = _FolderEntry("slow.json")  # slow ranks known to the leading rank
     picture = _FolderEntry("loss.png")
@@ -256,9 +256,9 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove an earlier run, but not cached data or files that runs do not write."""
-        for path in (self.checkpoints, self.events, self.model, self.tokenizer):
+        for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
-        files = (self.metrics, self.happenings, self.ranks, self.slow, self.picture, self.trace, self.corrections)
+        files = (self.metrics, self.events, self.ranks, self.slow, self.picture, self.trace, self.corrections)
         for path in (*files, self.reference, self.config):
             path.unlink(missing_ok=True)
 

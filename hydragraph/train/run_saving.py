@@ -100,9 +100,9 @@ def checkpoint(run: Run, state: TrainState) -> None:
     if run.log is not None:
         why = f"in {place}" + (", beside training" if run.config.checkpoint.asynchronous else "")
         everybody = tuple(range(run.world.ranks))
-        append_event(run.folder.happenings, RunEvent(step, "saved", everybody, time.monotonic() - began, why))
+        append_event(run.folder.events, RunEvent(step, "saved", everybody, time.monotonic() - began, why))
     if run.log is not None and run.log.history and matplotlib_installed():
-        write_picture(run.log.history, run.folder.picture, read_events(run.folder.happenings))
+        write_picture(run.log.history, run.folder.picture, read_events(run.folder.events))
 
 
 def settle_checkpoints(run: Run) -> None:

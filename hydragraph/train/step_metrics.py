@@ -48,7 +48,7 @@ class Metrics:
         pairs: with an objective, figures before the update (`PairResult`), and seconds of scoring, part of `seconds`.
         eval_pairs: with an objective, figures by evaluation set.
         time: when it was logged, in UTC; "" in earlier versions.
-        beside: on one step, a comparison of expected and measured seconds in words.
+        comparison: on one step, a sentence that compares expected and measured seconds (`beside` in earlier versions).
         plan: on the first step after a start with `strategies: auto`, lines that explain the plan.
     """
 
@@ -77,7 +77,7 @@ class Metrics:
     eval_pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     time: str = ""
     plan: tuple[str, ...] = ()
-    beside: str = ""
+    comparison: str = ""
 
     @property
     def perplexities(self) -> dict[str, float]:
@@ -121,25 +121,25 @@ class MetricsLog:
 
     Args:
         path: JSON lines; those after step `after` are dropped.
-        events: directory of TensorBoard's event files; None: write none.
+        tensorboard: directory of event files; None: write none.
         after: step that the run continues from; 0: it is new.
 
     Attributes:
         history: all metrics, including earlier sessions.
     """
 
-    def __init__(self, path: Path, events: Path | None, after: int) -> None:
+    def __init__(self, path: Path, tensorboard: Path | None, after: int) -> None:
         self.history = [metrics for metrics in read_metrics(path) if metrics.step <= after]
         self.written = False
         write_whole(path, "".join(map(_line, self.history)))
         self._path = path
         self._file = path.open("a", encoding="utf-8")
-        self._events: Any = None
-        if events is not None:
+        self._tensorboard: Any = None
+        if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            _await_later_name(events)
-            self._events = SummaryWriter(str(events), purge_step=after + 1)  # type: ignore[no-untyped-call]
+            _await_later_name(tensorboard)
+            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after + 1)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -150,10 +150,10 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.close()
-        if self._events is None:
+        if self._tensorboard is None:
             return
         try:
-            self._events.close()  # fails if the run's folder is gone
+            self._tensorboard.close()  # fails if the run's folder is gone
         except OSError:
             if kind is None:
                 raise  # else report the error that ended the run
@@ -171,20 +171,20 @@ class MetricsLog:
         with file_errors(self._path.parent, self._path):
             self._file.write(_line(metrics))
             self._file.flush()
-        if self._events is None:
+        if self._tensorboard is None:
             return
         for name in _SCALARS:
             value = getattr(metrics, name)
             if value is not None:
-                self._events.add_scalar(name, value, metrics.step)
+                self._tensorboard.add_scalar(name, value, metrics.step)
         for name, value in metrics.by_set.items():
-            self._events.add_scalar(name, value, metrics.step)
+            self._tensorboard.add_scalar(name, value, metrics.step)
 
     def mark(self, event: RunEvent) -> None:
         """Show an event in TensorBoard, as text and scalars."""
-        if self._events is None:
+        if self._tensorboard is None:
             return
-        self._events.add_text(f"ranks/{event.title}", event.why, event.step)
+        self._tensorboard.add_text(f"ranks/{event.title}", event.why, event.step)
         scalars: dict[str, float] = {}
         if event.event == "resumed":
             scalars = {"count": len(event.ranks), "pause_s": event.seconds}
@@ -192,7 +192,7 @@ class MetricsLog:
         if event.event in ("straggler", "recovered"):
             scalars = {f"rate_of_{rank}": event.rates.get(rank, 1.0) for rank in event.ranks}
         for name, value in scalars.items():
-            self._events.add_scalar(f"ranks/{name}", value, event.step)
+            self._tensorboard.add_scalar(f"ranks/{name}", value, event.step)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -214,6 +214,8 @@ def _line(metrics: Metrics) -> str:
 def _parse(line: str, place: str) -> Metrics:
     try:
         record = json.loads(line)
+        if "beside" in record:
+            record["comparison"] = record["beside"]
         values = {field.name: record[field.name] for field in fields(Metrics) if field.name in record}
         return Metrics(**{**values, **{name: tuple(values.get(name, ())) for name in ("micro_batches", "plan")}})
     except (json.JSONDecodeError, KeyError, TypeError) as error:

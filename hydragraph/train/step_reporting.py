@@ -26,7 +26,7 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
     losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
     if run.log is None or run.watcher is None:
         return
-    beside = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)
+    comparison = run.expectation.stepped(report.strategy, report.expected_s, report.seconds - report.preparing_s)
     pairs = report.pairs if isinstance(report, PairReport) else {}
     seconds = report.seconds + pairs.get("scoring_s", 0.0)
     metrics = Metrics(
@@ -55,16 +55,16 @@ def log_step(run: Run, step: int, report: StepResult) -> None:
         eval_pairs=eval_pairs,
         time=now(),
         plan=() if run.log.written else run.executor.planning.explanation,
-        beside="" if beside is None else str(beside),
+        comparison="" if comparison is None else str(comparison),
     )
     run.log.write(metrics)
     run.watcher.stepped(metrics)
     run.callbacks.call("on_step", metrics)
     if losses:
         run.callbacks.call("on_evaluate", metrics)
-    if beside is not None:
-        again = beside.matters and run.controller is not None and run.controller.correct()
-        run.watcher.note(f"step {step}: {beside}{'; planning again with measured seconds' if again else ''}")
+    if comparison is not None:
+        again = comparison.matters and run.controller is not None and run.controller.correct()
+        run.watcher.note(f"step {step}: {comparison}{'; planning again with measured seconds' if again else ''}")
     if run.controller is None:
         return
     before = run.controller.slow if run.watched else {}
@@ -95,7 +95,7 @@ def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], di
 
 def tell(run: Run, event: RunEvent) -> None:
     """Write an event to the events file, the log and the watcher; called on the leading rank."""
-    append_event(run.folder.happenings, event)
+    append_event(run.folder.events, event)
     if run.log is not None:
         run.log.mark(event)
     if run.watcher is not None:
@@ -126,4 +126,4 @@ def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")
     if not tensorboard_installed():
         watcher.note(f"no TensorBoard events: tensorboard is not installed ({remedy})")
-    return MetricsLog(folder.metrics, folder.events if tensorboard_installed() else None, done)
+    return MetricsLog(folder.metrics, folder.tensorboard if tensorboard_installed() else None, done)

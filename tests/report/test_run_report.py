@@ -50,12 +50,12 @@ def test_a_run_without_a_trace() -> None:
 def test_a_run_that_planned_itself_explains_its_plan() -> None:
     first, *middle, last = metrics()
     lines = ("devices: 4 x cpu", "plan: 2*<tp1,pp2>")
-    beside = "expected 1 s per step, measured 1.1 s (10% more; median of 4 steps)"
-    found = run_report("runs/demo", [replace(first, plan=lines), *middle, replace(last, beside=beside)], None)
-    assert found.words == ("planned before step 1:", *lines, "", f"after step 6: {beside}")
+    comparison = "expected 1 s per step, measured 1.1 s (10% more; median of 4 steps)"
+    found = run_report("runs/demo", [replace(first, plan=lines), *middle, replace(last, comparison=comparison)], None)
+    assert found.words == ("planned before step 1:", *lines, "", f"after step 6: {comparison}")
     page = html(found)
     assert "In words" in page
-    assert beside in page
+    assert comparison in page
     assert run_report("runs/demo", metrics(), None).words == ()
 
 

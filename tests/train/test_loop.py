@@ -72,7 +72,7 @@ def test_expected_seconds_are_told_beside_measured_ones(tmp_path: Path, monkeypa
     history = train(config(tmp_path), "new", compile_expecting, watched).history
     sentence = "expected 0.4 s per step, measured 0.5 s (25% more; median of 3 steps)"
     assert watched.notes == [f"step 5: {sentence}"]  # without a controller there is no replanning
-    assert [m.beside for m in history] == ["", "", "", "", sentence, ""]
+    assert [m.comparison for m in history] == ["", "", "", "", sentence, ""]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == list(history)
 
 

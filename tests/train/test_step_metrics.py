@@ -37,6 +37,13 @@ def test_the_explanation_of_a_plan_is_kept(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m")[0].plan == ("devices: 2", "plan: one pipeline")
 
 
+def test_a_comparison_under_its_earlier_name_is_read(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "m", None, 0) as log:
+        log.write(replace(STEP, comparison="expected 1 s"))
+    (tmp_path / "m").write_text((tmp_path / "m").read_text().replace("comparison", "beside"))
+    assert read_metrics(tmp_path / "m")[0].comparison == "expected 1 s"
+
+
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_keep_every_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("metrics") / "m"
@@ -105,7 +112,7 @@ def test_what_ended_a_run_is_told_though_its_events_cannot_be_closed(tmp_path: P
 
     def end_by(error: type[Exception] | None) -> None:
         with MetricsLog(tmp_path / "metrics.jsonl", None, after=0) as log:
-            log._events = Gone()
+            log._tensorboard = Gone()
             if error is not None:
                 raise error("first")
 

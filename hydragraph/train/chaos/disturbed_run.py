@@ -195,7 +195,7 @@ def run(
         several.end()
     metrics = tuple(read_metrics(folder.metrics))
     words = said.read_text(errors="replace").strip().splitlines()[-3:]
-    events = tuple(read_events(folder.happenings))
+    events = tuple(read_events(folder.events))
     problems = tuple(victim.problems)
     return Disturbed(code, metrics, events, tuple(striker.struck), left, "\n".join(words), problems, striker.hung)
 

@@ -105,7 +105,7 @@ class Victim:
     def happened(self, *names: str) -> list[RunEvent]:
         """Return the events of these kinds so far."""
         with suppress(ValueError, OSError):
-            return [event for event in read_events(self.folder.happenings) if event.event in names]
+            return [event for event in read_events(self.folder.events) if event.event in names]
         return []
 
     def saving(self) -> bool:
