@@ -24,7 +24,7 @@ from hydragraph.cost.timeline import simulate as simulate_programs
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.engine.automatic_plan import Subject, plan_automatically
 from hydragraph.engine.candidate_strategies import Choices, Planning, candidates_of
-from hydragraph.engine.compiled_model import GraphOptions
+from hydragraph.engine.compiled_model import ExecutableOptions
 from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import survive
 from hydragraph.frontend import capture as frontend
@@ -203,10 +203,10 @@ def compile(
         if profile is None and automatic and not apart_now:
             subject = _subject(source, program, backend, owners or AUTO, world)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
-        made = GraphOptions(backend, mode_of(check), captured.library, captured.variants, deterministic, loss, seed)
-        given = (model, program, strategy, optimizer, max_grad_norm, world, made)
+        graphs = (mode_of(check), captured.library, captured.variants)
+        options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
+        given = (model, program, strategy, optimizer, world, options)
         executable = Executable(*given, blocks=blocks, planning=planning, home=owners, joining=apart_now)
-    executable.progress_s = progress_s
     if (member := here()) is not None and not comes_late():
         member.hold()
     elif comes_late() and not joining:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hydragraph.checkpoint.weights.pretrained_directory import Shell
 from hydragraph.cluster.communicators import Groups
+from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
@@ -45,11 +46,11 @@ from hydragraph.version import __version__
 
 
 @dataclass(frozen=True, eq=False)
-class GraphOptions:
-    """How a program becomes graphs.
+class ExecutableOptions:
+    """Options of an executable that never change.
 
     Attributes:
-        backend, deterministic, loss, seed: as for `compile`.
+        backend, deterministic, loss, seed, max_grad_norm, progress_s: as for `compile`.
         check: how stages are checked (`frontend.check.check_once.mode_of`).
         library: the compiled folder that the program comes from.
         variants: graphs that are compiled already.
@@ -62,6 +63,8 @@ class GraphOptions:
     deterministic: bool = False
     loss: Loss | None = None
     seed: int = 0
+    max_grad_norm: float | None = None
+    progress_s: float = PROGRESS_S
 
 
 class CompiledModel:
@@ -80,13 +83,14 @@ class CompiledModel:
         sums: constraints of a deterministic run, else None.
     """
 
-    def __init__(self, model: nn.Module, program: Program, world: World, options: GraphOptions) -> None:
+    def __init__(self, model: nn.Module, program: Program, world: World, options: ExecutableOptions) -> None:
         library, loss, check = options.library, options.loss, options.check
         backend = choose_backend(options.backend, world.device)
         inductor = backend == "inductor"
         self.sums = Deterministic.begin(world.device, backend) if options.deterministic else None
         self.program = program
         self.seed = options.seed
+        self.max_grad_norm = options.max_grad_norm
         self.tensors = tensor_names(model)
         self.shell = Shell.of(model)
         self.adapted = is_peft(model)
@@ -132,7 +136,7 @@ class CompiledModel:
             groups.same_everywhere("weights", _weights_hash(model))
             home.fill(dict(model.named_parameters()))
 
-    def identity(self, strategies: Sequence[Strategy], max_grad_norm: float | None) -> dict[str, str]:
+    def identity(self, strategies: Sequence[Strategy]) -> dict[str, str]:
         """Return texts by name that must be the same on all ranks."""
         return {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
@@ -140,7 +144,7 @@ class CompiledModel:
             "compiled folder": self._library.digest if self._library is not None else "",
             "strategies": str(list(map(str, strategies))),
             "deterministic": "" if self.sums is None else str(self.sums),
-            "max_grad_norm": str(max_grad_norm),
+            "max_grad_norm": str(self.max_grad_norm),
             "seed": str(self.seed),
             "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
             "loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),

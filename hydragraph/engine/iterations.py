@@ -54,11 +54,10 @@ class RanIteration:
 class IterationRunner(CollectiveCalls):
     """Runs iterations on the current session; `Executable` describes the attributes."""
 
-    def __init__(self, compiled: CompiledModel, holding: Holding, world: World, max_grad_norm: float | None) -> None:
+    def __init__(self, compiled: CompiledModel, holding: Holding, world: World) -> None:
         super().__init__(world.watch)
         self._compiled = compiled
         self._holding = holding
-        self._max_grad_norm = max_grad_norm
         self.strategies: tuple[Strategy, ...] = ()
         self.spans: list[TraceEvent] | None = None
         self.watched = False
@@ -162,7 +161,7 @@ class IterationRunner(CollectiveCalls):
 
     def _update(self, norm: float) -> None:
         self._holding.go_over()
-        self._session.update(norm, self._max_grad_norm)
+        self._session.update(norm)
 
     # Agreement.
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hydragraph.cluster.communicators import Groups
-from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.failure.rank_watch import agreed
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
@@ -27,7 +26,7 @@ from hydragraph.engine.candidate_strategies import (
     strategy_for,
 )
 from hydragraph.engine.collective_call import collective
-from hydragraph.engine.compiled_model import CompiledModel, GraphOptions, of_least_cut
+from hydragraph.engine.compiled_model import CompiledModel, ExecutableOptions, of_least_cut
 from hydragraph.engine.iterations import IterationRunner
 from hydragraph.engine.session import Session
 from hydragraph.engine.state_transfer import Moved, Restore, bring
@@ -56,9 +55,8 @@ class Membership(IterationRunner):
         program: Program,
         given: Choices,
         optimizer: OptimizerFactory | None,
-        max_grad_norm: float | None,
         world: World,
-        options: GraphOptions = GraphOptions(),  # noqa: B008
+        options: ExecutableOptions = ExecutableOptions(),  # noqa: B008
         *,
         blocks: str | None = None,
         planning: Planning | None = None,
@@ -66,13 +64,13 @@ class Membership(IterationRunner):
         joining: bool = False,
     ) -> None:
         compiled = CompiledModel(model, program, world, options)
-        super().__init__(compiled, Holding(compiled.initial(model, blocks)), world, max_grad_norm)
+        super().__init__(compiled, Holding(compiled.initial(model, blocks)), world)
         self.program = program
         self.seed = options.seed
         self.given = given
         self.wanted_home = AUTO if home is None else home
         self.device = world.device
-        self.progress_s = PROGRESS_S
+        self.progress_s = options.progress_s
         self.past = Past()
         self._optimizer = optimizer
         self.planning = planning or Planning()
@@ -211,7 +209,7 @@ class Membership(IterationRunner):
             reports = world.gather((holding.standing(world.rank), self.strategies, self._communications))
             meeting = meet([standing for standing, _, _ in reports], before)
             self._communications = max(number for _, _, number in reports)
-            finished = holding.agree(meeting, world.rank, self._max_grad_norm)
+            finished = holding.agree(meeting, world.rank)
             current_strategies = reports[meeting.leader or 0][1]
             self.planning = replace(self.planning, profile=self._compiled.priced(profile or self.planning.profile))
             plans = self.planning
@@ -281,7 +279,7 @@ class Membership(IterationRunner):
         ending: Session | None = None,
         agreed_before: bool = False,
     ) -> Session:
-        alike = {} if agreed_before else self._compiled.identity(self.strategies, self._max_grad_norm)
+        alike = {} if agreed_before else self._compiled.identity(self.strategies)
         session = Session.begin(self._compiled, world, home, self._optimizer, fill, alike, log, ending)
         names = [bucket.name for bucket in self.program.buckets]
         _LOG.info("state: %s", owners_text(session.owners.home, names, world.ranks))

@@ -57,6 +57,7 @@ class Session:
         owners: owners of every bucket's state.
         home, optimizer: this rank's share of the state; without an optimizer, no training.
         preparer, executor: build and run this rank's programs.
+        max_grad_norm: norm to which updates clip gradients; None: no clipping.
     """
 
     program: Program
@@ -70,6 +71,7 @@ class Session:
     preparer: Preparer
     executor: Executor
     log: ProgressLog
+    max_grad_norm: float | None = None
 
     @staticmethod
     def begin(
@@ -116,7 +118,8 @@ class Session:
         exact = model.sums is not None
         executor = Executor(program, state, groups, world.watch, device, rounded=copies, log=log, deterministic=exact)
         saver = ending.saver if ending else Saver(world, TIMEOUT)
-        return Session(program, model.buffers, world, groups, saver, owners, state, trained_by, preparer, executor, log)
+        ready = (owners, state, trained_by, preparer, executor, log, model.max_grad_norm)
+        return Session(program, model.buffers, world, groups, saver, *ready)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
         """Compare the next call of all ranks, in one small all-reduce.
@@ -207,14 +210,14 @@ class Session:
                 tensors[parameter.name] = parameter.natural(full[at : at + parameter.size]).detach().contiguous()
             yield tensors
 
-    def update(self, norm: float, most: float | None) -> None:
+    def update(self, norm: float) -> None:
         """Update this rank's share, clipping gradients as `torch.nn.utils.clip_grad_norm_` does.
 
         Args:
-            most: maximum norm; None: no clipping.
+            norm: of all ranks' gradients.
         """
         self.log.updating()
-        factor = 1.0 if most is None else most / (norm + CLIP_EPS)
+        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (norm + CLIP_EPS)
         if factor < 1:
             for gradient in self.home.gradients.values():
                 gradient.mul_(factor)

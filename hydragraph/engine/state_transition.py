@@ -77,7 +77,7 @@ class Holding:
         arrived = _held(self._arriving, self._ahead) if self._arriving and self._whole else None
         return Standing(_held(self.held, self.generation), arrived, before)
 
-    def agree(self, meeting: AgreedState, rank: int, max_grad_norm: float | None) -> bool:
+    def agree(self, meeting: AgreedState, rank: int) -> bool:
         """Switch to the state that all ranks have agreed on; return whether this rank finished a step to reach it."""
         if self._whole and meeting.generation == self._ahead:
             self.take()
@@ -88,7 +88,7 @@ class Holding:
         behind = self.held.log.progress.updates < meeting.updates
         if behind:
             _LOG.info("finished step %d, which other ranks had finished", meeting.updates)
-            self.held.update(meeting.norm, max_grad_norm)
+            self.held.update(meeting.norm)
         return behind
 
     def expect(self, session: Session) -> None:

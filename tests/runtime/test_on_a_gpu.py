@@ -70,8 +70,7 @@ def train(case: Case) -> tuple[list[int], int]:
         with recorder:
             for _ in range(2):
                 timing = Timing(clock=session.executor.streams.clock())
-                update = lambda norm: session.update(norm, 0.5)  # noqa: E731
-                session.executor.run(prepared, numbered, 30, update, buffers, timing)
+                session.executor.run(prepared, numbered, 30, session.update, buffers, timing)
             recorder.operate("the end", [], [])
         assert session.optimizer is not None
         for state in session.optimizer.state.values():
@@ -102,7 +101,7 @@ def begin(
     executor = Executor(program, home, groups, watch, GPU, streams, copies, log, case.deterministic)
     preparer = Preparer(program, variants, buffers, home.layouts, rank, RANKS, device=GPU)
     saver = cast(Any, None)
-    return Session(program, buffers, groups.world, groups, saver, owners, home, optimizer, preparer, executor, log)
+    return Session(program, buffers, groups.world, groups, saver, owners, home, optimizer, preparer, executor, log, 0.5)
 
 
 def placed(batch: dict[str, Tensor]) -> dict[str, Tensor]:

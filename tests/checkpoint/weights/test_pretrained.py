@@ -58,7 +58,7 @@ def program_of(kind: str) -> Program:
 
 def compiled(kind: str, model: Any) -> hg.Executable:
     strategy = hg.Strategy.parse("<tp1,pp1>", layers=model.config.num_hidden_layers)
-    return hg.Executable(meta(model), program_of(kind), strategy, None, None, join("cpu"))
+    return hg.Executable(meta(model), program_of(kind), strategy, None, join("cpu"))
 
 
 # Directories.

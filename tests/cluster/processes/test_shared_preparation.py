@@ -72,9 +72,7 @@ def captured() -> tuple[torch.nn.Module, Variants]:
 
 def compiled(prepared: tuple[torch.nn.Module, Variants]) -> float:
     model, variants = prepared
-    executable = hg.Executable(
-        model, variants.program, hg.Strategy.parse("<tp2,pp1>", layers=2), None, None, join("cpu")
-    )
+    executable = hg.Executable(model, variants.program, hg.Strategy.parse("<tp2,pp1>", layers=2), None, join("cpu"))
     with mock.patch.object(Variants, "_compile", side_effect=AssertionError("it was compiled before")):
         loss = executable.evaluate(sequences([9, 4])).loss
     executable.close()
