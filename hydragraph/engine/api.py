@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.cluster.agreement import raise_together
-from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.launch import World, apart, join
 from hydragraph.cluster.once_per_node import once_per_machine
 from hydragraph.cluster.processes.restart_cache import kept

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hydragraph.checkpoint.weights.pretrained_directory import Shell
 from hydragraph.cluster.communicators import Groups
-from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
+from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile

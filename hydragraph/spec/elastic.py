@@ -14,7 +14,8 @@ class Elastic:
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in place of a lost one; it joins between two iterations.
         grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
-        progress_s: seconds to wait at a meeting for a live rank; a joining one has three times as long.
+        progress_s: seconds for which ranks wait for one that is alive but does not meet them after a loss, until its
+            process is ended; a joining one, for which none waits, has three times as long to get ready.
 
     Raises:
         ValueError: a number is out of range.
@@ -24,7 +25,7 @@ class Elastic:
     spares: int = 0
     rejoin: bool = True
     grace_s: float = 30.0
-    progress_s: float = 600.0
+    progress_s: float = 600.0  # longer than any instruction takes
 
     def __post_init__(self) -> None:
         for name, least in (("min_ranks", 1), ("spares", 0)):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import yaml
 
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
+from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml
 from hydragraph.train.atomic_write import write_whole
@@ -525,8 +526,8 @@ class TrainConfig:
     keep_best: bool = False
     patience: Positive | None = None
     min_improvement: Number = 0.0
-    grace_s: Annotated[float, partial(check_number, least=0.1)] = 30.0
-    progress_s: AtLeastOne = 600.0
+    grace_s: Annotated[float, partial(check_number, least=0.1)] = Elastic.grace_s
+    progress_s: AtLeastOne = Elastic.progress_s
     deterministic: bool = False
     push_dtype: Dtype = "float32"
     output: str = "runs/train"

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
+from hydragraph.cluster.failure.time_limits import ENDED_S, STOPPED_S
 
-STOPPED_S = 6.0  # all ranks raise well within 10 s
 PAUSE_S = 0.5
 ENDED = "its process has ended"
-_ENDED_S = 0.5  # lets the launcher report first
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Judge:
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
-            if seconds >= _ENDED_S:
+            if seconds >= ENDED_S:  # until then the launcher may report it
                 return Accusation(rank, ENDED)
         return self._longest(self._limit_s)
 

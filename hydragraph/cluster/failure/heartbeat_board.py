@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-PROGRESS_S = 600.0  # longer than any instruction takes
+from hydragraph.cluster.failure.time_limits import PROGRESS_S
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class RankProgress:
 
 
 class Board:
-    """Memory shared by the ranks of one host, with a line for each.
-
-    A last line has shared settings: `progress_s`.
+    """Memory shared by the ranks of one host: a line for each rank (`RankProgress`), then one for `progress_s`.
 
     Args:
         descriptor: file of exactly the board's size; the board takes ownership.

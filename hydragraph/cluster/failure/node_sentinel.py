@@ -28,9 +28,9 @@ from hydragraph.cluster.failure.fault_record import Fault, Ledger
 from hydragraph.cluster.failure.heartbeat_board import Board, RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
+from hydragraph.cluster.failure.time_limits import SILENT_S
 from hydragraph.cluster.module_process import start_module
 
-SILENT_S = 8.0  # a machine cut off for 3 s is heard again within 7 s: TCP retries at 0.2, 0.6, 1.4, 3.0, 6.2 s
 _BEAT_S = 0.25
 _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch retries for twice as long

@@ -39,12 +39,12 @@ from hydragraph.cluster.failure import stack_dump
 from hydragraph.cluster.failure.abandonable_wait import Waiter
 from hydragraph.cluster.failure.failure_detector import ENDED, PAUSE_S, Accusation, Judge, Stall, seen_of
 from hydragraph.cluster.failure.fault_record import NAMESPACE, Fault, Ledger, root
-from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.failure.node_sentinel import Sentinel, post_of
 from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
 from hydragraph.cluster.failure.process_liveness import WatchedProcess, machine
 from hydragraph.cluster.failure.rank_registry import Roll, RollEntry
 from hydragraph.cluster.failure.store_client import Asker, Unanswered
+from hydragraph.cluster.failure.time_limits import PATIENCE_S, PROGRESS_S, SUSPECT_S, UNREACHABLE_S
 from hydragraph.cluster.message_in_flight import Operation
 from hydragraph.errors import RankFailure, Stopped
 
@@ -53,16 +53,12 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-UNREACHABLE_S = 7.0  # without an answer of the store; after a 3 s outage, TCP's retries bring answers at 6.2 s
-
 CLOSED = "close"  # prefix of the call of a rank that has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # ranks checked per poll, on average
 _ROLL_S = 1.0  # between two checks for new arrivals
 _HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s, with better messages
-_SUSPECT_S = 1.5  # a process stopped for this long is taken as the cause of a communication error
-_PATIENCE = timedelta(seconds=2.5)  # for finding the rank at fault; longer than _SUSPECT_S
 _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown
 _MEETING = timedelta(seconds=30)  # for the store's answers
 _TOGETHER = (ValueError, FloatingPointError, Stopped)  # errors that all ranks raise together
@@ -379,10 +375,10 @@ class Watch:
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
-        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        deadline = time.monotonic() + PATIENCE_S
         self._explaining = True
         while self._fault is None and time.monotonic() < deadline:
-            accused = self._judge.suspect(_SUSPECT_S)
+            accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher may report first
                 self._accuse(accused)

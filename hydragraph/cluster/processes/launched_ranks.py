@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
 from hydragraph import log
-from hydragraph.cluster.failure.failure_detector import STOPPED_S, Judge, seen_of
+from hydragraph.cluster.failure.failure_detector import Judge, seen_of
 from hydragraph.cluster.failure.fault_record import Fault, announce_death, last_fault
 from hydragraph.cluster.failure.heartbeat_board import RankProgress
 from hydragraph.cluster.failure.process_liveness import ProcessState, WatchedProcess
+from hydragraph.cluster.failure.time_limits import STOPPED_S
 from hydragraph.cluster.processes.fork_server import environment
 from hydragraph.cluster.processes.pickling import nothing_else_imported
 from hydragraph.cluster.processes.rank_process import (

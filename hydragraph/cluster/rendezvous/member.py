@@ -15,8 +15,8 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
 
-from hydragraph.cluster.failure.heartbeat_board import PROGRESS_S
 from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
+from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.interface import interface_for
 from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
 from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix

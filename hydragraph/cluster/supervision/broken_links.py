@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-CUT_S = 6.0  # a link that is back after 3 s is no failure; probing adds a second, and recovery about two
+from hydragraph.cluster.failure.time_limits import CUT_S
+
 HEALED_S = 2.0
 
 Pair = tuple[int, int]  # the lower number first

@@ -32,8 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hydragraph.cluster.failure.failure_detector import PAUSE_S
-from hydragraph.cluster.failure.node_sentinel import SILENT_S
-from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
+from hydragraph.cluster.failure.time_limits import SILENT_S, UNREACHABLE_S
 from hydragraph.cluster.processes.launched_ranks import RankHandle
 from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from hydragraph.cluster.failure.failure_detector import PAUSE_S
+from hydragraph.cluster.failure.time_limits import UNHEARD_S
 
-UNHEARD_S = 1.0
 _SEND_S = 0.25
 _WAIT_S = 0.1
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cluster.supervision.broken_links import CUT_S, HEALED_S, MachineLinks, Pair, look, smaller_side
+from hydragraph.cluster.failure.time_limits import CUT_S
+from hydragraph.cluster.supervision.broken_links import HEALED_S, MachineLinks, Pair, look, smaller_side
 
 LOOK_S = 0.25
 TWO_EACH = {1: 2, 2: 2, 3: 2}
