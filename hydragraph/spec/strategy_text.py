@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from hydragraph.spec.stage_kind import is_budget, recompute_flag
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # `ir/schedules`
 DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
 
-_TOKEN = re.compile(r"1f1b|zb-h1|[A-Za-z]+|[0-9]*\.[0-9]+|[0-9]+|\S")
+_MIXED = "|".join(re.escape(name) for name in SCHEDULES if not name.isalpha())
+_TOKEN = re.compile(_MIXED + r"|[A-Za-z]+|[0-9]*\.[0-9]+|[0-9]+|\S")
 _FLAGS = {
     "s": "sequence parallelism",
     "r": "recomputation",

@@ -13,12 +13,14 @@ from hydragraph.ir.program_outline import Mode
 from hydragraph.ir.schedules import gpipe, one_f_one_b, zb_h1
 from hydragraph.ir.schedules.clock import forwards_of
 from hydragraph.ir.schedules.schedule import Schedule, ScheduleTable, Shape, Work
+from hydragraph.spec.strategy_text import SCHEDULES
 
 KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
     one_f_one_b.NAME: one_f_one_b.one_f_one_b,
     gpipe.NAME: gpipe.gpipe,
     zb_h1.NAME: zb_h1.zb_h1,
 }
+assert tuple(KINDS) == SCHEDULES
 
 # Kinds without halves of backwards.
 WHOLE_BACKWARD = frozenset(
