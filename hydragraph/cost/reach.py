@@ -1,8 +1,10 @@
-"""Pairs of query and key that attention computes with a window or chunks.
+"""Number of pairs of query and key that attention computes with a window or chunks.
 
-With a window of w, a query attends to at most w keys, itself included; with chunks of c, to keys in its chunk.
-`Reach.pairs` counts like l^2: twice the pairs of causal attention, without linear terms.
+With a window of w tokens, a query attends to at most w keys, itself included; with chunks of c tokens, to keys of its
+chunk. The cost of attention is a coefficient times q(l), for a sequence of l tokens. It is twice the number of pairs
+of causal attention, without terms linear in l:
 
+    no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
     chunk c   q(l) = floor(l / c) c^2 + (l mod c)^2
 """

@@ -1,4 +1,8 @@
-"""This rank's part of every parameter as boxes of its natural shape, as in files."""
+"""This rank's weights, cut into boxes for a checkpoint.
+
+A rank owns intervals of a flattened parameter. A checkpoint stores axis-aligned boxes of the parameter's own shape, so
+each interval becomes a few of them (`ir.boxes`).
+"""
 
 from __future__ import annotations
 

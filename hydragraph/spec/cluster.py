@@ -122,7 +122,8 @@ class Node:
     """A machine with devices of one type.
 
     Attributes:
-        outer: of one of its network cards, shared by its ranks.
+        inner: link between two of its devices, such as NVLink or PCIe; each device has its own.
+        outer: one of its network cards, such as InfiniBand or Ethernet; its ranks share them.
         count: number of consecutive nodes of this kind.
         cards: network cards; neighbouring devices share one.
     """

@@ -1,17 +1,19 @@
 """Clock: when each stage would run each micro-batch if always busy; it orders a rank's tasks.
 
-An iteration takes one unit of time. A stage that runs n micro-batches in it takes 1 / n for each, half of it for the
-forward and half for the backward. A micro-batch moves to the next stage half a period after it reached this one, using
-the period of the slower of both, turns around half a period after its forward on the last stage, and returns in the
-same way. The j-th of a pipeline's c micro-batches enters at j / c. Of P pipelines that share stages, the i-th starts
-later by i / P of that interval.
-
-One pipeline of 3 stages, in units of half a period, F and B with the micro-batch:
+One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
 
     tick     0   1   2   3   4   5   6   7   8   9
     stage 0  F0      F1      F2  B0  F3  B1      B2
     stage 1      F0      F1  B0  F2  B1  F3  B2
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
+
+A stage that runs n micro-batches in an iteration has a period of 1 / n of it: half for a forward, half for a backward.
+Here all stages have the same period, and a tick is half of it. With different ones:
+
+- A micro-batch enters the first stage: the j-th of a pipeline's c at j / c of the iteration. Of P pipelines that share
+  stages, the i-th starts later by i / P of that interval.
+- It reaches the next stage after half the period of the slower of the two stages, and returns in the same way.
+- On the last stage, its backward begins half a period after its forward.
 
 Ranks that run their tasks in clock order cannot deadlock: the inputs of a task are earlier by the clock, and so are the
 tasks that its rank runs before it. (The last stage runs each backward directly after its forward, not later than the
