@@ -5,9 +5,11 @@ Gloo listens at that address. Debian maps the name to 127.0.1.1, where no other 
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
@@ -27,6 +29,19 @@ def interface_for(address: str) -> str | None:
         if source is not None and not is_loopback(source):
             return _name(source)
     return None
+
+
+def own_address(targets: Iterable[str]) -> str:
+    """Return the address at which other machines reach this one: that of gloo's interface, or towards the targets.
+
+    Args:
+        targets: names or addresses of machines, of which this may be one.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    chosen = address_of(name) if name else None
+    sources = (_source(address) for target in targets for address in resolved(target))
+    every = [chosen, *sources]
+    return next((s for s in every if s is not None and not is_loopback(s)), next(filter(None, every), "127.0.0.1"))
 
 
 def _source(target: str) -> str | None:

@@ -252,12 +252,15 @@ def launch(
         return [pickle.loads(value) for value in outcomes]
 
 
-def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
-    """Start and watch ranks on this machine for a `launch` on another.
+def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
+    """Start and watch ranks on this machine for a `launch` on another, until it ends or this machine is elected.
 
     Args:
-        nodes: this machine, not the first.
+        nodes: this machine, not the first unless the leader is elected.
         say: prints a sentence.
+
+    Returns:
+        The machines for a `launch` here, with the ranks to continue with; None: the run has ended.
 
     Raises:
         RuntimeError: the run has failed.
@@ -265,7 +268,18 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> None:
     """
     from hydragraph.cluster.supervision.node_agent import Deputy
 
-    Deputy(starting(), nodes, say).run()
+    context = starting()
+    if nodes.election is not None:
+        # An elected leader does not wait for the imports of the process that ranks are forked from, and the supervisor
+        # sends no heartbeat meanwhile.
+        first = context.Process(target=int)
+        first.start()
+        first.join()
+    handed = Deputy(context, nodes, say).run()
+    if handed is None or nodes.election is None:
+        return None
+    lease = nodes.election.standing.lease
+    return replace(nodes, handed=None if lease.prior is None else handed)
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,6 +95,14 @@ class TrainOptions(CommonOptions):
             "torchrun the same number, because it starts the processes.",
         ),
     ] = 0
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="etcd://A,B,C",
+            help="Members of an etcd in which the leader of several machines is elected, so that any machine may be "
+            "lost, also the first (docs/elastic.md).",
+        ),
+    ] = None
     overrides: Set = None
 
     def load(self) -> TrainConfig:
@@ -121,8 +130,8 @@ def train_command(options: TrainOptions) -> None:
     begin = options.begin
     config = options.load()
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
-    nodes = _nodes(config)
-    if nodes is not None and nodes.number:
+    nodes = _nodes(config, options.store)
+    if nodes is not None and nodes.number and nodes.election is None:
         from hydragraph.cluster.launch import follow
 
         follow(nodes, _print)
@@ -135,17 +144,25 @@ def train_command(options: TrainOptions) -> None:
             "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to survive "
             "that, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
         )
-    try:
+
+    def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
         with stopping:
-            outcome = _train(config, begin, step, options.trace, options.max_restarts, stopping, relay, nodes)
+            return _train(config, begin, step, options.trace, options.max_restarts, stopping, relay, nodes, before)
+
+    try:
+        elected = nodes is not None and nodes.election is not None
+        outcome = _train_when_elected(config, nodes, train) if nodes is not None and elected else train(nodes)
     except Interrupted as request:
         _print("stopped before training continued: the folder is unchanged")
         raise typer.Exit(_code(request.signal)) from None
     except Overdue:
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
+    if outcome is None:
+        return  # another machine led at the end, and says it
     if outcome.stopped:
-        _print_stop(outcome, config)
+        if elected or leads():
+            _print_stop(outcome, config)
         raise typer.Exit(_code(stopping.signal or outcome.stopped))
     if outcome.history:
         _print_events(outcome)
@@ -167,6 +184,32 @@ def _code(number: int) -> int:
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
+def _train_when_elected(
+    config: TrainConfig, nodes: Nodes, train: Callable[[Nodes, float], RunOutcome]
+) -> RunOutcome | None:
+    """Follow the leader, and lead when elected; return the outcome of the run if this machine led at its end."""
+    from hydragraph.cluster.launch import follow
+    from hydragraph.cluster.supervision.election import Deposed
+    from hydragraph.train.run_folder import RunFolder
+
+    before = RunFolder(Path(config.output)).began  # no leader begins the run until this machine has followed one
+    assert nodes.election is not None
+    while (leading := follow(nodes, _print)) is not None:
+        _print(f"node {nodes.number} leads (term {nodes.election.standing.lease.term})")
+        try:
+            outcome = train(leading, before)
+        except Deposed as error:
+            _print(f"hydragraph: {error}: its ranks are ended, and it joins the next leader")
+            nodes.election.resign()
+        except BaseException as error:
+            nodes.election.end(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            nodes.election.end()
+            return outcome
+    return None
+
+
 def _train(
     config: TrainConfig,
     begin: Begin,
@@ -176,13 +219,16 @@ def _train(
     stopping: Stopping,
     relay: Relay | None,
     nodes: Nodes | None = None,
+    before: float | None = None,
 ) -> RunOutcome:
     """Train on all ranks, and continue from the last checkpoint while restarts are left."""
     from hydragraph.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
-    before = folder.began
-    if may_be_restarted() and restarted() <= restarts and restarts:
+    before = folder.began if before is None else before
+    if nodes is not None and nodes.handed is not None:
+        begin, step = folder.again(begin, before, step)  # if none of its ranks is left
+    elif may_be_restarted() and restarted() <= restarts and restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
     elif relay is not None or not launched():
@@ -194,16 +240,18 @@ def _train(
             if relay is None:
                 return train_rank(config, begin, step, trace, stopping)
             where = "this machine" if nodes is None else f"{nodes.count} machines"
-            _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
+            if nodes is None or nodes.handed is None:
+                _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()
             restartable_nodes = replace(nodes, again=again) if nodes is not None else None
             work = (config.ranks, train_rank, config, begin, step, trace)
             return on_ranks(*work, relay=relay, elastic=_elastic(config), nodes=restartable_nodes)
         except (ValueError, OSError, ImportError, FloatingPointError):
-            raise  # it would fail again
+            raise  # it would fail again, or this machine no longer leads
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
                 raise Interrupted(stopping.signal) from None  # sent before that rank listened
+            nodes = None if nodes is None else replace(nodes, handed=None)
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
                 raise
@@ -215,15 +263,32 @@ def _train(
             print(f"hydragraph: {error}; continuing from {where}", file=sys.stderr)
 
 
-def _nodes(config: TrainConfig) -> Nodes | None:
-    if not config.elastic.survives or not launched() or config.ranks == 1:
+def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
+    several = config.elastic.survives and launched() and config.ranks > 1
+    if not several and store is None:
         return None
     from hydragraph.cluster.supervision.coordinator import nodes_of
 
-    nodes = nodes_of(os.environ)
+    nodes = nodes_of(os.environ, elected=store is not None) if several else None
+    if nodes is None and store is not None:
+        raise ValueError(
+            f"--store {store} is for several machines: set elastic: {{copies: 2}}, and start one process on each, with "
+            "torchrun (--nproc-per-node 1) or with RANK and WORLD_SIZE set"
+        )
     if nodes is not None and config.ranks < nodes.count:
         raise ValueError(f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: each node has one at least")
-    return nodes
+    return nodes if nodes is None or store is None else _electing(config, nodes, store)
+
+
+def _electing(config: TrainConfig, nodes: Nodes, store: str) -> Nodes:
+    """Return the machines of a run whose leader is elected."""
+    from hydragraph.cluster.interface import own_address
+    from hydragraph.cluster.supervision.election import Election
+    from hydragraph.cluster.supervision.etcd_register import register_of
+
+    register = register_of(store, str(Path(config.output).resolve()), nodes.number)
+    address = own_address(host for host, _ in register.endpoints)
+    return replace(nodes, address=address, election=Election(register, nodes.number))
 
 
 def _elastic(config: TrainConfig) -> Elastic | None:
@@ -260,8 +325,6 @@ def _overdue(config: TrainConfig) -> str:
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
-    if not leads():
-        return
     last = outcome.folder.last()
     if last is None:
         _print("stopped before the first step: no checkpoint was needed")

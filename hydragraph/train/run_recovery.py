@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
 from hydragraph.engine.recovery import Survived, meet_again
 from hydragraph.spec.health import Health
@@ -28,6 +29,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the folder
+_FENCED_S = 1.0  # the same if ranks of a lost machine have ended, or are stopped
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -102,7 +104,9 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
     """
     log = run.log
     if not state.owns:
-        owned.enter_context(run.folder.taken_over(TAKEOVER_S, state.began))
+        member = here()
+        patience_s = _FENCED_S if member is not None and member.fenced else TAKEOVER_S
+        owned.enter_context(run.folder.taken_over(patience_s, state.began))
         state.owns = True
     if log is None:
         if state.callbacks is None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hydragraph.cluster import interface
-from hydragraph.cluster.interface import interface_for
+from hydragraph.cluster.interface import interface_for, own_address
 from hydragraph.cluster.rendezvous import member
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo chooses")
@@ -66,3 +66,15 @@ def test_ranks_of_several_machines_tell_gloo(
     monkeypatch.setattr(os, "environ", environment)
     member._choose_interface()
     assert environment.get("GLOO_SOCKET_IFNAME") == used
+
+
+def test_the_address_of_this_host_is_the_one_that_others_reach(
+    host: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert own_address(["127.0.1.1", "first"]) == "10.0.0.2"
+    assert own_address(["127.0.1.1"]) == "127.0.0.1"
+    assert own_address(["nowhere"]) == "127.0.0.1"
+    monkeypatch.setattr(interface, "address_of", {"eth7": "10.0.0.7"}.get)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert own_address(["first"]) == "10.0.0.7"

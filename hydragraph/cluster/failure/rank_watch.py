@@ -366,6 +366,11 @@ class Watch:
         else:
             self.report(error)
 
+    def lose_store(self) -> None:
+        """Fail this rank's calls: the store that the ranks met at has moved, and with it their meeting."""
+        if self._thread is not None and self._fault is None and not self.closed:
+            self._cut_off("is lost: another machine leads now")
+
     def explain(self, error: BaseException) -> RankFailure:
         """Find the rank that caused a communication error, within seconds.
 

@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -345,6 +347,19 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
         consequence = 2 if isinstance(error, RankFailure) else int(type(error) in (RuntimeError, dist.DistBackendError))
     agreed = fault is not None and fault.rank == member.rank and consequence < 2
     return not agreed, consequence, outcome.when
+
+
+def private_folder() -> TemporaryDirectory[str]:
+    """Return a new folder of mode 0700 for the processes of this machine."""
+    return TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)
+
+
+def kill_here(crew: Sequence[RankHandle]) -> None:
+    """Kill the processes that run on this machine, without waiting; other threads may be dismissing them."""
+    for member in crew:
+        with suppress(ValueError):  # it was closed meanwhile
+            if member.process.pid and member.process.is_alive():
+                member.process.kill()
 
 
 def dismiss(crew: Sequence[RankHandle]) -> None:

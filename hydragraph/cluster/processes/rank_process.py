@@ -23,14 +23,16 @@ import torch
 
 from hydragraph import log
 from hydragraph.cluster.failure.newest_watch import newest_watch
+from hydragraph.cluster.moving_store import follows
 from hydragraph.cluster.processes.compute_threads import threads_of
 from hydragraph.cluster.processes.cuda_environment import set_cuda_environment
 from hydragraph.cluster.processes.pickling import sent
 from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.rendezvous.member import Dismissed, Member, be, meet
-from hydragraph.cluster.rendezvous.store_registers import Peer, Registers
+from hydragraph.cluster.rendezvous.store_registers import Peer
 
 HOST = "127.0.0.1"
+KEPT = "HYDRAGRAPH_KEPT"  # environment variable with the path of the private folder of the ranks' supervisor
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,10 @@ def run_member(
     try:
         _take(seat)
         _allow_many_files()
-        member = Member(number, lambda: _client(seat), late, grace_s)
+        kept = os.environ.get(KEPT)
+        member = Member(number, lambda: _client(seat), late, grace_s, kept if follows(kept) else None)
         member.listen_to_signals()
-        Registers(_client(seat)).introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
+        member.introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)
         function, args = _work(seat, work, prepared)
         if late:

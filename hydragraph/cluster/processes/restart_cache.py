@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hydragraph.cluster.processes.rank_process import KEPT
 from hydragraph.cluster.processes.shared_preparation import read_value, write_value
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-KEPT = "HYDRAGRAPH_KEPT"  # that folder's path
 
 
 def kept(what: str, key: str, make: Callable[[], T]) -> T:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store  # type: ignore[attr-define
 from hydragraph.cluster.failure.newest_watch import newest_watch, watch_of
 from hydragraph.cluster.failure.time_limits import PROGRESS_S
 from hydragraph.cluster.interface import interface_for
+from hydragraph.cluster.moving_store import MovingStore
 from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said, attend
 from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix
 from hydragraph.cluster.unreachable import explained, write_addresses
@@ -44,12 +45,15 @@ class Member:
             waiting.
         late: whether the others are already running, so that it meets them only when it is ready.
         grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
+        folder: private folder of its supervisor, if the store moves with the leader of several machines.
 
     Attributes:
         progress_s: limit in seconds for a rank without progress while others wait.
     """
 
-    def __init__(self, number: int, connect: Callable[[], Store], late: bool, grace_s: float) -> None:
+    def __init__(
+        self, number: int, connect: Callable[[], Store], late: bool, grace_s: float, folder: str | None = None
+    ) -> None:
         self.number = number
         self.late = late
         self.generation = Generation()
@@ -57,17 +61,30 @@ class Member:
         self.leaving = False
         self.progress_s = PROGRESS_S
         self._grace_s = grace_s
-        self._connect = connect
-        self._place = Registers(connect())
-        self._heard = Registers(connect())
+        self._moving = MovingStore(folder, self._moved) if folder is not None else None
+        self._connect = connect if self._moving is None else self._moving.connect
+        line = connect if self._moving is None else self._moving.line
+        self._place = Registers(line())
+        self._heard = Registers(line())
         self._orders = Orders()
         self._closed = threading.Event()
         threading.Thread(target=self._listen, name="hydragraph-ear", daemon=True).start()
+
+    def introduce(self, peer: Peer) -> None:
+        """Publish the description of this process."""
+        self._place.introduce(peer)
+        if self._moving is not None:
+            self._place.say(self.number, self._place.said(self.number))  # from now on it is this process's
 
     @property
     def called(self) -> bool:
         """Whether it should meet the others between two iterations."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a machine that is cut off ends its ranks before the others continue without it."""
+        return self._moving is not None
 
     @property
     def told_to_stop(self) -> bool:
@@ -183,8 +200,19 @@ class Member:
                 os.environ[name] = str(value)
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
-            store = dist.PrefixStore(prefix(generation.number), self._connect())  # type: ignore[attr-defined]
-            meet("gloo", store, rank, ranks, prefix(generation.number), self.progress_s)
+            try:
+                store = dist.PrefixStore(prefix(generation.number), self._connect())  # type: ignore[attr-defined]
+                meet("gloo", store, rank, ranks, prefix(generation.number), self.progress_s)
+            except (OSError, dist.DistError) as error:
+                if self._moving is None:
+                    raise
+                raise RankFailure(rank, "join", f"the store that ranks meet at is lost ({error})") from error
+
+    def _moved(self) -> None:
+        """Fail the calls of the current generation: its communicators were made over the store that is lost."""
+        watch = newest_watch()
+        if watch is not None:
+            watch.lose_store()
 
     def _listen(self) -> None:
         while not self._closed.wait(_EAR_S):

@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
-
-from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Said
+from hydragraph.cluster.rendezvous.protocol import Generation, Orders, Record, Said
 
 _KEY = "hydragraph/meeting"
 
@@ -35,7 +33,7 @@ class Peer:
 class Registers:
     """Reads and writes these keys."""
 
-    store: Store
+    store: Any
 
     def order(self, orders: Orders) -> None:
         """Write the coordinator's orders."""
@@ -43,9 +41,7 @@ class Registers:
 
     def orders(self) -> Orders:
         """Return the coordinator's orders, which exist before any member starts."""
-        record = json.loads(self.store.get(f"{_KEY}/orders"))
-        record["proposal"] = Generation(**_tuples(record["proposal"]))
-        return Orders(**_tuples(record))
+        return _orders(json.loads(self.store.get(f"{_KEY}/orders")))
 
     def say(self, member: int, said: Said) -> None:
         """Write a member's register."""
@@ -59,9 +55,30 @@ class Registers:
         """Write the description of a process."""
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
+    def adopt(self, peer: Peer, said: Said) -> None:
+        """Write what is known of a member of an earlier leader, unless the member has written it."""
+        self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
+        self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
+
     def peer(self, member: int) -> Peer:
         """Return the description of a process, which exists before the process starts."""
         return Peer(**json.loads(self.store.get(f"{_KEY}/peer/{member}")))
+
+
+def record_text(record: Record) -> str:
+    """Return the state of the coordinator as text."""
+    return json.dumps({"orders": asdict(record.orders), "formed": list(record.formed.items())})
+
+
+def record_of(text: str) -> Record:
+    """Return the state of the coordinator from its text."""
+    fields = json.loads(text)
+    return Record(_orders(fields["orders"]), {number: tuple(members) for number, members in fields["formed"]})
+
+
+def _orders(fields: dict[str, Any]) -> Orders:
+    fields["proposal"] = Generation(**_tuples(fields["proposal"]))
+    return Orders(**_tuples(fields))
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

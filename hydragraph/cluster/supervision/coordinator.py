@@ -6,8 +6,11 @@ start and end processes on order, and report outcomes. A deputy gives up a silen
 does: when the leader continues without a machine, that machine's ranks have already been ended. If two machines reach
 the leader but not each other, it drops one of them (`broken_links`).
 
-    leader -> deputy   Start, Kill, Stop, Over, Peers, Heartbeat
+    leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
+
+With a register (`election`) any machine may lead: the leader publishes its address there instead of in the store, and
+the processes that deputies have started for an earlier leader continue under it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +41,8 @@ from hydragraph.cluster.processes.launched_ranks import RankHandle
 from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
 from hydragraph.cluster.supervision.broken_links import MachineLinks, look
+from hydragraph.cluster.supervision.election import Election
+from hydragraph.cluster.supervision.leadership import GRACE_S
 from hydragraph.cluster.supervision.link_probe import Address
 
 _LOG = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ _LOG = logging.getLogger(__name__)
 BEAT_S = 0.25
 _FRESH_S = 1.0  # a machine heard of within this time is neither lost nor paused
 _ASK_S = 5.0  # for one answer of the store, or one connection attempt
+_ELECTED_S = 0.8  # for one attempt at an elected leader, who may be lost; below `DOUBT_S`
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Nodes:
         address, port: address of the launcher's store, which is on machine 0.
         shared: whether the launcher hosts the store; else machine 0's process does.
         again: errors that make the leader restart the run.
+        election: this machine's part in the election of the leader; None: machine 0 leads.
+        handed: processes that this machine has started for an earlier leader; only on a machine that leads.
     """
 
     number: int
@@ -63,6 +72,8 @@ class Nodes:
     port: int
     shared: bool = False
     again: tuple[type[Exception], ...] = ()
+    election: Election | None = field(default=None, compare=False)
+    handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
         """Return the machine of a seat: ranks are distributed evenly and in order, spares after them in turn."""
@@ -73,23 +84,72 @@ class Nodes:
         return sum(self.of(seat, ranks) == number for seat in range(ranks))
 
 
-def nodes_of(environment: Mapping[str, str]) -> Nodes | None:
-    """Return this process's `Nodes` from its environment, if a launcher started one process per machine."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
+    """Return this process's `Nodes` from its environment, if a launcher started one process per machine.
+
+    Args:
+        elected: whether the leader is elected, so that no machine needs the address of the first.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return None
+    if not elected and not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
     if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     number = int(environment["RANK"])
     count = int(environment["WORLD_SIZE"])
-    return Nodes(number, count, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), shared)
+    address = "" if elected else environment["MASTER_ADDR"]
+    return Nodes(number, count, address, int(environment.get("MASTER_PORT", "0")), shared)
+
+
+@dataclass(frozen=True)
+class Seated:
+    """Seat of a member, and whether it was started while others were running."""
+
+    seat: int
+    late: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """Members of an earlier leader.
+
+    Attributes:
+        crew: their processes.
+        seats: by member.
+        kept: private folder of the processes of this machine.
+    """
+
+    crew: tuple[RankHandle, ...]
+    seats: Mapping[int, Seated]
+    kept: TemporaryDirectory[str]
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected."""
+    """A deputy has connected.
+
+    Attributes:
+        members: members whose processes an earlier leader has ordered.
+    """
 
     node: int
+    members: Mapping[int, Seated] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The leader has accepted a deputy.
+
+    Attributes:
+        kept: whether the members that it named continue; else it ends them.
+        host, port: where the leader's store is.
+    """
+
+    kept: bool
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -176,12 +236,14 @@ class Link:
     """One end of the connection between the leader and a deputy.
 
     Attributes:
+        term: the leader's term, if it was elected.
         down: why the link is given up; "": it is up.
         silent_s: seconds since the last message of the other end.
     """
 
-    def __init__(self, connection: Connection, patience_s: float) -> None:
+    def __init__(self, connection: Connection, patience_s: float, term: int = 0) -> None:
         self.connection = connection
+        self.term = term
         self.down = ""
         self.silent_s = 0.0
         self._patience_s = patience_s
@@ -277,10 +339,18 @@ class _Post:
 
 
 class Hub:
-    """The leader's links to all deputies, used to start and end processes and to receive their outcomes."""
+    """The leader's links to all deputies, used to start and end processes and to receive their outcomes.
 
-    def __init__(self, nodes: Nodes) -> None:
+    Args:
+        port: port of the leader's store.
+    """
+
+    def __init__(self, nodes: Nodes, port: int = 0) -> None:
         self.nodes = nodes
+        self._port = port
+        self._adopting = nodes.handed is not None
+        self._adopted: list[RankHandle] = []
+        self._seats: dict[int, Seated] = {}
         self._posts: dict[int, _Post] = {}
         self._news: set[int] = set()
         self._links = MachineLinks()
@@ -290,8 +360,12 @@ class Hub:
         self._key = uuid.uuid4().hex.encode()
         self._listening = listening(nodes.address, 0, backlog=nodes.count)
         threading.Thread(target=self._accept, name="hydragraph-hub", daemon=True).start()
-        place = {"port": self._listening.getsockname()[1], "key": self._key.decode()}
-        _book(nodes).set("leader", json.dumps(place))
+        port = self._listening.getsockname()[1]
+        place = json.dumps({"address": nodes.address, "port": port, "key": self._key.decode()})
+        if nodes.election is None:
+            _book(nodes).set("leader", place)
+        else:
+            nodes.election.write(place=place)
 
     def gather(self, patience: timedelta) -> None:
         """Wait until every other machine has a deputy.
@@ -300,7 +374,9 @@ class Hub:
             TimeoutError: some machine has none.
         """
         end = time.monotonic() + patience.total_seconds()
-        while missing := [n for n in range(1, self.nodes.count) if not self.present(n)]:
+        while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
+            if self.nodes.election is not None:
+                self.nodes.election.check()
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"nodes {missing} of {self.nodes.count} have not arrived after {patience.total_seconds():g} s: "
@@ -309,12 +385,26 @@ class Hub:
             time.sleep(0.02)
         self.arrived()
 
+    def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
+        """Return the members of the earlier leader on other machines; those of machines that do not come have ended.
+
+        Args:
+            nodes: machines to wait for.
+        """
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end and not all(map(self.present, nodes)):
+            time.sleep(0.02)
+        self.arrived()
+        with self._lock:
+            self._adopting = False
+            return self._adopted, self._seats
+
     def present(self, node: int) -> bool:
         """Return whether processes can be started on a machine."""
         with self._lock:
             post = self._posts.get(node)
             there = post is not None and not post.link.down and not post.leaving
-            return node == 0 or (there and node not in self._links.dropped)
+            return node == self.nodes.number or (there and node not in self._links.dropped)
 
     def arrived(self) -> tuple[int, ...]:
         """Return the machines that have connected since the last call."""
@@ -339,7 +429,8 @@ class Hub:
             dropped = {n: m for n, m in self._links.dropped.items() if n not in before.dropped}
             ended = {n: list(self._posts[n].processes.values()) for n in dropped}
         for node, processes in ended.items():
-            how = f"node {node} is dropped: it and node {dropped[node]} do not reach each other, but both reach node 0"
+            both = f"both reach node {self.nodes.number}"
+            how = f"node {node} is dropped: it and node {dropped[node]} do not reach each other, but {both}"
             _LOG.warning("%s", how)
             for process in processes:
                 if process.is_alive():
@@ -362,12 +453,13 @@ class Hub:
         for post in self._all():
             post.link.send(Stop())
 
-    def close(self, over: Over) -> None:
-        """Close all links, giving deputies the reason."""
+    def close(self, over: Over | None) -> None:
+        """Close all links, giving deputies the reason; None: they continue under another leader."""
         self._closed = True
         self._listening.close()
         for post in self._all():
-            post.link.send(over)
+            if over is not None:
+                post.link.send(over)
             post.link.close("it is over")
 
     def _all(self) -> list[_Post]:
@@ -396,6 +488,12 @@ class Hub:
         link = Link(connection, SILENT_S)
         post = _Post(link)
         with self._lock:
+            if self._adopting:
+                post.processes = {number: RemoteProcess(link, number) for number in hello.members}
+                self._adopted += [RankHandle(n, process, process.connection) for n, process in post.processes.items()]
+                self._seats |= hello.members
+            if self.nodes.election is not None:
+                link.send(Welcome(self._adopting, self.nodes.address, self._port))
             before = self._posts.get(hello.node)
             self._posts[hello.node] = post
             self._news.add(hello.node)
@@ -423,6 +521,8 @@ class Hub:
         link.close("")
         if not self._closed:
             _LOG.warning("%s", _lost(hello.node, link))
+        if self.nodes.election is not None and not self._closed and link.silent_s < SILENT_S:
+            time.sleep(GRACE_S)  # the deputy may first have to find out whether this leader has ended
         with self._lock:
             processes = list(post.processes.values())
         for process in processes:
@@ -442,28 +542,41 @@ def _lost(node: int, link: Link) -> str:
     return f"node {node} is lost: {link.down}"
 
 
-def reach(nodes: Nodes) -> Link:
+def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
     """Return a deputy's link to the leader, at its current address.
 
+    Args:
+        members: members of this machine that continue if the leader is a new one.
+
     Raises:
-        OSError, RuntimeError: the leader or the launcher's store is not available (yet).
+        OSError, RuntimeError: the leader, or the store with its address, is not available (yet).
     """
-    book = _book(nodes)
-    if not book.check(["leader"]):
-        raise ConnectionError("the first node's supervisor has not begun")
-    place = json.loads(book.get("leader"))
-    reached = socket.create_connection((nodes.address, place["port"]), timeout=_ASK_S)
+    if nodes.election is not None:
+        standing = nodes.election.standing
+        term = standing.lease.term
+        text = "" if standing.lease.free or standing.expired else standing.lease.place
+    else:
+        book = _book(nodes)
+        term = 0
+        text = book.get("leader") if book.check(["leader"]) else ""
+    if not text:
+        raise ConnectionError(f"the {'leading' if term else 'first'} node's supervisor has not begun")
+    place = json.loads(text)
+    patience_s = _ASK_S if nodes.election is None else _ELECTED_S
+    reached = socket.create_connection((place["address"], place["port"]), timeout=patience_s)
     reached.settimeout(None)
     _watched(reached, UNREACHABLE_S)
     connection = Connection(reached.detach())
     key = place["key"].encode()
     try:
+        if nodes.election is not None and not connection.poll(patience_s):
+            raise ConnectionError(f"the supervisor of {place['address']} does not answer")
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
     except (EOFError, multiprocessing.AuthenticationError) as error:
         raise ConnectionError(f"the first node's supervisor is another by now ({error})") from None
-    link = Link(connection, UNREACHABLE_S)
-    link.send(Hello(nodes.number))
+    link = Link(connection, UNREACHABLE_S, term)
+    link.send(Hello(nodes.number, members or {}))
     return link
 
 

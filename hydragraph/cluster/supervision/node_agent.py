@@ -6,29 +6,33 @@ import logging
 import multiprocessing.connection
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydragraph import log
+from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
+from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Context,
     RankHandle,
     Stops,
     dismiss,
     forget,
+    kill_here,
+    private_folder,
     start,
     wait_for_outcomes,
 )
-from hydragraph.cluster.processes.rank_process import Returned, run_member
-from hydragraph.cluster.processes.restart_cache import KEPT
+from hydragraph.cluster.processes.rank_process import KEPT, Returned, run_member
 from hydragraph.cluster.supervision.coordinator import (
     BEAT_S,
     Back,
     Ended,
+    Handed,
     Kill,
     Leaving,
     Link,
@@ -36,12 +40,16 @@ from hydragraph.cluster.supervision.coordinator import (
     Over,
     Peers,
     ProbeAddress,
+    Seated,
     Start,
     Stop,
     Unheard,
+    Welcome,
     host_of,
     reach,
 )
+from hydragraph.cluster.supervision.election import Election, Fence
+from hydragraph.cluster.supervision.leadership import LeaseView, keeps
 from hydragraph.cluster.supervision.link_probe import LinkProbe
 from hydragraph.errors import EndedElsewhere
 
@@ -50,7 +58,17 @@ _LOG = logging.getLogger(__name__)
 ARRIVAL_S = 1800.0  # for the first node to start
 BACK_S = 300.0  # for reconnecting to it
 _TRY_S = 0.5  # between two attempts to reach it
+_TRY_ELECTED_S = 0.1
 _TOGETHER_S = 1.0  # a stop request to all machines reaches the leader within this time
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Arguments of `keeps` while the link to an elected leader is down."""
+
+    term: int
+    since: float
+    refused: bool = False
 
 
 @dataclass(eq=False)
@@ -65,36 +83,67 @@ class Deputy:
     _stopping: bool = False
     _back: bool = False
     _crew: dict[int, RankHandle] = field(default_factory=dict)
+    _seats: dict[int, Seated] = field(default_factory=dict)
+    _alone: Alone | None = None
+    _kept: TemporaryDirectory[str] | None = None
     _probe: LinkProbe | None = None
 
-    def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> None:
-        """Serve until the run ends or this machine is taken away.
+    def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
+        """Serve until the run ends, this machine is taken away, or it is elected.
 
         Args:
             arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
+
+        Returns:
+            The processes to lead with, if this machine was elected.
 
         Raises:
             EndedElsewhere: the run has failed.
             ConnectionError: the leader cannot be reached.
         """
         before = self._listen()
+        handed = None
+        if self._election is not None:
+            self._election.guard(Fence(self._may_live, lambda: kill_here(list(self._crew.values()))))
         try:
             patience_s = arrival_s
             while (link := self._reach(patience_s)) is not None:
                 over = self._serve(link)
                 if over is not None and over.error:
-                    raise EndedElsewhere(f"the first node has ended the run: {over.error}")
+                    raise EndedElsewhere(f"{self._leader} has ended the run: {over.error}")
                 if over is not None and not over.again:
-                    return
+                    return None
                 patience_s = back_s
                 if over is None:
-                    self._say(
-                        f"hydragraph: the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks "
-                        f"are ended, as others may go on without them; waiting {back_s:g} s for it"
-                    )
+                    self._say(f"hydragraph: {self._lost(link, back_s)}")
+            if self._election is not None and self._election.leads:
+                handed = Handed(tuple(self._crew.values()), self._seats, self._kept or private_folder())
+            return handed
         finally:
+            if handed is None:
+                self._dismiss()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @property
+    def _election(self) -> Election | None:
+        return self._nodes.election
+
+    @property
+    def _leader(self) -> str:
+        return "the first node" if self._election is None else f"node {self._election.standing.lease.node}"
+
+    def _may_live(self, standing: LeaseView, now: float) -> bool:
+        alone = self._alone
+        return alone is None or keeps(standing, alone.term, alone.since, alone.refused, now)
+
+    def _lost(self, link: Link, back_s: float) -> str:
+        if self._election is not None:
+            return f"the leading node is lost: {link.down}; this node's ranks wait for the next one"
+        return (
+            f"the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks are ended, as others may "
+            f"go on without them; waiting {back_s:g} s for it"
+        )
 
     def _listen(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -109,44 +158,61 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: this machine was taken away meanwhile."""
+        """Return the link to the leader; None: this machine was taken away or elected, or the run has ended."""
         end = time.monotonic() + patience_s
-        while self._asked_at is None:
+        while self._asked_at is None and not (self._election is not None and self._election.leads):
+            standing = LeaseView() if self._election is None else self._election.standing
+            lease = standing.lease
+            if standing.joined and lease.over is not None:
+                if lease.over:
+                    raise EndedElsewhere(f"{self._leader} has ended the run: {lease.over}")
+                return None
             try:
-                return reach(self._nodes)
+                return reach(self._nodes, self._seats)
             except (OSError, RuntimeError) as error:
+                if self._alone is not None and lease.term == self._alone.term:
+                    self._alone = replace(self._alone, refused=isinstance(error, ConnectionRefusedError))
                 if time.monotonic() > end:
-                    raise ConnectionError(
-                        f"the first node ({self._nodes.address}) could not be reached for {patience_s:g} s ({error}): "
-                        "start the same command again on it and here, with --resume"
-                    ) from None
-                time.sleep(_TRY_S)
+                    raise ConnectionError(self._unreachable(patience_s, error)) from None
+                time.sleep(_TRY_S if self._election is None else _TRY_ELECTED_S)
         return None
+
+    def _unreachable(self, patience_s: float, error: Exception) -> str:
+        who = f"the first node ({self._nodes.address})" if self._election is None else "a leading node"
+        again = "start the same command again on it and here, with --resume"
+        return f"{who} could not be reached for {patience_s:g} s ({error}): {again}"
 
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down, or this machine was taken away."""
         stops = Stops()
         self._probe = self._probing(link)
-        with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as kept:  # of mode 0700
-            try:
-                while not link.down:
-                    over = self._obey(link, kept)
-                    if over is not None:
-                        return over
-                    self._look(link, stops)
-                    if self._back:
-                        self._back = False
-                        link.send(Back())
-                    if self._drained(link):
-                        link.close("it was taken away")
-                        return Over()
-                return None
-            finally:
-                dismiss(list(self._crew.values()))
-                self._crew.clear()
-                link.close("")
-                if self._probe is not None:
-                    self._probe.close()
+        self._alone = None
+        self._kept = self._kept or private_folder()
+        over = None
+        try:
+            while not link.down:
+                over = self._obey(link, self._kept.name)
+                if over is not None:
+                    break
+                self._look(link, stops)
+                if self._back:
+                    self._back = False
+                    link.send(Back())
+                if self._drained(link):
+                    link.close("it was taken away")
+                    over = Over()
+                if self._election is not None and self._election.standing.lease.term != link.term:
+                    link.close("another node leads")
+            return over
+        finally:
+            if self._election is None or over is not None:
+                self._dismiss()
+            else:
+                # After a silence, the leader may continue without these ranks a second later.
+                self._alone = Alone(link.term, time.monotonic() if link.silent_s < UNREACHABLE_S else 0.0)
+            link.close("")
+            if self._probe is not None:
+                self._probe.close()
 
     def _probing(self, link: Link) -> LinkProbe | None:
         """Probe the links to other machines that do not lead, if there are any."""
@@ -174,15 +240,40 @@ class Deputy:
                 "GROUP_RANK": str(self._nodes.number),
             }
             seat = replace(message.seat, environment=environment, log_level=log.shown())
+            self._seats[message.number] = Seated(message.seat.rank, message.late)
             arguments = (seat, message.number, message.late, message.grace_s, message.work, None)
             self._crew[message.number] = start(self._context, message.number, run_member, *arguments)
         elif isinstance(message, Kill) and message.number in self._crew:
-            forget(self._crew.pop(message.number))
+            self._forget(message.number)
+        elif isinstance(message, Welcome):
+            self._continue_under(link, message, kept)
         elif isinstance(message, Stop):
             self._stopping = True
         elif isinstance(message, Peers) and self._probe is not None:
             self._probe.aim(message.addresses, message.tag)
         return message if isinstance(message, Over) else None
+
+    def _continue_under(self, link: Link, leader: Welcome, kept: str) -> None:
+        """Lead this machine's processes to a new leader, or end them if it does not continue with them."""
+        write_address(kept, leader.host, leader.port)
+        for member in list(self._crew.values()):
+            if not leader.kept:
+                self._forget(member.rank)
+            elif member.outcome is not None:
+                link.send(Ended(member.rank, member.outcome))
+
+    def _dismiss(self) -> None:
+        """End all processes."""
+        dismiss(list(self._crew.values()))
+        self._crew.clear()
+        self._seats.clear()
+        if self._kept is not None:
+            self._kept.cleanup()
+            self._kept = None
+
+    def _forget(self, member: int) -> None:
+        forget(self._crew.pop(member))
+        del self._seats[member]
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self._crew.values() if member.outcome is None]
@@ -193,7 +284,7 @@ class Deputy:
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
             if not isinstance(member.outcome, Returned):  # a process that returned stays until all have
-                forget(self._crew.pop(member.rank))
+                self._forget(member.rank)
 
     def _drained(self, link: Link) -> bool:
         """Forward a notice that this machine is taken away to its ranks; return whether all have left.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,18 +18,22 @@ from typing import Any
 from hydragraph import log
 from hydragraph.cluster.failure.failure_detector import PAUSE_S
 from hydragraph.cluster.failure.fault_record import announce_death, last_fault
+from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Context,
     RankHandle,
     Stops,
     dismiss,
     forget,
+    kill_here,
+    private_folder,
     raise_failure,
     start,
     wait_for_outcomes,
 )
 from hydragraph.cluster.processes.rank_process import (
     HOST,
+    KEPT,
     Died,
     Left,
     Raised,
@@ -40,11 +44,12 @@ from hydragraph.cluster.processes.rank_process import (
     run_member,
 )
 from hydragraph.cluster.processes.rendezvous_stores import client
-from hydragraph.cluster.processes.restart_cache import KEPT
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.rendezvous.protocol import Orders, Record, Rules, Said, awaited, decide
-from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix
-from hydragraph.cluster.supervision.coordinator import Hub, Nodes, Over, Start
+from hydragraph.cluster.rendezvous.store_registers import Peer, Registers, prefix, record_of, record_text
+from hydragraph.cluster.supervision.coordinator import Handed, Hub, Nodes, Over, Start
+from hydragraph.cluster.supervision.election import Deposed, Election, Fence
+from hydragraph.cluster.supervision.leadership import GATHER_S
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 
@@ -85,26 +90,34 @@ def run_members(
         RankFailure, TimeoutError, any other error: as for `launch`.
     """
 
-    kept = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
+    handed = None if nodes is None else nodes.handed
+    kept = private_folder() if handed is None else handed.kept
 
     def started(number: int, seat: int, late: bool) -> RankHandle:
         place = Seat(seat, ranks, port, {**os.environ, KEPT: kept.name}, log.shown())
         if nodes is not None and hub is not None:
             node = nodes.of(seat, ranks)
             place = replace(place, host=nodes.address, node=node, here=nodes.here(node, ranks))
-            if node:  # its deputy knows the environment and the log level
+            if node != nodes.number:  # its deputy knows the environment and the log level
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
             own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
-            place = replace(place, environment={**own, "GROUP_RANK": "0"})
+            place = replace(place, environment={**own, "GROUP_RANK": str(node)})
         return start(context, number, run_member, place, number, late, elastic.grace_s, work, prepared)
 
     store = client(HOST if nodes is None else nodes.address, port)
-    hub = None if nodes is None else Hub(nodes)
-    supervisor = Supervisor(started, store, ranks, elastic, hub)
-    over = Over()
+    hub: Hub | None = None
+    supervisor = Supervisor(started, store, ranks, elastic, crew=[] if handed is None else list(handed.crew))
+    over: Over | None = Over()
     try:
-        if hub is not None:
+        if nodes is not None and nodes.election is not None:
+            supervisor.lead(nodes.election)
+        if nodes is not None:
+            hub = supervisor.hub = Hub(nodes, port)
+            write_address(kept.name, nodes.address, port)
+        if handed is not None:
+            supervisor.adopt(handed)
+        elif hub is not None:
             hub.gather(_ARRIVAL)
         with (relay or Relay()).to([supervisor]):
             before = _on_return(supervisor.refill)
@@ -113,6 +126,11 @@ def run_members(
             finally:
                 before()
         return supervisor.results()
+    except Deposed:
+        # Processes on other machines continue under the next leader.
+        supervisor.crew = [member for member in supervisor.crew if member.process.pid]
+        over = None
+        raise
     except BaseException as error:
         again = nodes is not None and isinstance(error, nodes.again) and not isinstance(error, (*AGAIN, TooFewRanks))
         over = Over("" if again else f"{type(error).__name__}: {error}", again)
@@ -144,7 +162,8 @@ class Supervisor:
     _store: Any
     _ranks: int
     _elastic: Elastic
-    _hub: Hub | None = None
+    hub: Hub | None = None
+    _election: Election | None = None
     crew: list[RankHandle] = field(default_factory=list)
     _record: Record = field(default_factory=Record)
     _seats: dict[int, int] = field(default_factory=dict)  # by member
@@ -173,12 +192,15 @@ class Supervisor:
     def run(self, timeout: timedelta | None) -> None:
         """Run until all members have reported their outcomes, or none can."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
-        self._place.order(self._record.orders)
-        for seat in range(self._ranks + self._elastic.spares):
-            self._start(seat, late=seat >= self._ranks)
+        if not self.crew:
+            self._place.order(self._record.orders)
+            for seat in self._every_seat:
+                self._start(seat, late=seat >= self._ranks)
         while (self._live() or self._may_come_back()) and time.monotonic() < min(deadline, self._fatal_at or deadline):
             if self._finished():
                 return
+            if self._election is not None:
+                self._election.check()
             self._hear()
             if self._fatal_at is None:
                 self._coordinate()
@@ -187,6 +209,58 @@ class Supervisor:
             seconds = timeout.total_seconds() if timeout is not None else 0.0
             members = [member.rank for member in self._live()]
             raise TimeoutError(f"launch: processes {members} had not returned after {seconds:g} s")
+
+    def lead(self, election: Election) -> None:
+        """Lead until this machine's lease ends; its ranks end before."""
+        self._election = election
+        election.guard(Fence(lambda standing, now: standing.leads(now), lambda: kill_here(list(self.crew))))
+
+    def adopt(self, handed: Handed) -> None:
+        """Continue with the members of an earlier leader.
+
+        Raises:
+            RankFailure: none is left.
+        """
+        assert self.hub is not None
+        assert self._election is not None
+        text = self._election.record()
+        nodes: set[int] = set()
+        if text:
+            saved = json.loads(text)
+            self._record = record_of(saved["record"])
+            self._next = saved["next"]
+            self._empty = set(saved["empty"])
+            nodes = set(saved["nodes"])
+        self._stop = self._record.orders.stop
+        # The ranks of the machine that led before have ended with its lease.
+        crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
+        self.crew += crew
+        if not self.crew:
+            raise RankFailure(0, "", "no rank is left: the leading machine was lost, and the others had none")
+        for member, seated in {**handed.seats, **seats}.items():
+            self._seats[member] = seated.seat
+            self._late |= {member} if seated.late else set()
+            peer = Peer(member, seated.seat, 0, "", node=self._node(seated.seat))
+            self._place.adopt(peer, Said(ready=not seated.late))
+        self._place.order(self._record.orders)
+        vacant = set(self._every_seat) - {self._seats[member.rank] for member in self.crew} - self._empty
+        if self._elastic.rejoin:
+            self._waiting = dict.fromkeys(vacant, time.monotonic() + _REJOIN_S)
+        else:
+            self._empty |= vacant
+
+    @property
+    def _every_seat(self) -> range:
+        return range(self._ranks + self._elastic.spares)
+
+    def _save(self) -> None:
+        """Write what the next leader needs, before any member can act on it."""
+        if self._election is not None:
+            members = {self._next - 1, *(member.rank for member in self._live())}
+            nodes = {self._node(self._seats[member]) for member in members}
+            saved = {"record": record_text(self._record), "next": self._next}
+            saved |= {"empty": sorted(self._empty), "nodes": sorted(nodes)}
+            self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:
         """Forward a stop request to all members: the work is stopped, not handed over (see `Relay`)."""
@@ -213,16 +287,17 @@ class Supervisor:
         self._next += 1
         self._seats[number] = seat
         self._late |= {number} if late else set()
+        self._save()
         self._place.say(number, Said(ready=not late))
         self._place.introduce(Peer(number, seat, 0, "", node=self._node(seat)))
         self.crew.append(self._started(number, seat, late))
 
     def _node(self, seat: int) -> int:
-        return 0 if self._hub is None else self._hub.nodes.of(seat, self._ranks)
+        return 0 if self.hub is None else self.hub.nodes.of(seat, self._ranks)
 
     def _there(self, seat: int) -> bool:
         """Return whether a process can be started in a seat."""
-        return self._hub is None or self._hub.present(self._node(seat))
+        return self.hub is None or self.hub.present(self._node(seat))
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
@@ -298,7 +373,7 @@ class Supervisor:
         if self._back:
             self._refill_seats(self._empty)
             self._back = False
-        for node in () if self._hub is None else self._hub.arrived():
+        for node in () if self.hub is None else self.hub.arrived():
             self._welcome(node)
         for seat, when in list(self._waiting.items()):
             if time.monotonic() >= when and self._there(seat):
@@ -308,7 +383,7 @@ class Supervisor:
     def _welcome(self, node: int) -> None:
         """Schedule processes in the seats of a machine that has come back."""
         occupied = {self._seats[member.rank] for member in self._live()}
-        self._refill_seats({seat for seat in self._seats.values() if self._node(seat) == node} - occupied)
+        self._refill_seats({seat for seat in self._every_seat if self._node(seat) == node} - occupied)
 
     def _refill_seats(self, seats: AbstractSet[int]) -> None:
         """Schedule processes in seats whose devices are back; the history of these seats is cleared."""
@@ -320,18 +395,19 @@ class Supervisor:
 
     def _coordinate(self) -> None:
         """Read the members' registers and write the resulting orders."""
-        if self._hub is not None:
-            self._hub.drop_unreachable()
+        if self.hub is not None:
+            self.hub.drop_unreachable()
         said = self._said()
         self._give_up(said)
-        if self._stop and not self._told_stop and self._hub is not None:
+        if self._stop and not self._told_stop and self.hub is not None:
             self._told_stop = True
-            self._hub.stop()
+            self.hub.stop()
         record = decide(self._record, said, self._rules, coming=sum(map(self._there, self._waiting)))
         record = replace(record, orders=replace(record.orders, stop=self._stop))
         if record.orders == self._record.orders:
             return
         before, self._record = self._record.orders, record
+        self._save()
         self._place.order(record.orders)
         self._since |= {m: time.monotonic() for m in record.current if m not in self._since}
         _told(before, record.orders)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydragraph.cluster.processes.restart_cache import KEPT, keep, kept
+from hydragraph.cluster.processes.rank_process import KEPT
+from hydragraph.cluster.processes.restart_cache import keep, kept
 
 
 def made() -> dict[str, object]:

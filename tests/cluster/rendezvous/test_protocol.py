@@ -1,10 +1,14 @@
-"""Generations: every order of events of small worlds, with kills at any of them."""
+"""Generations: every order of events of small worlds, with kills at any of them, also of the leading supervisor.
+
+A supervisor writes its record before it shows the orders in it, and its successor begins with that record, a store
+without orders, and the registers that members had when they started, until they write theirs again.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -28,42 +32,61 @@ class Member:
 
 @dataclass(frozen=True)
 class World:
-    """Everything there is: the coordinator, members by number, and how much may yet go wrong."""
+    """Everything there is: the coordinator's record, members by number, and how much may yet go wrong.
+
+    Attributes:
+        losses: how many leading supervisors may be lost.
+        shown: orders that members can read.
+        silent: members whose register the store does not have, as it is new.
+    """
 
     orders: Orders
     formed: tuple[tuple[int, tuple[int, ...]], ...]
     members: tuple[Member, ...]
     kills: int
     leaves: int
+    losses: int = 0
+    shown: Orders = field(default_factory=Orders)
+    silent: frozenset[int] = frozenset()
 
     @property
     def record(self) -> Record:
         return Record(self.orders, dict(self.formed))
 
     def put(self, member: int, changed: Member) -> World:
-        return replace(self, members=(*self.members[:member], changed, *self.members[member + 1 :]))
+        members = (*self.members[:member], changed, *self.members[member + 1 :])
+        said = changed.said != self.members[member].said
+        return replace(self, members=members, silent=self.silent - {member} if said else self.silent)
 
 
 def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """Yield everything that may happen next, by name; kills and requests to leave do not count as progress."""
     said = {m: member.said for m, member in enumerate(world.members) if member.lives}
-    record = decide(world.record, said, rules)
-    if record != world.record:
+    known = said | {m: Said(ready=m < rules.size) for m in world.silent & said.keys()}
+    record = decide(world.record, known, rules)
+    if world.shown != world.orders:
+        yield "show", replace(world, shown=world.orders)
+    elif record != world.record:
         yield "decide", replace(world, orders=record.orders, formed=tuple(sorted(record.formed.items())))
+    if world.losses:
+        lost = replace(world, losses=world.losses - 1, shown=Orders(), silent=frozenset(said))
+        yield "lose", lost
+    for m in world.silent & said.keys():
+        yield "repeat", replace(world, silent=world.silent - {m})
     formed = dict(world.formed)
     for m, member in enumerate(world.members):
         if not member.lives:
             continue
         if world.kills:
             yield "kill", replace(world.put(m, replace(member, lives=False)), kills=world.kills - 1)
-        if m in world.orders.out:
+        if m in world.shown.out:
             yield "end", world.put(m, replace(member, lives=False))  # as its supervisor sees to it
         elif member.at is None:
             if not member.said.ready and not member.said.after and not member.said.left:
                 yield "ready", world.put(m, replace(member, said=Said(ready=True)))
             if member.said.left:
                 continue
-            answer = attend(m, member.said, world.orders) if member.said.ready or member.said.after else None
+            answer = attend(m, member.said, world.shown) if member.said.ready or member.said.after else None
             if isinstance(answer, Said):
                 yield "agree", world.put(m, replace(member, said=answer))
             elif isinstance(answer, Generation):
@@ -89,7 +112,7 @@ def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[
     dead = tuple(o for o, other in others.items() if not other.lives)
     departed = [o for o, other in others.items() if other.said.after >= number or other.said.left]
     arrived = all(other.at == number or other.said.holds == number for other in others.values())
-    generation = world.orders.proposal
+    generation = world.shown.proposal
     handed_over = generation.number == number and generation.leaving and arrived and not dead
     holds = number if arrived else member.said.holds
     come = replace(member.said, after=number, holds=holds, accuses=(), leaving=member.asked)
@@ -97,7 +120,7 @@ def comes(world: World, m: int, formed: dict[int, tuple[int, ...]]) -> Iterator[
         yield replace(come, left=True)  # it saves and ends
     elif handed_over:
         yield replace(come, left=m in generation.leaving, leaving=False)
-    elif dead or departed or world.orders.call > number or (member.asked and m not in generation.leaving):
+    elif dead or departed or world.shown.call > number or (member.asked and m not in generation.leaving):
         yield come
         for each in dead:
             yield replace(come, accuses=(each,))
@@ -113,7 +136,7 @@ def explore(first: World, rules: Rules) -> dict[World, list[World]]:
             continue
         check(world)
         following = list(events(world, rules))
-        after[world] = [w for name, w in following if name not in ("kill", "ask")]
+        after[world] = [w for name, w in following if name not in ("kill", "ask", "lose")]
         waiting += [w for _, w in following]
     return after
 
@@ -143,11 +166,11 @@ def settled(world: World, size: int) -> bool:
     return at_work == inside and len(inside) >= min(size, len(alive))
 
 
-def prove(size: int, newcomers: int, kills: int, leaves: int = 0) -> int:
+def prove(size: int, newcomers: int, kills: int, leaves: int = 0, losses: int = 0) -> int:
     """Explore a world; return how many states it has."""
     ready = tuple(Member(Said(ready=True)) for _ in range(size))
     late = tuple(Member(Said()) for _ in range(newcomers))
-    first = World(Orders(), ((0, ()),), (*ready, *late), kills, leaves)
+    first = World(Orders(), ((0, ()),), (*ready, *late), kills, leaves, losses)
     after = explore(first, Rules(size))
     stuck = [world for world, following in after.items() if not following and not settled(world, size) and ends(world)]
     assert not stuck, stuck[0]
@@ -197,6 +220,18 @@ def test_two_members_of_which_both_may_die() -> None:
 
 def test_a_member_leaves_while_another_may_die() -> None:
     assert prove(2, 0, 1, leaves=1) > 50
+
+
+def test_the_leading_supervisor_is_lost_at_any_moment() -> None:
+    assert prove(2, 0, 1, losses=1) > 200
+    assert prove(2, 0, 0, losses=2) > 100
+    assert prove(2, 1, 0, losses=1) > 200
+
+
+@thorough
+@pytest.mark.parametrize("world", [(2, 1, 1, 0, 1), (2, 0, 1, 1, 1), (2, 0, 1, 0, 2), (3, 0, 1, 0, 1)], ids=str)
+def test_larger_worlds_whose_leading_supervisor_is_lost(world: tuple[int, int, int, int, int]) -> None:
+    assert prove(*world) > 1000
 
 
 @thorough

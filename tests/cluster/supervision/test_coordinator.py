@@ -15,13 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.cluster.processes.launched_ranks import outcome_of
+from hydragraph.cluster.processes.launched_ranks import outcome_of, private_folder
 from hydragraph.cluster.processes.rank_process import Died, Returned, Seat
+from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision import broken_links
 from hydragraph.cluster.supervision import coordinator as module
 from hydragraph.cluster.supervision.coordinator import (
     Back,
     Ended,
+    Handed,
     Heartbeat,
     Hub,
     Kill,
@@ -31,11 +33,15 @@ from hydragraph.cluster.supervision.coordinator import (
     Over,
     Peers,
     ProbeAddress,
+    Seated,
     Start,
     Unheard,
+    Welcome,
     nodes_of,
     reach,
 )
+from hydragraph.cluster.supervision.election import Election
+from tests.registers import StoreRegister
 
 PATIENCE_S = 20.0
 
@@ -99,6 +105,7 @@ def test_a_launcher_that_starts_several_processes_on_a_machine_starts_ranks() ->
     assert nodes_of(there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == Nodes(1, 2, "a", 5, shared=True)
     assert nodes_of(there | {"LOCAL_WORLD_SIZE": "2"}) is None
     assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}) is None
+    assert nodes_of({"RANK": "1", "WORLD_SIZE": "2"}, elected=True) == Nodes(1, 2, "", 0)
 
 
 def test_a_process_is_started_ended_and_heard_of_on_another_machine(hub: Hub, first: Nodes) -> None:
@@ -196,6 +203,27 @@ def test_the_processes_of_one_machine_end_if_it_and_another_do_not_reach_each_ot
     links[reporter].send(Unheard(()))
     until(lambda: not looked())
     assert hub.arrived() == (dropped,)
+
+
+def test_members_of_an_earlier_leader_continue_if_their_machine_comes_in_time(first: Nodes) -> None:
+    server = hosted("127.0.0.1", 0)
+    election = Election(StoreRegister.at(server.port), 0)
+    until(lambda: election.leads)
+    handed = Handed((), {}, private_folder())
+    hub = Hub(replace(first, count=3, election=election, handed=handed), port=1234)
+    in_time = reach(replace(hub.nodes, number=1), {5: Seated(1, late=True)})
+    assert heard(in_time, Welcome) == Welcome(True, "127.0.0.1", 1234)
+    crew, seats = hub.adopt([1, 2], patience_s=0.2)
+    assert [member.rank for member in crew] == [5]
+    assert seats == {5: Seated(1, late=True)}
+    in_time.send(Ended(5, Returned(b"value")))
+    until(crew[0].connection.poll)
+    assert outcome_of(crew[0]) == Returned(b"value")
+    too_late = reach(replace(hub.nodes, number=2), {6: Seated(2, late=False)})
+    assert heard(too_late, Welcome) == Welcome(False, "127.0.0.1", 1234)
+    hub.close(None)
+    until(lambda: too_late.hear(0.02) is None and too_late.down)
+    election.end()
 
 
 def test_whoever_does_not_know_the_key_is_sent_away(hub: Hub, first: Nodes) -> None:

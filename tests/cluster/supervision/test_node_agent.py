@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hydragraph.cluster.launch import starting
+from hydragraph.cluster.processes.rendezvous_stores import hosted
 from hydragraph.cluster.supervision.coordinator import Nodes
 from hydragraph.cluster.supervision.node_agent import Deputy
 from tests.thorough import thorough
@@ -50,6 +51,41 @@ if __name__ == "__main__":
         follow(nodes, print)
     else:
         print(hg.launch(work, 3, bool(kill), elastic=hg.Elastic(rejoin=False), nodes=nodes))
+"""
+
+
+# Three machines, of which the leading one is killed while its rank and the others work: prints who is left.
+ELECTED = """
+import os, sys, time
+import hydragraph as hg
+from hydragraph.cluster.launch import follow
+from hydragraph.cluster.rendezvous.member import here
+from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.election import Election
+from hydragraph.errors import RankFailure
+from tests.registers import StoreRegister
+
+
+def work():
+    member = here()
+    first = (os.environ["GROUP_RANK"], os.getpid(), member.generation.number)
+    member.hold()
+    if first[0] == os.environ["VICTIM"]:
+        time.sleep(0.5)
+        os.kill(int(os.environ["SUPERVISOR"]), 9)
+    while len(member.generation.members) == 3:
+        member.meet(RankFailure(member.rank, "", "as if a call had failed"))
+    return first, member.rank, len(member.generation.members), os.getpid()
+
+
+if __name__ == "__main__":
+    number, port, victim = map(int, sys.argv[1:])
+    os.environ |= {"SUPERVISOR": str(os.getpid()), "VICTIM": str(victim)}
+    nodes = Nodes(number, 3, "127.0.0.1", 0, election=Election(StoreRegister.at(port), number))
+    leading = follow(nodes, print)
+    if leading is not None:
+        print(hg.launch(work, 3, elastic=hg.Elastic(rejoin=False), nodes=leading))
+        nodes.election.end()
 """
 
 
@@ -92,6 +128,33 @@ def test_ranks_go_on_where_the_supervisor_of_another_machine_is_killed_and_its_r
     ranks = eval(said.splitlines()[-1])
     assert [(first[0], count) for first, count, _ in ranks] == [(0, 2), (1, 2)]
     assert all(first[4] == now for first, _, now in ranks), "they are the same processes"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_go_on_under_another_machine_where_that_of_the_leader_is_killed(victim: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ELECTED)
+    server = hosted("127.0.0.1", 0)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(number), str(server.port), str(victim)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for number in range(3)
+    ]
+    ended = [(process.wait(LIMIT_S), process.communicate()[0]) for process in started]
+    codes = [0, 0, 0]
+    codes[victim] = -signal.SIGKILL
+    assert [code for code, _ in ended] == codes, "".join(said for _, said in ended)
+    (result,) = (line for _, said in ended for line in said.splitlines() if line.startswith("[(("))
+    ranks = eval(result)
+    assert [(rank, count) for _, rank, count, _ in ranks] == [(0, 2), (1, 2)]
+    assert [first[0] for first, *_ in ranks] == [str(number) for number in range(3) if number != victim]
+    assert all(first[1] == now for first, _, _, now in ranks), "they are the same processes"
 
 
 def test_a_first_machine_that_never_comes_is_named() -> None:

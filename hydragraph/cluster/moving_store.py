@@ -1,0 +1,133 @@
+"""Store that moves with the leader of several machines, as seen by a rank.
+
+The supervisor of each machine writes the current address to a file, and its ranks follow it. A rank's own values are
+written again to each next store; everything else in it is the new leader's.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydragraph.cluster.failure.open_sockets import open_sockets, shut_down
+from hydragraph.cluster.processes.rendezvous_stores import client
+
+T = TypeVar("T")
+
+_FILE = "leader"
+_WAIT_S = 0.05
+_CONNECT_S = 2.0
+
+
+def write_address(folder: str, host: str, port: int) -> None:
+    """Tell the ranks of this machine, whose supervisor has this private folder, where the current store is."""
+    new = Path(folder) / f".{_FILE}"
+    new.write_text(json.dumps([host, port]))
+    new.replace(Path(folder) / _FILE)
+
+
+def follows(folder: str | None) -> bool:
+    """Return whether the store of this machine's ranks may move."""
+    return folder is not None and (Path(folder) / _FILE).exists()
+
+
+class MovingStore:
+    """Clients of the current store.
+
+    Args:
+        folder: private folder of this machine's supervisor.
+        moved: called when the store has moved, from another thread.
+    """
+
+    def __init__(self, folder: str, moved: Callable[[], None]) -> None:
+        self._file = Path(folder) / _FILE
+        self._moved = moved
+        self._text = self._file.read_text()
+        self._sockets: set[tuple[int, str]] = set()
+        self._written: dict[str, str] = {}
+        self._lines: list[Line] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._follow, name="hydragraph-store", daemon=True).start()
+
+    def connect(self) -> Any:
+        """Return a new client of the current store; it is cut when the store moves.
+
+        Raises:
+            OSError, RuntimeError: the store does not answer.
+        """
+        host, port = json.loads(self._text)
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast: the client retries for minutes
+        before = open_sockets()
+        try:
+            return client(host, port)
+        finally:
+            self._sockets |= open_sockets() - before
+
+    def line(self) -> Line:
+        """Return a client that moves with the store."""
+        line = Line(self, self.connect())
+        self._lines.append(line)
+        return line
+
+    def write(self, line: Line, key: str, value: str) -> None:
+        """Write a value, and keep it for later stores."""
+        with self._lock:
+            self._written[key] = value
+            line.store.set(key, value)
+
+    def _follow(self) -> None:
+        current = self._text
+        while True:
+            time.sleep(_WAIT_S)
+            self._text = self._file.read_text()
+            if self._text == current:
+                continue
+            self._moved()
+            if self._move():
+                current = self._text
+
+    def _move(self) -> bool:
+        """Connect to the current store; return whether it answers."""
+        for descriptor, _ in self._sockets & open_sockets():
+            shut_down(descriptor)  # requests to a lost store may block for minutes
+        self._sockets = set()
+        try:
+            with self._lock:
+                for line in self._lines:
+                    line.store = self.connect()
+                for key, value in self._written.items():
+                    self._lines[0].store.set(key, value)
+        except (OSError, RuntimeError):
+            return False
+        return True
+
+
+class Line:
+    """A client that repeats a request at the next store if the current one is lost."""
+
+    def __init__(self, moving: MovingStore, store: Any) -> None:
+        self._moving = moving
+        self.store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value, which the next stores get too."""
+        self._repeated(lambda _: self._moving.write(self, key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait for it."""
+        value: bytes = self._repeated(lambda store: store.get(key))
+        return value
+
+    def _repeated(self, request: Callable[[Any], T]) -> T:
+        while True:
+            store = self.store
+            try:
+                return request(store)
+            except RuntimeError:
+                while self.store is store:
+                    time.sleep(_WAIT_S)

@@ -1,0 +1,167 @@
+"""A machine's part in the election of a run's leader: threads that renew or watch the lease, and end ranks in time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from hydragraph.cluster.supervision.etcd_register import Register
+from hydragraph.cluster.supervision.leadership import Lease, LeaseView, asking, learned, wanted
+
+_LOG = logging.getLogger(__name__)
+
+_ASK_S = 0.4  # between two requests
+_FENCE_S = 0.05
+_FIRST_S = 30.0  # for the register's first answer
+
+
+class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
+    """This machine no longer leads: others may continue without its ranks, which have been ended."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Condition on which the ranks of this machine may live, and how to end them."""
+
+    may_live: Callable[[LeaseView, float], bool]
+    end: Callable[[], None]
+
+
+class Election:
+    """Election of the leader, as seen by one machine.
+
+    Args:
+        node: number of this machine.
+
+    Attributes:
+        standing: what this machine knows.
+
+    Raises:
+        ConnectionError: the register does not answer.
+    """
+
+    def __init__(self, register: Register, node: int) -> None:
+        self._register = register
+        self._own = Lease(node=node, holder=uuid.uuid4().hex)
+        self.standing = LeaseView()
+        self._text = self._record = ""
+        self._fence: Fence | None = None
+        self._answers = True
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        deadline = time.monotonic() + _FIRST_S
+        while not self._read():
+            if time.monotonic() > deadline:
+                self._register.read()  # raises what prevents it
+            time.sleep(_ASK_S)
+        for name, task, interval_s in (("lease", self._take_part, _ASK_S), ("fence", self._guard, _FENCE_S)):
+            arguments = (task, interval_s)
+            threading.Thread(target=self._repeat, args=arguments, name=f"hydragraph-{name}", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this machine leads."""
+        return self.standing.leads(time.monotonic())
+
+    def guard(self, fence: Fence) -> None:
+        """End the ranks of this machine as soon as they may not live, from another thread; replaces the last fence."""
+        self._fence = fence
+
+    def record(self) -> str:
+        """Return the record that the last leader wrote; only the leader calls this."""
+        return self._record
+
+    def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
+        """Write what others need to know of the run, in this machine's term.
+
+        Raises:
+            Deposed: the term is over; the register has not changed.
+        """
+        while self.leads:
+            with self._lock:
+                lease = self.standing.lease
+                place = lease.place if place is None else place
+                lease = replace(lease, beat=lease.beat + 1, place=place, over=over)
+                if self.leads and self._swap(lease, record):
+                    return
+            self._read()
+        raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
+
+    def check(self) -> None:
+        """Raise Deposed unless this machine leads."""
+        if not self.leads:
+            raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
+
+    def resign(self) -> None:
+        """Leave the lease to others, and compete for it again once it has expired."""
+        with self._lock:
+            self.standing = replace(self.standing, term=0, asked=None)
+
+    def end(self, why: str = "") -> None:
+        """Tell the other machines that the run has ended, and why, and take no further part."""
+        with suppress(Deposed):
+            self.write(over=why)
+        self._closed.set()
+
+    def _repeat(self, task: Callable[[], None], interval_s: float) -> None:
+        while not self._closed.wait(interval_s):
+            try:
+                task()
+            except Exception:  # the next attempt may succeed, and ranks must end in time
+                _LOG.exception("an attempt failed, and is repeated")
+
+    def _guard(self) -> None:
+        fence = self._fence
+        if fence is not None and not fence.may_live(self.standing, time.monotonic()):
+            fence.end()
+
+    def _take_part(self) -> None:
+        with self._lock:
+            lease = wanted(self.standing, self._own, time.monotonic())
+            if lease is not None and self._swap(lease):
+                return
+        self._read()
+
+    def _read(self) -> bool:
+        """Read the register; return whether it answered."""
+        with self._lock:
+            sent = time.monotonic()
+            try:
+                text, record = self._register.read()
+            except ConnectionError as error:
+                if self._answers:
+                    _LOG.warning("%s", error)
+                self._answers = False
+                return False
+            self._answers = True
+            self._learn(text, sent)
+            self._record = record
+            return True
+
+    def _swap(self, lease: Lease, record: str | None = None) -> bool:
+        """Ask the register to accept a lease; return whether it has."""
+        text = json.dumps(asdict(lease))
+        sent = time.monotonic()
+        self.standing = asking(self.standing, lease, sent)
+        try:
+            accepted = self._register.swap(self._text, text, record)
+        except ConnectionError:  # a read follows, and reports it
+            return False
+        if accepted:
+            self._learn(text, sent)
+            self._record = self._record if record is None else record
+        return accepted
+
+    def _learn(self, text: str, sent: float) -> None:
+        before = self.standing
+        lease = Lease(**json.loads(text)) if text else Lease()
+        self._text = text
+        self.standing = learned(before, lease, sent, time.monotonic())
+        if self.standing.lease.term != before.lease.term:
+            _LOG.info("term %d: node %d leads", lease.term, lease.node)

@@ -1,0 +1,153 @@
+"""Leadership of a run as a lease in a replicated register: each machine's decisions, by its own clock; pure.
+
+The register holds one lease: its term, its holder, and a count that the holder raises to renew it. A machine that has
+read the same lease for `TTL_S` takes it with the next term. The register accepts a new lease only in place of the one
+that was read, so a term has one holder. The holder stops at `TTL_S - MARGIN_S` after it *sent* the last renewal that
+succeeded, which is before any other machine can have waited for `TTL_S`. So two machines never lead at the same time if
+their clocks run equally fast. (etcd's own leases are not used: it prolongs all of them when it elects a leader of its
+own, as it must if the lost machine ran that member.)
+
+A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, it keeps them
+for the next leader, which waits for `GATHER_S` before it continues without them, only if the old leader has certainly
+ended.
+
+Example: machine 0 renews term 1 for the last time at 10.0 and is killed. Machine 1, which read that renewal at 10.2,
+takes term 2 at 15.4. If machine 0 was frozen instead, it ends its ranks when it wakes: its term ended at 14.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TTL_S = 5.0
+MARGIN_S = 0.5  # for ending processes, and for clocks that differ
+STAGGER_S = 0.3  # later for each following machine, so that the first of those left takes the lease
+FIRST_S = 2.0  # the same while no run holds it, as machines do not start at the same moment
+REACH_S = 3.0  # for the connection to a new leader
+GATHER_S = 7.0  # exceeds TTL_S, REACH_S and what is left of `UNREACHABLE_S` when a lease ends, by a poll and more
+DOUBT_S = 1.0  # for finding out whether a leader whose connection broke has ended
+GRACE_S = 2.0  # before a leader gives up ranks whose machine's connection broke; exceeds DOUBT_S
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Lease of the leader, as the register holds it.
+
+    Attributes:
+        term: counted from 1; 0: no machine has led yet.
+        node, holder: machine that holds it, and a word that no other process has.
+        beat: number of changes in this term.
+        prior: machine that held the term before; None: the run began with this term.
+        place: where the leader's supervisor listens, as JSON; "": not yet known.
+        over: why the run has ended; "": it succeeded; None: it has not ended.
+    """
+
+    term: int = 0
+    node: int = 0
+    holder: str = ""
+    beat: int = 0
+    prior: int | None = None
+    place: str = ""
+    over: str | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether no run holds it."""
+        return not self.term or self.over is not None
+
+
+@dataclass(frozen=True)
+class LeaseView:
+    """A machine's knowledge; times are seconds of its own clock.
+
+    Attributes:
+        lease: the newest lease that it read or wrote.
+        since: when it learned of this lease.
+        placed: when it learned of this term, or of this place of the leader.
+        answered: when it sent the last request that the register answered.
+        asked, asked_at: the lease that it asked the register to accept last, and when it first did.
+        term: term that it holds itself; 0: none.
+        until: when it stops leading, unless it renews before.
+        joined: whether it has read the lease of a running run.
+    """
+
+    lease: Lease = Lease()
+    since: float = 0.0
+    placed: float = 0.0
+    answered: float = float("-inf")
+    asked: Lease | None = None
+    asked_at: float = 0.0
+    term: int = 0
+    until: float = 0.0
+    joined: bool = False
+
+    @property
+    def expired(self) -> bool:
+        """Whether the lease was seen unchanged for `TTL_S`."""
+        return self.answered - self.since >= TTL_S
+
+    def leads(self, now: float) -> bool:
+        """Return whether this machine leads."""
+        return self.term > 0 and now < self.until
+
+
+def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
+    """Return the view before the register is asked to accept a lease in place of the newest one."""
+    return replace(standing, asked=lease, asked_at=standing.asked_at if lease == standing.asked else now)
+
+
+def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
+    """Return the view after the register's answer to a request that was sent at `sent`.
+
+    Args:
+        lease: the lease that it holds. If it is the one that was asked for, it was accepted, even if an earlier answer
+            said otherwise: a member may pass on a request and fail before it answers.
+    """
+    before = standing.lease
+    first = standing.answered == float("-inf")
+    accepted = lease == standing.asked
+    return replace(
+        standing,
+        lease=lease,
+        since=now if first or lease != before else standing.since,
+        placed=now if first or (lease.term, lease.place) != (before.term, before.place) else standing.placed,
+        answered=max(sent, standing.answered),
+        term=lease.term if accepted else standing.term if lease.term == standing.term else 0,
+        until=standing.asked_at + TTL_S - MARGIN_S if accepted else standing.until,
+        joined=standing.joined or not lease.free,
+    )
+
+
+def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
+    """Return the lease to ask for in place of the newest one; None: leave it to its holder.
+
+    A machine that has seen the run takes no lease after its end.
+
+    Args:
+        own: this machine's node and holder.
+    """
+    lease = standing.lease
+    if standing.leads(now):
+        return replace(lease, beat=lease.beat + 1)
+    turn = own.node * FIRST_S if lease.free else TTL_S + own.node * STAGGER_S
+    if standing.answered - standing.since < turn or (lease.free and standing.joined):
+        return None
+    if lease.free:
+        return replace(own, term=lease.term + 1)
+    return replace(own, term=lease.term + 1, prior=lease.node)
+
+
+def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: float) -> bool:
+    """Return whether a machine without a leader keeps its ranks for the next one, or ends them.
+
+    Args:
+        term, since: term of the leader that it was connected to, and when it noticed that the link was down.
+        refused: whether the leader's machine refuses connections: its supervisor has ended.
+    """
+    if now - standing.answered > TTL_S:
+        return False  # cut off from the register: others may continue
+    if standing.leads(now):
+        return True
+    if standing.lease.term != term:
+        return not standing.lease.place or now - standing.placed < REACH_S
+    return refused or standing.expired or now - since < DOUBT_S
