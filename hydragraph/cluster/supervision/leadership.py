@@ -12,7 +12,7 @@ for the next leader, which waits for `GATHER_S` before it continues without them
 ended.
 
 Example: machine 0 renews term 1 for the last time at 10.0 and is killed. Machine 1, which read that renewal at 10.2,
-takes term 2 at 15.4. If machine 0 was frozen instead, it ends its ranks when it wakes: its term ended at 14.5.
+takes term 2 at 15.5. If machine 0 was frozen instead, it ends its ranks when it wakes: its term ended at 14.5.
 """
 
 from __future__ import annotations
