@@ -112,7 +112,7 @@ def check_command(options: CheckOptions) -> None:
             fitting = fit(costs, strategy, assignment)
             flops = step_flops(program, [n for n in assignment.lengths if n])
             mfu = flops / (peak * fitting.seconds) if comparable else None
-            fits.append((fitting, mfu, advice(costs, fitting, assignment)))
+            fits.append((fitting, mfu, advice(costs, fitting, assignment, may_stream=not config.deterministic)))
     if options.as_json:
         records = [{**fitting.as_dict(), "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
         if launches:

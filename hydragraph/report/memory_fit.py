@@ -83,31 +83,27 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
     return MemoryFit(strategy, memory, limits, timeline.seconds)
 
 
-def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
+def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
     """Return advice on the smallest change that makes a strategy fit; "" if it fits.
 
-    The order is recomputation, streaming, shorter micro-batches, shorter sequences, higher tensor-parallel degrees.
-    Each is simulated, so the advised change fits.
+    The order is recomputation or streaming (whichever takes less time), shorter micro-batches, shorter sequences,
+    higher tensor-parallel degrees. Each is simulated, so the advised change fits.
     """
     if found.fits:
         return ""
     again = recomputing(found.strategy)
-    if fit_only(costs, again, assignment):
-        for budget in BUDGETS:
-            partly = recomputing(found.strategy, budget)
-            if fit_only(costs, partly, assignment):
-                return f"recompute in part: {partly.name} fits"
-        return f"recompute: {again.name} fits"
-    for strategy in streaming_more(found.strategy):
-        tried = fit(costs, strategy, assignment)
-        if tried.fits:
-            return _streamed(tried, found)
-    streamed = strategy  # all streamed and recomputed
+    streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
+    light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
+    if light[0].fits:  # so may recomputation in part
+        light += [fit(costs, recomputing(found.strategy, budget), assignment) for budget in BUDGETS]
+    fitting = [tried for tried in light if tried.fits]
+    if fitting:
+        return _lighter(min(fitting, key=lambda tried: tried.seconds), found)
     choices = (
         (found.strategy, ""),
         (again, f" and recomputation, {again.name}"),
-        (streamed, f", recomputation and streaming, {streamed.name}"),
-    )
+        (streamed[-1], f", recomputation and streaming, {streamed[-1].name}"),
+    )[: 3 if may_stream else 2]
     for strategy, words in choices:
         shorter = _most_tokens(costs, strategy, assignment)
         if shorter is not None:
@@ -119,7 +115,7 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
     for sequence_parallel in (True, False):
         with suppress(Unsupported):  # such stages are not priced
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
-                for strategy in (wide, recomputing(wide), *streaming_more(wide)):
+                for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     if fit_only(costs, strategy, merged):
                         return _widened(fit(costs, strategy, merged), found)
     return _more(found)
@@ -133,13 +129,19 @@ def _widened(tried: MemoryFit, found: MemoryFit) -> str:
     return f"a higher tensor-parallel degree{more}: {tried.strategy.name} fits, {seconds}"
 
 
-def _streamed(tried: MemoryFit, found: MemoryFit) -> str:
+def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
     stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
-    which = "all stages" if all(stage.stream for stage in stages) else f"{sum(bool(s.stream) for s in stages)} stages"
-    what = "gradients" if all(stage.stream in (False, GRADIENTS) for stage in stages) else "weights and gradients"
-    more = " and recompute" * any(stage.recompute for stage in stages)
+    before = [stage for pipeline in found.strategy.pipelines for stage in pipeline.stages]
+    ways = []
+    streams = [stage.stream for stage, other in zip(stages, before, strict=True) if stage.stream != other.stream]
+    if streams:
+        which = "all stages" if len(streams) == len(stages) else f"{len(streams)} stages"
+        ways.append(f"stream the {'gradients' if {*streams} == {GRADIENTS} else 'weights and gradients'} of {which}")
+    again = {stage.recompute for stage, other in zip(stages, before, strict=True) if stage.recompute != other.recompute}
+    if again:
+        ways.append("recompute" if True in again else "recompute in part")
     costs = f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
-    return f"stream the {what} of {which}{more}: {tried.strategy.name} fits, {costs}"
+    return f"{' and '.join(ways)}: {tried.strategy.name} fits, {costs}"
 
 
 def _more(found: MemoryFit) -> str:
