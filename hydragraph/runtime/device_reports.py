@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +48,7 @@ class DeviceReport:
         products_per_s: small matrix products per second.
         flops_per_s: of these products.
         threads: compute threads on a CPU; 0 on a GPU.
-        details: compute capability and PCI address of a GPU, and the NUMA nodes of its host.
+        details: compute capability, PCI address and peers of a GPU, or cores; NUMA nodes and network interfaces.
         versions: that all hosts must agree on.
     """
 
@@ -170,15 +172,42 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _details(device: torch.device) -> str:
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    numa = f"{nodes} NUMA node{'s' * (nodes != 1)}"
     if device.type == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return f"{cores} core{'s' * (cores != 1)}, {numa}"
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        parts = [f"{len(cores)} core{'s' * (len(cores) != 1)}"]
+        near = {
+            int(node.name[4:])
+            for core in cores
+            for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")
+        }
+    else:
+        parts, near = _gpu_details(device)
+    parts += [f"NUMA node {', '.join(map(str, sorted(near)))}"] * bool(near)
+    networks = [name for _, name in socket.if_nameindex() if name != "lo" and _is_up(name)]
+    return ", ".join([*parts, *[f"network {' and '.join(networks)}"] * bool(networks)])
+
+
+def _gpu_details(device: torch.device) -> tuple[list[str], set[int]]:
+    """Return details of a GPU, and the NUMA node that it is next to."""
     properties = torch.cuda.get_device_properties(device)
+    parts = [f"compute capability {properties.major}.{properties.minor}"]
+    near: set[int] = set()
     address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    pci = "" if None in address else f"PCI {address[0]:04x}:{address[1]:02x}:{address[2]:02x}, "
-    return f"compute capability {properties.major}.{properties.minor}, {pci}{numa}"
+    if None not in address:
+        pci = f"{address[0]:04x}:{address[1]:02x}:{address[2]:02x}"
+        parts.append(f"PCI {pci}")
+        with suppress(OSError, ValueError):
+            near = {int(Path(f"/sys/bus/pci/devices/{pci}.0/numa_node").read_text())} - {-1}  # -1: unknown
+    own = device.index or 0
+    peers = [n for n in range(torch.cuda.device_count()) if n != own and torch.cuda.can_device_access_peer(own, n)]
+    return [*parts, *[f"peer of GPU {' and '.join(map(str, peers))}"] * bool(peers)], near
+
+
+def _is_up(interface: str) -> bool:
+    try:
+        return Path(f"/sys/class/net/{interface}/operstate").read_text().strip() != "down"
+    except OSError:
+        return False
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -101,3 +101,13 @@ def test_this_machine_reports_itself() -> None:
     assert report.memory_bytes_per_s > 0
     assert report.threads >= 1
     assert "core" in report.details
+    assert "lo" not in report.details.partition("network ")[2].split(" and ")
+
+
+def test_a_gpu_reports_where_it_is_and_whom_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(major=9, minor=0, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) != (1, 3))
+    details = device_reports._details(torch.device("cuda", 1))
+    assert details.startswith("compute capability 9.0, PCI 0000:1b:00, peer of GPU 0 and 2")
