@@ -111,6 +111,18 @@ def test_a_run_whose_leader_is_killed_continues_in_the_other_processes(tmp_path:
 
 
 @thorough
+def test_a_run_that_plans_for_itself_survives_a_lost_rank_without_being_asked(tmp_path: Path) -> None:
+    process = started(written(tmp_path, strategies="auto", ranks=2, steps=60, elastic={}))
+    run = tmp_path / "run"
+    wait_for_step(run, 4)
+    os.kill(ranks(run)[1], signal.SIGKILL)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert {"fault", "resumed"} <= {event.event for event in read_events(run / "events.jsonl")}, said
+    assert [metrics.step for metrics in read_metrics(run / "metrics.jsonl")] == list(range(1, 61))
+
+
+@thorough
 def test_a_run_with_one_copy_goes_back_to_pieces_and_not_to_the_checkpoint(tmp_path: Path) -> None:
     pieces = {"local": str(tmp_path / "local")}
     process = started(written(tmp_path, elastic={"min_ranks": 1}, checkpoint={"pieces": pieces}, checkpoint_every=0))

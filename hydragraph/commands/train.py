@@ -128,7 +128,7 @@ class TrainOptions(CommonOptions):
 def train_command(options: TrainOptions) -> None:
     """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
     begin = options.begin
-    config = options.load()
+    config = surviving(options.load())
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
     nodes = _nodes(config, options.store)
     if nodes is not None and nodes.number and nodes.election is None:
@@ -169,6 +169,14 @@ def train_command(options: TrainOptions) -> None:
         first, last = outcome.history[0], outcome.history[-1]
         where = f"everything is in {outcome.folder.path}"
         _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; {where}")
+
+
+def surviving(config: TrainConfig) -> TrainConfig:
+    """Return the config with the default of local runs that plan for themselves: they continue when a rank is lost."""
+    keys = config.elastic
+    if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1 or launched():
+        return config
+    return replace(config, elastic=replace(keys, min_ranks=1))
 
 
 def read_step(text: str, option: str) -> int:

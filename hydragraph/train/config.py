@@ -404,13 +404,14 @@ class PlanConfig:
 class ElasticConfig:
     """How a run reacts to ranks that are lost, join, or are slower than others.
 
-    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue.
+    With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. So do
+    local ranks of a run whose `strategies: auto` measures the devices.
 
     Attributes:
         copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: all
             ranks then return to the newest checkpoint.
         spares: number of processes that wait to replace a lost rank.
-        min_ranks: with fewer ranks the run saves and ends; null: 1 if another key makes the run survive losses.
+        min_ranks: with fewer ranks the run saves and ends; 0: a lost rank ends it; null: 1 if the run survives losses.
         rejoin: start a process to replace a lost one; it joins between two steps.
         monitor: measure every rank, and write to `events.jsonl` which are slow, by how much and since when.
         replan: plan again in the background when ranks become slow or steps take other times than expected, and switch
@@ -422,7 +423,7 @@ class ElasticConfig:
 
     copies: int = 1
     spares: Count = 0
-    min_ranks: Positive | None = None
+    min_ranks: Count | None = None
     rejoin: bool = True
     monitor: bool = False
     replan: bool | None = None
@@ -440,7 +441,9 @@ class ElasticConfig:
     @property
     def survives(self) -> bool:
         """Whether the run continues when ranks are lost."""
-        return self.copies > 1 or self.spares > 0 or self.min_ranks is not None
+        if self.min_ranks is not None:
+            return self.min_ranks > 0
+        return self.copies > 1 or self.spares > 0
 
 
 @dataclass(frozen=True)
@@ -646,8 +649,12 @@ class TrainConfig:
     @property
     def replans(self) -> bool:
         """Whether the run plans again when ranks become slow or steps take other times than expected."""
-        measures = self.automatic and self.plan.profile is None
-        return measures if self.elastic.replan is None else self.elastic.replan
+        return self.measures if self.elastic.replan is None else self.elastic.replan
+
+    @property
+    def measures(self) -> bool:
+        """Whether the run measures its devices and plans for them."""
+        return self.automatic and self.plan.profile is None
 
     @property
     def watches(self) -> bool:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from typer.testing import Result
 
 from hydragraph.commands.launch_process import first_seen, running_s
+from hydragraph.commands.train import surviving
+from hydragraph.train.config import TrainConfig
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import read_metrics
 from tests.commands.tiny import LOPSIDED, computed, run, write
@@ -51,6 +53,23 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
     assert result.exit_code == 0, result.output
     again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [computed(line) for line in whole] == [computed(line) for line in again]
+
+
+def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def survives(**changes: Any) -> bool:
+        return surviving(
+            TrainConfig.load(write(tmp_path, **{"strategies": "auto", "ranks": 2} | changes))
+        ).elastic.survives
+
+    assert survives()
+    assert not survives(strategies=LOPSIDED)
+    assert not survives(ranks=1)
+    assert not survives(elastic={"min_ranks": 0})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not survives(), "the launcher ends all ranks when one is lost"
 
 
 @thorough
