@@ -42,14 +42,12 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.shared_programs import SharedPrograms
 from hydragraph.passes.check_strategy import check_strategy
 from hydragraph.passes.compile_with_inductor import choose_backend
-from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.pipeline import shared_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import get_ready
 from hydragraph.private.torch_modes import own_modes
 from hydragraph.runtime.home_state import check_factory
-from hydragraph.runtime.profile_measurement import MeasuredModel
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
@@ -69,6 +67,10 @@ class _Source:
     loss: Loss | None
     blocks: str | None
     check: str | bool
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return initial_buffers(self.model) | loss_buffers(self.loss)
 
     def subject(self, program: Program) -> CheckedModel:
         loss = self.loss or token_cross_entropy
@@ -201,7 +203,7 @@ def compile(
         program = _with_limits(captured.program, window, push_dtype)
         planning = Planning(profile, lengths, policy or Policy())
         if profile is None and automatic and not apart_now:
-            subject = _subject(source, program, backend, owners or AUTO, world)
+            subject = Subject.of(program, source.buffers, choose_backend(backend, world.device), owners or AUTO)
             planning = plan_automatically(subject, world, planning, preplanned=not deterministic)
         graphs = (mode_of(check), captured.library, captured.variants)
         options = ExecutableOptions(backend, *graphs, deterministic, loss, seed, max_grad_norm, progress_s)
@@ -288,15 +290,6 @@ def _with_limits(program: Program, window: int | None, push_dtype: torch.dtype) 
     if (program.window, program.push_dtype) == (limit, push_dtype):
         return program
     return replace(program, window=limit, push_dtype=push_dtype)
-
-
-def _subject(source: _Source, program: Program, backend: str | None, home: Home, world: World) -> Subject:
-    limits = field_ranges_of(program)
-    vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
-    positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
-    buffers = initial_buffers(source.model) | loss_buffers(source.loss)
-    chosen = choose_backend(backend, world.device)
-    return Subject(MeasuredModel(program, buffers, vocabulary, positions, chosen), home)
 
 
 def _compiled_for_all(program: Program, given: Choices, world: World, backend: str | None) -> Variants | None:

@@ -20,6 +20,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar, cast
 
+from torch import Tensor
+
 from hydragraph.cluster.agreement import from_first
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import World
@@ -31,7 +33,9 @@ from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
 from hydragraph.ir.program import Program
 from hydragraph.log import doing
+from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
+from hydragraph.runtime.device_reports import report_devices, types_of
 from hydragraph.runtime.executor import hidden_size
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.home import Home
@@ -60,6 +64,14 @@ class Subject:
 
     model: MeasuredModel
     home: Home
+
+    @staticmethod
+    def of(program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home) -> Subject:
+        """Return a program to plan for, with the limits of its inputs."""
+        limits = field_ranges_of(program)
+        vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
+        positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
+        return Subject(MeasuredModel(program, buffers, vocabulary, positions, backend), home)
 
     @property
     def program(self) -> Program:
@@ -108,6 +120,30 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
                     )
                     return replace(planning, profile=costs, strategies=answer.strategies, explanation=lines)
             more = True
+    finally:
+        groups.close()
+
+
+def measure_newcomers(
+    subject: Subject, world: World, planning: Planning, known: Costs, types: Sequence[str], newcomers: Sequence[int]
+) -> Costs | None:
+    """Return new costs if a newcomer's device is of another type than expected, else None; all ranks call it.
+
+    Args:
+        known: costs so far.
+        types: by rank, the type of device that they assume; "": none.
+    """
+    groups = Groups(world, timedelta(minutes=30), watch=world.watch)
+    try:
+        found = types_of(report_devices(groups))
+        named = {found[rank]: name for rank, name in enumerate(types) if rank not in newcomers}
+        if all(named.get(found[rank]) == types[rank] for rank in newcomers):
+            return None
+        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # a newcomer may not know them
+        more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
+        costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
+        _LOG.info("devices of other types joined; costs %s", source)
+        return costs
     finally:
         groups.close()
 

@@ -78,6 +78,7 @@ class CompiledModel:
         shell: the model without weights; None if it is not one of transformers'.
         adapted: whether it is a peft model.
         buffers: by name, on this rank's device.
+        backend: that runs the graphs.
         check: compares stages with whole blocks before a strategy's first step; None: another rank does, or none.
         state: notices what the user changes after compilation.
         sums: constraints of a deterministic run, else None.
@@ -94,6 +95,7 @@ class CompiledModel:
         self.tensors = tensor_names(model)
         self.shell = Shell.of(model)
         self.adapted = is_peft(model)
+        self.backend = backend
         self._inductor = inductor
         self._library = library
         self._fields = own_fields(program)

@@ -17,8 +17,10 @@ from hydragraph.checkpoint.weights import pretrained
 from hydragraph.checkpoint.weights.pretrained_directory import check as check_shell
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.failure.rank_watch import CLOSED
+from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
+from hydragraph.engine.automatic_plan import Subject, measure_newcomers
 from hydragraph.engine.candidate_strategies import request_of
 from hydragraph.engine.collective_call import ENDS, Restriction, collective
 from hydragraph.engine.membership import Membership
@@ -38,6 +40,9 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
+# Costs of blocks by type of device, the devices, and their seats; None: 0, 1, ...
+Measurements = tuple[Profile, Cluster, Sequence[int] | None]
+
 
 class Executable(Membership):
     """A model compiled for a strategy, ready to train. `compile` creates one on every rank.
@@ -45,6 +50,7 @@ class Executable(Membership):
     Attributes:
         strategies: those that steps choose from.
         given, wanted_home: the strategies and the home passed to `compile`.
+        measured_seats: seats whose devices `given_profile` prices; None: 0, 1, ...
         spans: set it to a list to which steps append the times of their instructions (`runtime.instruction_trace`).
         past: strategies that ran on earlier sets of ranks (`engine.recovery`).
         watched: set it on all ranks to let idle ranks probe their device.
@@ -150,15 +156,33 @@ class Executable(Membership):
         self._compiled.check_strategy(strategy, ranks)
 
     @property
-    def measured(self) -> tuple[Profile, Cluster] | None:
-        """Measurements for "auto" on the first ranks: costs of blocks by type of device, and the cluster."""
+    def measured(self) -> Measurements | None:
+        """Measurements of devices for "auto"."""
         first = self._first_profile
-        return (first.profile, first.cluster) if self.planning.explanation and isinstance(first, Costs) else None
+        if not self.planning.explanation or not isinstance(first, Costs):
+            return None
+        return first.profile, first.cluster, self.measured_seats
 
-    def adopt(self, measured: tuple[Profile, Cluster] | None) -> None:
+    def adopt(self, measured: Measurements | None) -> None:
         """Use measurements of other ranks, unless this rank has costs of its own."""
         if self._first_profile is None and measured is not None:
-            self._first_profile = Costs(*measured, home=self.wanted_home)
+            profile, cluster, self.measured_seats = measured
+            self._first_profile = Costs(profile, cluster, home=self.wanted_home)
+
+    def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
+        """Measure all devices again if that of a newcomer is not of the type measured in its seat; all ranks call it.
+
+        Returns whether they were measured.
+        """
+        known = self._first_profile
+        assert isinstance(known, Costs), "call it after `adopt`"
+        before = list(self.measured_seats or range(known.ranks))
+        types = [known.cluster.type_of(before.index(seat)) if seat in before else "" for seat in seats]
+        subject = Subject.of(self.program, self._compiled.buffers, self._compiled.backend, self.wanted_home)
+        costs = measure_newcomers(subject, world, self.planning, known, types, newcomers)
+        if costs is not None:
+            self._first_profile, self.measured_seats = costs, tuple(seats)
+        return costs is not None
 
     @property
     def explanation(self) -> tuple[str, ...]:

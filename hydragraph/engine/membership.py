@@ -75,6 +75,7 @@ class Membership(IterationRunner):
         self._optimizer = optimizer
         self.planning = planning or Planning()
         self._first_profile = self.planning.profile
+        self.measured_seats: Sequence[int] | None = None
         if joining:
             if given != "auto":
                 several = [given] if isinstance(given, Strategy | str) else given

@@ -186,10 +186,9 @@ def _move(
     going = [generation.members.index(m) for m in generation.leaving]
     home = home_for(exe.wanted_home, seats, going)
     with world.calling("meet"):
-        if exe.given == "auto":
-            exe.adopt(next(filter(None, world.gather(exe.measured)), None))  # a newcomer has no measurements
-        profile = costs_for(exe.given_profile, seats, home)
-        if past is not None and isinstance(profile, Costs):
+        fresh = exe.given == "auto" and _measured(exe, world, generation, seats)
+        profile = costs_for(exe.given_profile, seats, home, exe.measured_seats)
+        if past is not None and isinstance(profile, Costs) and not fresh:
             member_rates = next((rank_rates for rank_rates in world.gather(rates) if rank_rates), {})
             slow = {
                 rank: member_rates[m]
@@ -203,6 +202,14 @@ def _move(
     if pieces is not None:
         restore = pieces if saved is None else (pieces, saved)
     return exe.move(world, home, generation.before, restore, strategies, profile)
+
+
+def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
+    """Share the measurements of devices with newcomers; return whether these have devices that were measured now."""
+    measured = next(filter(None, world.gather(exe.measured)), None)  # a newcomer has none
+    exe.adopt(measured)
+    newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
+    return measured is not None and bool(newcomers) and exe.measure_newcomers(world, seats, newcomers)
 
 
 def strategies_for(
@@ -248,18 +255,22 @@ def strategies_for(
     return refit(strategies, world.ranks, exe.program.layers, fits)
 
 
-def costs_for(given: Profile | Costs | None, seats: Sequence[int], home: Home) -> Profile | Costs | None:
+def costs_for(
+    given: Profile | Costs | None, seats: Sequence[int], home: Home, priced: Sequence[int] | None = None
+) -> Profile | Costs | None:
     """Return the costs of strategies on the devices of these seats.
 
     Args:
         given: costs for all seats.
         seats: by rank; if one lies outside the cluster, devices are assumed to be identical.
+        priced: seats that `given` is for; None: as many as it has ranks.
     """
     if not isinstance(given, Costs):
         return given
-    if any(seat >= given.ranks for seat in seats):
+    places = list(priced or range(given.ranks))
+    if not {*seats} <= {*places}:
         return given.profile
-    return given.of_ranks(seats, home)
+    return given.of_ranks([places.index(seat) for seat in seats], home)
 
 
 def home_for(wanted: Home, seats: Sequence[int], leaving: Sequence[int] = ()) -> Home:

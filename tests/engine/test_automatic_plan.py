@@ -6,6 +6,8 @@ Speeds of devices are made up. Blocks are really timed once, but the tests do no
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,6 +19,8 @@ import pytest
 import torch
 
 import hydragraph as hg
+from hydragraph.cluster.rendezvous.member import comes_late, here
+from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine import automatic_plan
@@ -144,6 +148,46 @@ def test_a_throttled_device_is_a_type_of_its_own_and_gets_less(ranks: list[tuple
     assert slow == f"{fast}-25"
     assert f"1 x {fast} (" in uneven.lines[0]
     assert f"1 x {slow} (" in uneven.lines[0]
+
+
+def joined(prepared: Ready, speeds: tuple[float, ...]) -> tuple[dict[int, float], tuple[str, ...]]:
+    """Train until rank 1 is killed and another process has trained in its place, at the speed of the last one."""
+    late = comes_late()
+    rank = 2 if late else int(os.environ["RANK"])
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    with (
+        mock.patch(REPORTS, return_value=speeds[rank]),
+        mock.patch.object(automatic_plan, "measure", side_effect=pretended),
+    ):
+        exe = prepared.executable("auto", sgd, lengths=LENGTHS, home="equal copies=2")
+        losses: dict[int, float] = {}
+        while exe.steps < 4:
+            try:
+                if exe.steps == 1 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                while exe.steps == 3 and exe.ranks < 2:  # until the newcomer is here
+                    exe.evaluate(sequences(LENGTHS[0]))
+                    if (member := here()) is not None and exe.world.gather(member.called)[0]:
+                        raise hg.Stopped(1000)
+                losses[exe.steps] = exe.step(sequences(LENGTHS[0])).loss
+            except (hg.RankFailure, hg.Stopped) as failure:
+                hg.survive(exe, failure)
+        assert isinstance(exe.profile, Costs)
+        types = tuple(exe.profile.cluster.type_of(rank) for rank in range(exe.ranks))
+        exe.close()
+        return losses, types
+
+
+@thorough
+@pytest.mark.parametrize("speed", [1000.0, 250.0])
+def test_a_device_of_a_new_type_that_joins_is_measured(speed: float, alone: tuple[float, ...]) -> None:
+    speeds = (1000.0, 1000.0, speed)
+    found = hg.launch(joined, 2, speeds, timeout=timedelta(minutes=10), prepare=ready, elastic=hg.Elastic())
+    losses, types = found[0]
+    assert found[1][1] == types
+    assert (types[1] == types[0]) == (speed == 1000.0)
+    assert types[1].endswith("-25") == (speed == 250.0)
+    assert [losses[1], losses[2]] == pytest.approx(alone, rel=1e-5)
 
 
 def test_without_lengths_the_assumed_ones_are_told(tmp_path: Path) -> None:

@@ -254,6 +254,9 @@ def test_devices_of_other_types_stay_what_they_are_where_ranks_are_fewer() -> No
     assert isinstance(some, Costs)
     assert ([some.cluster.type_of(rank) for rank in range(2)], some.home) == (["slow", "fast"], TWICE)
     assert costs_for(whole, [0, 4], TWICE) is whole.profile
+    later = costs_for(whole, [5, 3], TWICE, priced=[0, 3, 5, 6])  # measured again once other seats were taken
+    assert isinstance(later, Costs)
+    assert [later.cluster.type_of(rank) for rank in range(2)] == ["slow", "fast"]
     assert costs_for(None, [0], TWICE) is None
 
 
