@@ -15,6 +15,7 @@ Buckets of equal form used by the same stages are one class.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -169,8 +170,9 @@ class _Choice:
         cluster = self._question.cluster
         if len(self._question.strategies) > 1 or len(cluster.types) > 1 or cluster.pairs:
             return True
-        degrees = {len(stage) for stages in each.users.values() for stage in stages}
-        return self.ranks <= FEW and len(degrees) > 1
+        stages = [stage for stages in each.users.values() for stage in stages]
+        on_nodes = Counter(cluster.node_of(rank) for stage in stages for rank in stage)
+        return self.ranks <= FEW and (len({*map(len, stages)}) > 1 or len({*on_nodes.values()}) > 1)
 
     def _candidates(self, each: BucketClass, wide: bool) -> list[Parts]:
         copies = self._question.home.copies

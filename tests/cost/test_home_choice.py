@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -21,14 +22,15 @@ from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.strategy import Strategy
 from tests.cost.priced import cluster, costs
+from tests.thorough import thorough
 
 LAYERS, RANKS = 2, 4
 BYTES = Interconnect(1e6, 0.0)  # on which latency does not decide
 CUT = 8 / 1000  # of the smallest bucket: cuts are rounded to 8 elements
 
 
-def world(per_node: int = 4) -> Costs:
-    return costs(LAYERS, cluster(RANKS, per_node, outer=BYTES), elements=1000)
+def world(per_node: int = 4, elements: int = 1000) -> Costs:
+    return costs(LAYERS, cluster(RANKS, per_node, outer=BYTES), elements=elements)
 
 
 @st.composite
@@ -109,6 +111,37 @@ def test_no_home_is_expected_to_exchange_less(drawn: list[str], per_node: int, o
     found = expected(priced, home, strategies, weights)
     assert found == pytest.approx(expected_s(question, home))
     assert found <= brute_force(priced, strategies, weights, None) * (1 + CUT), home
+
+
+def every_strategy(most: int = 0, left: int = RANKS) -> Iterator[tuple[int, ...]]:
+    """Yield pipelines on at most `left` ranks, each as the index of its form in `FORMS`."""
+    yield ()
+    for form in range(most, len(FORMS)):
+        if (size := sum(FORMS[form])) <= left:
+            yield from ((form, *others) for others in every_strategy(form, left - size))
+
+
+FORMS = ((1,), (2,), (4,), (1, 1), (1, 2), (2, 1), (2, 2))  # degrees of stages
+
+
+def text_of(forms: tuple[int, ...]) -> str:
+    ranks = iter(range(RANKS))
+    return " + ".join(
+        "<" + ",".join(f"{[next(ranks) for _ in range(tp)]}x{LAYERS // len(FORMS[f])}" for tp in FORMS[f]) + ">"
+        for f in forms
+    ).replace(", ", ",")
+
+
+@thorough
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_of_no_strategy_on_four_ranks_another_home_exchanges_less(per_node: int) -> None:
+    priced = world(per_node, elements=10**8)  # within a node, latency decides on small buckets
+    found = [Strategy.parse(text_of(forms), LAYERS) for forms in every_strategy() if forms]
+    assert len(found) == 19
+    for strategy in found:
+        home = choose_home(asked(priced, [strategy]))
+        least = brute_force(priced, [strategy], [1.0], None)
+        assert expected(priced, home, [strategy], [1.0]) <= least * (1 + CUT) + 1e-12, strategy
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
