@@ -34,6 +34,9 @@ from tests.thorough import thorough
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
+EXACT = "2*<tp1,pp2>"  # in deterministic mode
+STREAMED = "<[0]x1w,[1]x1> + <[2]x1g,[3]x1w>"
+
 # Homes in turn; the state moves to the next one during each step.
 ONE = [hg.Home(), hg.Home([1, 0, 2, 5]), hg.Home([0, 3, 1, 1], buckets={"layer.0": [0, 0, 0, 1]}), hg.Home()]
 TWO = [TWICE, hg.Home([1, 0.5, 2, 5], copies=2), hg.Home([1, 3, 0, 1], copies=2), hg.Home([2, 0, 0, 1]), TWICE]
@@ -50,10 +53,9 @@ def ours(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 Seen = tuple[list[float], dict[str, Tensor]]
 
 
-def along(prepared: Ready, way: Sequence[hg.Home], optimizer: Factory, beside: bool, exact: bool) -> Seen:
+def along(prepared: Ready, way: Sequence[hg.Home], optimizer: Factory, beside: bool, text: str) -> Seen:
     """Train a step under each home, the first before any optimizer has a state; return losses and weights."""
-    text = "2*<tp1,pp2>" if exact else STRATEGY
-    exe = prepared.executable(parsed(text), optimizer, home=way[0], max_grad_norm=CLIP, deterministic=exact)
+    exe = prepared.executable(parsed(text), optimizer, home=way[0], max_grad_norm=CLIP, deterministic=text == EXACT)
     own = exe.optimizer
     losses = []
     for number, home in enumerate(way[1:]):
@@ -73,21 +75,26 @@ def along(prepared: Ready, way: Sequence[hg.Home], optimizer: Factory, beside: b
     return losses, state
 
 
-def both(prepared: Ready, cases: Sequence[tuple[Sequence[hg.Home], Factory, bool]]) -> list[tuple[Seen, Seen]]:
+def both(prepared: Ready, cases: Sequence[tuple[Sequence[hg.Home], Factory, str]]) -> list[tuple[Seen, Seen]]:
     return [(along(prepared, *case[:2], True, case[2]), along(prepared, *case[:2], False, case[2])) for case in cases]
 
 
 @thorough
 def test_training_goes_on_as_if_state_had_moved_behind_the_step(prepared: Ready) -> None:
-    check_along(prepared, [(ONE[1:3], adamw, False), (TWO[:2], momentum, True)])
+    check_along(prepared, [(ONE[1:3], adamw, STRATEGY), (TWO[:2], momentum, EXACT)])
 
 
 @thorough
 def test_our_own_optimizers_states_move_beside_the_step_too(prepared: Ready) -> None:
-    check_along(prepared, [(TWO[1:], ours, False)])
+    check_along(prepared, [(TWO[1:], ours, STRATEGY)])
 
 
-def check_along(prepared: Ready, cases: list[tuple[Sequence[hg.Home], Factory, bool]]) -> None:
+@thorough
+def test_state_moves_beside_a_step_of_stages_that_stream(prepared: Ready) -> None:
+    check_along(prepared, [(ONE[1:3], adamw, STREAMED)])
+
+
+def check_along(prepared: Ready, cases: list[tuple[Sequence[hg.Home], Factory, str]]) -> None:
     for (losses, state), (expected, after) in hg.launch(both, RANKS, prepared, cases, timeout=LIMIT)[0]:
         assert losses == expected
         assert all(torch.equal(state[name], after[name]) for name in after)

@@ -33,6 +33,7 @@ from tests.thorough import thorough
 LIMIT = timedelta(seconds=120)
 STEPS = 6
 TEXT = "<tp1,pp2> + <tp1,pp1>"
+STREAMED = "<[0]x1w,[1]x1> + <[2]x2w>"
 TWICE = hg.Home(copies=2)
 
 
@@ -64,6 +65,8 @@ class Plan:
         copies: how many owners everything has.
         wait_for: ranks that there must be before the last step.
         checkpoint: where each step is saved, and read from.
+        text: the strategy of the first ranks.
+        window: bytes in flight.
         pieces: where each step after the first is kept in pieces instead, and read from if they are newer.
     """
 
@@ -77,6 +80,8 @@ class Plan:
     wait_for: int = 0
     checkpoint: Path | None = None
     pieces: Path | None = None
+    text: str = TEXT
+    window: int | None = None
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -91,7 +96,7 @@ def train(prepared: Ready, plan: Plan) -> Told:
     member = here()
     while member is not None and member.number == plan.hangs:
         time.sleep(1)
-    exe = prepared.executable(TEXT, adamw, home=hg.Home(copies=plan.copies))
+    exe = prepared.executable(plan.text, adamw, home=hg.Home(copies=plan.copies), window=plan.window)
     pieces = None if plan.pieces is None else hg.Pieces(memory=False, disk=plan.pieces)
     restore: Any = plan.checkpoint if pieces is None else (pieces, plan.checkpoint)
     losses: dict[int, float] = {}
@@ -204,6 +209,12 @@ def test_a_newcomer_that_hangs_before_it_is_ready_is_given_up_and_another_joins(
 @pytest.mark.parametrize("op", list(Op))
 def test_killed_at_every_kind_of_instruction(prepared: Ready, smooth: Mapping[int, float], op: Op) -> None:
     same(run(prepared, Plan(killed_at={0: (2, op)}), ALONE), smooth)
+
+
+@thorough
+@pytest.mark.parametrize("op", [Op.PULL, Op.PUSH])
+def test_killed_while_stages_stream_one_block_at_a_time(prepared: Ready, smooth: Mapping[int, float], op: Op) -> None:
+    same(run(prepared, Plan(killed_at={0: (2, op)}, text=STREAMED, window=0), ALONE), smooth)
 
 
 @thorough
