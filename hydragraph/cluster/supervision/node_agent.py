@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydragraph import log
-from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
+from hydragraph.cluster.failure.time_limits import UNREACHABLE_S
 from hydragraph.cluster.moving_store import write_address
 from hydragraph.cluster.processes.launched_ranks import (
     Context,

@@ -12,8 +12,7 @@ from itertools import product
 
 import pytest
 
-from hydragraph.cluster.failure.node_sentinel import SILENT_S
-from hydragraph.cluster.failure.rank_watch import UNREACHABLE_S
+from hydragraph.cluster.failure.time_limits import SILENT_S, UNREACHABLE_S
 from hydragraph.cluster.supervision import leadership
 from hydragraph.cluster.supervision.leadership import (
     DOUBT_S,
