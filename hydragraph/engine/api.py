@@ -35,6 +35,7 @@ from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.loss_module import check_loss_of, loss_buffers
 from hydragraph.frontend.meta_initialiser import initial_buffers
+from hydragraph.frontend.module_digest import read_by
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.ir.program import Program
 from hydragraph.ir.program_outline import Mode
@@ -87,8 +88,8 @@ class _Source:
 
     def key(self, strategy: Choices, backend: str | None) -> str:
         """Return the key under which ranks share the program: a hash of all arguments."""
-        arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.loss, self.blocks)
-        said = [frontend.origin(self.model), *map(_said, arguments)]
+        arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.blocks)
+        said = [frontend.origin(self.model), read_by(self.model, self.loss), *map(_said, arguments)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 

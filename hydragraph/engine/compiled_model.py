@@ -136,12 +136,14 @@ class CompiledModel:
             groups.same_everywhere("random seed (torch.manual_seed)", str(self._torch_seed))
         else:
             groups.same_everywhere("weights", _weights_hash(model))
+            groups.same_everywhere("buffers of the model or the loss", _hash(self.buffers))
             home.fill(dict(model.named_parameters()))
 
     def identity(self, strategies: Sequence[Strategy]) -> dict[str, str]:
         """Return texts by name that must be the same on all ranks."""
         return {
             "version of hydragraph or torch": f"hydragraph {__version__}, torch {torch.__version__}",
+            "head or loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
             "program": self.program.fingerprint,
             "compiled folder": self._library.digest if self._library is not None else "",
             "strategies": str(list(map(str, strategies))),
@@ -149,7 +151,6 @@ class CompiledModel:
             "max_grad_norm": str(self.max_grad_norm),
             "seed": str(self.seed),
             "window and push_dtype": f"{self.program.window}, {self.program.push_dtype}",
-            "loss": hashlib.blake2b(str(self._head.graph).encode(), digest_size=8).hexdigest(),
         }
 
     @property
@@ -237,6 +238,14 @@ def tensor_names(model: nn.Module) -> dict[str, str]:
     first = {id(p): n for n, p in model.named_parameters()}
     names = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {key: names.get(key, key) for key in model.state_dict()}
+
+
+def _hash(buffers: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, buffer in sorted(buffers.items()):
+        digest.update(f"{name} {buffer.dtype}".encode())
+        digest.update(buffer.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _weights_hash(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hydragraph.frontend.state_readers import cells_of
+from hydragraph.frontend.state_readers import Readers, cells_of, globals_of
 from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
@@ -39,6 +39,13 @@ def structure(value: object, index: bool = True) -> str:
         index: whether attributes with a block's index (`LAYER_INDEX`) count.
     """
     return hashlib.sha256(_Describer(index).text(value).encode()).hexdigest()
+
+
+def read_by(model: nn.Module, loss: Any) -> str:
+    """Return a digest of a loss, and of the globals that the user's forward and loss read."""
+    functions = Readers(model, loss).functions.values()
+    ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
+    return structure((loss, [(f.__qualname__, globals_of(f)) for f in ordered]))
 
 
 def outline(module: nn.Module) -> str:

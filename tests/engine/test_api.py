@@ -6,10 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hydragraph as hg
 from tests.models import captured, llama, sequences
+from tests.own_models import Own
 from tests.thorough import thorough
 
 STRATEGY = hg.Strategy.parse("<tp1,pp1>", layers=2)
@@ -70,3 +72,28 @@ def test_what_capture_was_told_is_not_told_again() -> None:
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
     with pytest.raises(ValueError, match="give dtype, example and loss to `capture` alone"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
+
+
+class Smoothed(nn.Module):
+    def __init__(self, smoothing: float, weight: float) -> None:
+        super().__init__()
+        self.smoothing = smoothing
+        self.register_buffer("weights", torch.full((101,), weight))
+
+    def forward(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        targets = batch["labels"][0]
+        return F.cross_entropy(logits[0], targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
+
+
+def with_losses_that_differ() -> list[str]:
+    """Return the error of ranks whose losses have other attributes, or other buffers."""
+    rank, said = torch.distributed.get_rank(), []
+    for loss in (Smoothed(0.1 * rank, 1.0), Smoothed(0.0, 1.0 + rank)):
+        with pytest.raises(ValueError, match="differs between ranks") as refused:
+            hg.compile(Own(), hg.Strategy.parse("2*<tp1,pp1>", layers=2), loss=loss, check="off", device="cpu")
+        said.append(str(refused.value).partition(" differs")[0])
+    return said
+
+
+def test_ranks_with_different_losses_share_no_program() -> None:
+    assert hg.launch(with_losses_that_differ, 2) == [["head or loss", "buffers of the model or the loss"]] * 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydragraph.frontend.module_digest import outline, structure
+from hydragraph.frontend.module_digest import outline, read_by, structure
 from tests.models import llama
 from tests.thorough import thorough
 
@@ -127,3 +127,19 @@ def test_a_structure_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == structure(llama(2))
+
+
+SHARE = 1.0
+
+
+def reads_a_global(x: float) -> float:
+    return x * SHARE
+
+
+@pytest.mark.parametrize("make", [times, lambda n: functools.partial(pow, n), lambda n: Setting(n).scaled])
+def test_whatever_a_loss_reads_is_in_its_digest(make: Callable[[float], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    assert read_by(model, make(2.0)) == read_by(model, make(2.0)) != read_by(model, make(3.0))
+    by_one = read_by(model, lambda x: reads_a_global(x))
+    monkeypatch.setattr(sys.modules[__name__], "SHARE", 2.0)
+    assert read_by(model, lambda x: reads_a_global(x)) != by_one
