@@ -70,8 +70,8 @@ class DocumentEncoder:
     @cached_property
     def begin(self) -> list[int]:
         """Tokens that the tokenizer adds before a text."""
-        around: list[int] = self.tokenizer.encode("").ids
-        return around[:1] if around and around[0] != self.end else []
+        ids, around = self._ids("a"), self.tokenizer.encode("a").ids
+        return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
         """Return a document as tokens; a text is ended by `end`.

@@ -28,7 +28,7 @@ from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
 
 STDLIB = "python-stdlib"
-_ENCODING = 3  # version of the encoding, part of the cache key
+_ENCODING = 4  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
 # The tests are as large as everything else, and contain broken files.

@@ -139,6 +139,20 @@ def test_texts_begin_as_the_tokenizer_begins_them() -> None:
     assert [document.ids for document in batch] == [[begin, *ids("hello"), END]] * 2
 
 
+@pytest.mark.parametrize(
+    ("added", "begin"),
+    [("[A] <b> $A", ["[A]", "<b>"]), ("</s> $A", ["</s>"]), ("$A </s>", []), ("<b> $A </s>", ["<b>"])],
+)
+def test_all_tokens_that_a_tokenizer_adds_before_a_text_are_kept(added: str, begin: list[str]) -> None:
+    tokenizer = encoder()
+    tokenizer.add_special_tokens(["[A]", "<b>", "</s>"])
+    special = [(name, int(tokenizer.token_to_id(name) or 0)) for name in ("[A]", "<b>", "</s>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=special)
+    end = dict(special)["</s>"]
+    found = DocumentEncoder(tokenizer, end).encode("hello", "here")
+    assert found.ids == [*(dict(special)[name] for name in begin), *ids("hello"), end]
+
+
 def test_token_ids_are_taken_as_they_are() -> None:
     encode = DocumentEncoder(TOKENIZER, END).encode
     found = encode(TokenIds((1, 2), (False, True)), "here")
