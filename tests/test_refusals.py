@@ -60,7 +60,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
 # The same of strategies.
 STRATEGIES: dict[str, tuple[Any, str]] = {
     "no strategy": ("<tp1,pq>", "expected 'pp'"),
-    "too many ranks": ("<[0,1,2,3]x2>", "unknown rank: device 3"),
+    "too many ranks": ("<[0,1,2,3]x2>", "no rank 3: there are 3 ranks"),
     "too many layers": ("<tp1,pp3>", "3 stages for 2 layers"),
     "another model's": (hg.Strategy.parse("<tp1,pp2>", layers=5), "= 5 layers, but the model has 2"),
     "a degree that divides no heads": ("<[0,1,2]x2>", "degree 3 .* does not divide 4 attention heads"),

@@ -126,6 +126,14 @@ class SimulateOptions(StepOptions):
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.changes:
+            from hydragraph.cost.what_if import check_change
+
+            for change in self.changes:
+                check_change(change)
+
 
 @verb
 def simulate_command(options: SimulateOptions) -> None:
@@ -136,6 +144,7 @@ def simulate_command(options: SimulateOptions) -> None:
     tensor-parallel traffic included; exposed is how long their computation waits for weights (pull), gradients (push)
     and activations (p2p), on average over ranks, as a run's metrics count it.
     """
+    from hydragraph.cost.what_if import what_if
     from hydragraph.spec.health import Health
     from hydragraph.spec.home_text import owners_text
 
@@ -144,6 +153,7 @@ def simulate_command(options: SimulateOptions) -> None:
     strategies, costs = strategies_and_costs(options, config)
     if rates is not None:
         costs = costs.changed(health=rates)
+    changes = {change: what_if(costs, change) for change in options.changes or ()}
     priced = _priced(options, config, strategies, costs)
     best = priced[0][0]
     print(costs.source)
@@ -152,8 +162,8 @@ def simulate_command(options: SimulateOptions) -> None:
         owned = costs.of_strategies(shown.strategy)
         text = owners_text(owned.home, [bucket.name for bucket in costs.buckets], costs.ranks)
         print(f"state of {shown.strategy.name}: {text}")
-    for change in options.changes or ():
-        _print_change(priced, costs, change)
+    for change, changed in changes.items():
+        _print_change(priced, changed, change)
     if options.critical:
         print(best.timeline.critical_path)
     if options.trace is not None:
@@ -226,11 +236,9 @@ def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Str
     return Assignment.even(counts, length, step.micro_batch)
 
 
-def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], costs: Costs, change: str) -> None:
-    from hydragraph.cost.what_if import what_if
+def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], changed: Costs, change: str) -> None:
     from hydragraph.report.simulation_price import price
 
-    changed = what_if(costs, change)
     table = new_table(f"what if {change}", ("strategy", "iteration", "then", "change"))
     for before, assignment in priced:
         after = price(changed, before.strategy, assignment)

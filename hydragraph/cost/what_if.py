@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from hydragraph.cost.costs import Costs
+if TYPE_CHECKING:
+    from hydragraph.cost.costs import Costs
 
 FORMS = '"device 3 x2.57" (it takes 2.57 times as long), "type l4 x2", "between_nodes x0.5" or "within_node x2"'
 
 _FORM = re.compile(r"(?:(?P<kind>device|rank|type)\s+(?P<name>\S+)|(?P<link>\w+))\s+x\s*(?P<factor>[\d.eE+-]+)")
+
+
+def check_change(text: str) -> tuple[re.Match[str], float]:
+    """Return the parts of a change and its factor; a ValueError unless it has one of the forms of `what_if`."""
+    change = _FORM.fullmatch(text.strip())
+    try:
+        factor = float(change["factor"]) if change else 0.0
+    except ValueError:
+        factor = 0.0
+    if change is None or not factor > 0:
+        raise ValueError(f"{text!r} is not a known change: write {FORMS}")
+    return change, factor
 
 
 def what_if(costs: Costs, text: str) -> Costs:
@@ -22,13 +36,7 @@ def what_if(costs: Costs, text: str) -> Costs:
     Raises:
         ValueError: the text has another form, or names a missing rank or type.
     """
-    change = _FORM.fullmatch(text.strip())
-    try:
-        factor = float(change["factor"]) if change else 0.0
-    except ValueError:
-        factor = 0.0
-    if change is None or not factor > 0:
-        raise ValueError(f"{text!r} is not a known change: write {FORMS}")
+    change, factor = check_change(text)
     if change["link"]:
         return costs.changed(cluster=costs.cluster.scaled(change["link"], factor))
     if change["kind"] == "type":

@@ -33,8 +33,40 @@ def parse_yaml(text: str) -> object:
     try:
         data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"not readable as YAML: {error}") from None
+        raise ValueError(f"not readable as YAML: {_mistake(error)}") from None
     return data
+
+
+# Pattern of PyYAML's message -> what is wrong, and what to do. FOUND is the character there.
+_MISTAKES = {
+    "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
+    "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
+    "while scanning a quoted scalar": "its quote is not closed: add another at the end of the text",
+    r"found character '\\t'": "it is indented by a tab: use spaces",
+    "found character|found undefined alias|constructor for the tag": "a text begins with FOUND: put it in quotes",
+    "unknown escape": "a text in double quotes has a '\\' in it: use single quotes",
+    "mapping values": (
+        "a ':' comes where no field can be: indent fields of one section alike, or put a text with ': ' in quotes"
+    ),
+    "expected <block end>": "it is indented unlike the lines before it: indent fields of one section alike",
+    "expected the node content": "FOUND comes where a value is needed: write the value before it, or null",
+    "another document": "a second document begins: keep one in a file",
+    "unhashable": "a field is named by a list or a mapping: name it by a text",
+}
+
+
+def _mistake(error: yaml.YAMLError) -> str:
+    """Return the line of a mistake in YAML, what is wrong there, and what to do."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"it has the character {chr(error.character)!r}: remove it"
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        return str(error)
+    said = f"{error.context}, {error.problem}"
+    remedy = next((text for pattern, text in _MISTAKES.items() if re.search(pattern, said)), f"{error.problem}")
+    if remedy.startswith("its ") and error.context_mark is not None:
+        mark = error.context_mark
+    found = (mark.buffer or "")[mark.pointer : mark.pointer + 1]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {remedy.replace('FOUND', repr(found))}"
 
 
 def load_record(
@@ -149,7 +181,9 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"field {key.value!r} is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"field {key.value!r} is given twice: keep one", problem_mark=key.start_mark
+                )
             seen.add(str(key.value))
         return node
 

@@ -318,9 +318,10 @@ class Strategy:
         for where, stage in self._named_stages():
             for device in stage.devices:
                 if device >= ranks:
+                    there = "there is 1 rank, 0" if ranks == 1 else f"there are {ranks} ranks, from 0"
                     raise ValueError(
-                        f"{where}: unknown rank: device {device}, but the world has {ranks} ranks (from 0); "
-                        f"start {max(self.devices) + 1} processes or renumber the devices"
+                        f"{where}: no rank {device}: {there}: start {max(self.devices) + 1} processes, or name other "
+                        "ranks"
                     )
             for count in heads:
                 if count % stage.tp:

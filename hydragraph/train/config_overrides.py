@@ -8,9 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
-from hydragraph.spec.record import from_record, to_record
+from hydragraph.spec.record import from_record, parse_yaml, to_record
 from hydragraph.train.coming_from import remedies
 
 if TYPE_CHECKING:
@@ -104,13 +102,9 @@ def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
 
 def _value(text: str, value: str) -> object:
     try:
-        return json.loads(value)  # JSON first: PyYAML takes 1e-3 for text
-    except json.JSONDecodeError:
-        pass
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ValueError(f"override {text!r}: the value is not readable as YAML: {error}") from None
+        return parse_yaml(value)
+    except ValueError as error:
+        raise ValueError(f"override {text!r}: the value is {error}") from None
 
 
 def plain(value: Any) -> Any:

@@ -179,7 +179,7 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
     [
         (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
         (("--cluster", "x.yaml", "--devices", "2"), "give one of them"),
-        (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: unknown rank: device 1"),
+        (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: no rank 1"),
         (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
         (("--strategy", "auto"), "name some by --strategy"),
@@ -363,6 +363,7 @@ def test_what_does_not_fit_the_cluster_is_a_sentence(
     files = [tmp_path / text if text.endswith((".json", ".yaml")) else text for text in arguments]
     result = run("simulate", write(tmp_path), "--strategy", "<tp1,pp1>", "--cluster", tmp_path / "cluster.yaml", *files)
     assert result.exit_code == 2, result.output
+    assert not result.stdout, "nothing is simulated before"
     assert sentence in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
 

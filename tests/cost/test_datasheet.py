@@ -132,7 +132,7 @@ def test_every_rank_pulls_what_others_own_and_pushes_it_back() -> None:
 
 
 def test_a_strategy_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown rank: device 1"):
+    with pytest.raises(ValueError, match="no rank 1"):
         work(Strategy.parse("2*<tp1,pp1>", 2), [TOKENS, TOKENS], cluster(1))
 
 

@@ -230,7 +230,7 @@ def test_what_is_no_deadline_and_no_strategy_is_refused() -> None:
     for deadline in (-1.0, math.nan, "1"):
         with pytest.raises(ValueError, match="give seconds from 0"):
             hg.plan(costs, workload, deadline_s=deadline)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown rank"):
+    with pytest.raises(ValueError, match="no rank"):
         hg.plan(costs, workload, running="3*<tp1,pp1>")
     with pytest.raises(ValueError, match="give a plan, a strategy or its text"):
         hg.plan(costs, workload, running=7)  # type: ignore[arg-type]

@@ -96,7 +96,21 @@ def test_numbers_as_people_write_them(number: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{name: a, name: b}", "field 'name' is given twice"), ("{name: [", "not readable as YAML")],
+    [
+        ("{name: a, name: b}", "line 1, column 11: field 'name' is given twice: keep one"),
+        ("name: a\nsize: [1\n", "not readable as YAML: line 2, column 7: its '[' is not closed: add ']', or a comma"),
+        ("{name: a\n", "line 1, column 1: its '{' is not closed: add '}', or a comma"),
+        ("name: 'a\n", "line 1, column 7: its quote is not closed: add another at the end of the text"),
+        ("tree:\n\tname: a", "line 2, column 1: it is indented by a tab: use spaces"),
+        ("name: @a", "line 1, column 7: a text begins with '@': put it in quotes"),
+        ("name: *a", "line 1, column 7: a text begins with '*': put it in quotes"),
+        ("tree:\n  name: a\n size: 1", "line 3, column 2: it is indented unlike the lines before it: indent fields"),
+        ("name: a: b", "line 1, column 8: a ':' comes where no field can be: indent fields of one section alike"),
+        ("name: ]", "line 1, column 7: ']' comes where a value is needed: write the value before it, or null"),
+        ("name: a\n---\nname: b", "line 2, column 1: a second document begins: keep one in a file"),
+        ("name: |x\n a", "line 1, column 8: expected chomping or indentation indicators, but found 'x'"),
+        ("name: a\x00", "it has the character '\\x00': remove it"),
+    ],
 )
 def test_what_is_no_plain_mapping_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "leaf.yaml"

@@ -343,7 +343,7 @@ def test_check_against_the_definition(strategy: Strategy, layers: int, ranks: in
             8,
             2,
             (),
-            "pipeline 0, stage 1: unknown rank: device 2, but the world has 2 ranks (from 0); start 4 processes",
+            "pipeline 0, stage 1: no rank 2: there are 2 ranks, from 0: start 4 processes",
         ),
         (8, 4, (4, 9), "pipeline 0, stage 0: tensor-parallel degree 2 (its number of devices) does not divide 9 "),
         (8, 4, (9,), "attention heads; use 1, 3 or 9 devices"),
