@@ -27,6 +27,7 @@ from hydragraph.commands.options import (
     Strategies,
     check_prices,
     chosen_strategies,
+    default_devices_text,
     verb,
 )
 from hydragraph.commands.text_table import new_table
@@ -71,19 +72,25 @@ class CheckOptions(ConfigOptions):
     corrections: CorrectionsFile = None
     as_json: AsJson = False
 
+    def prices(self, config: TrainConfig) -> bool:
+        """Return whether seconds can be predicted: of GPUs, or of anything that an option describes."""
+        told = (self.cluster, self.arch, self.devices, self.profile, self.efficiency, self.corrections)
+        return config.device != "cpu" or any(option is not None for option in told)
+
 
 @verb
 def check_command(options: CheckOptions) -> None:
     """Predict for each strategy whether a run fits into memory, what takes most of it, and the seconds of a step.
 
     Settings, files, models, strategies and optimizers that training would refuse are refused, and missing data are
-    reported. Without --cluster, each rank is an H200.
+    reported. Without --cluster, each rank is an H200; with device: cpu, a share of this machine's memory, and the
+    seconds are unknown.
 
     Peak memory comes from a walk of every rank's program with the sizes of its compiled graphs and of the optimizer's
     state; advice is checked in the same way. MFU is the model's operations, without recomputation, relative to what the
     devices could compute in that time. To check a GPU run without GPUs, add --set device=cuda, which --arch implies; it
     also predicts which part of the computation starts kernels, and below how many tokens that is most of it. The exit
-    code is 1 if a strategy does not fit.
+    code is 1 if a strategy does not fit, or if training here would end because of its data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -99,11 +106,12 @@ def check_command(options: CheckOptions) -> None:
     ranks = len(cluster.devices)
     config = replace(config, strategies=chosen_strategies(options.strategies, config.strategies, ranks))
     check_settings(config, ranks)
-    _look_at_data(config)
+    trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)
     # A profile may be of other devices than the default ones.
-    comparable = options.profile is None or options.cluster is not None
+    priced = options.prices(config)
+    comparable = priced and (options.profile is None or options.cluster is not None)
     screen = Console(stderr=True)
     fits = []
     for strategy in strategies:
@@ -114,22 +122,25 @@ def check_command(options: CheckOptions) -> None:
             mfu = flops / (peak * fitting.seconds) if comparable else None
             fits.append((fitting, mfu, advice(costs, fitting, assignment, may_stream=not config.deterministic)))
     if options.as_json:
-        records = [{**fitting.as_dict(), "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
+        unknown = {} if priced else {"seconds": None}
+        records = [{**fitting.as_dict(), **unknown, "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
         if launches:
             for record, (fitting, *_) in zip(records, fits, strict=True):
                 record["launches"] = _launch_share(costs, fitting.strategy, config.data.max_length)
         print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
     else:
-        print(costs.source)
+        print(costs.source if priced else _UNKNOWN)
+        if options.cluster is None and options.arch is None and options.profile is None and priced:
+            print(default_devices_text(ranks, config))
         if config.objective is not None:
             print("a step scores its answers first: a forward pass, about a third more, which the seconds leave out")
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
-        console().print(_fit_table(fits))
+        console().print(_fit_table(fits, priced))
         for fitting, *_ in fits:
             if launches:
                 print(_launches(costs, fitting.strategy, config.data.max_length))
             console().print(_memory_table(fitting))
-    if not all(fitting.fits for fitting, *_ in fits):
+    if not (trainable and all(fitting.fits for fitting, *_ in fits)):
         raise typer.Exit(1)
 
 
@@ -150,9 +161,14 @@ def _cluster(options: CheckOptions, config: TrainConfig) -> Cluster:
         gpu = arch_of(options.arch)
         device = Device(gpu.flops_per_s, gpu.memory_bytes, gpu.memory_bytes_per_s)
         cluster = default_cluster(ranks, device, gpu.link_bytes_per_s)
-    if options.memory is None:
+    if options.memory is not None:
+        memory_bytes = int(options.memory)
+    elif options.prices(config):
         return cluster
-    memory_bytes = int(options.memory)
+    else:
+        from hydragraph.runtime.profile_measurement import USABLE, host_memory
+
+        memory_bytes = int(USABLE * host_memory() / ranks)
     return replace(cluster, devices=tuple(replace(device, memory_bytes=memory_bytes) for device in cluster.devices))
 
 
@@ -170,8 +186,14 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
     )
 
 
-def _look_at_data(config: TrainConfig) -> None:
-    """Print problems with the data, which may be on another machine."""
+_UNKNOWN = (
+    "device: cpu: the seconds of a step on this machine are not known: measure them with hydragraph profile and give "
+    "--profile, or price GPUs with --arch or --cluster"
+)
+
+
+def _look_at_data(config: TrainConfig) -> bool:
+    """Print problems with the data, which may be on another machine; return whether training here could begin."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:
@@ -180,6 +202,8 @@ def _look_at_data(config: TrainConfig) -> None:
             print(f"data: {sentence}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"data: training here would end with: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tuple[tuple[Strategy, ...], Costs, Program]:
@@ -238,7 +262,7 @@ def _memory_table(fitting: MemoryFit) -> Table:
     return table
 
 
-def _fit_table(fits: Sequence[tuple[MemoryFit, float | None, str]]) -> Table:
+def _fit_table(fits: Sequence[tuple[MemoryFit, float | None, str]], priced: bool) -> Table:
     left = ("strategy", "", "mostly", "a step takes", "change first")
     headings = ("strategy", "", "peak", "of", "rank", "mostly", "a step takes", "MFU", "change first")
     table = new_table("will it fit", headings, left)
@@ -247,6 +271,6 @@ def _fit_table(fits: Sequence[tuple[MemoryFit, float | None, str]]) -> Table:
         sizes = (bytes_text(fitting.memory[rank].total), bytes_text(fitting.limits[rank]), str(rank))
         state = "fits" if fitting.fits else "DOES NOT FIT"
         used = "" if mfu is None else f"{mfu:.1%}"
-        took = seconds_text(fitting.seconds)
+        took = seconds_text(fitting.seconds) if priced else "unknown"
         table.add_row(escape(fitting.strategy.name), state, *sizes, fitting.largest, took, used, escape(what))
     return table

@@ -163,6 +163,12 @@ def check_written(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path} is a directory: name the file to write")
 
 
+def default_devices_text(ranks: int, config: TrainConfig) -> str:
+    """Describe the devices that stand in if none are named."""
+    instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
+    return f"for {ranks} H200{'s' * (ranks != 1)}, as --cluster names no others{instead}"
+
+
 def check_prices(profile: object, efficiency: float | None) -> None:
     """Raise a ValueError if both ways to price computation are given."""
     if profile and efficiency is not None:

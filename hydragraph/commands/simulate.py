@@ -27,6 +27,7 @@ from hydragraph.commands.options import (
     check_prices,
     chosen_home,
     chosen_strategies,
+    default_devices_text,
     read_counts,
     verb,
 )
@@ -157,6 +158,8 @@ def simulate_command(options: SimulateOptions) -> None:
     priced = _priced(options, config, strategies, costs)
     best = priced[0][0]
     print(costs.source)
+    if options.cluster is None and options.profile is None:
+        print(default_devices_text(costs.ranks, config))
     _print_table(priced, costs.ranks)
     for shown, _ in priced:
         owned = costs.of_strategies(shown.strategy)

@@ -250,13 +250,18 @@ def type_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
+def host_memory() -> int:
+    """Return the bytes of this host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def device_memories(groups: Groups) -> list[float]:
     """Return the bytes that each rank may use, on a GPU without contexts and communicators.
 
     Ranks of one host or GPU share its memory.
     """
     here = socket.gethostname()
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = host_memory()
     reserved = 0
     device = groups.world.device
     if device.type == "cuda":

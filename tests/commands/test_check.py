@@ -18,13 +18,19 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fits" in result.stdout
     assert "DOES NOT" not in result.stdout
-    assert "computation is not measured: datasheet of the devices at up to 64%" in result.stdout
+    assert "device: cpu: the seconds of a step on this machine are not known" in result.stdout
+    assert "unknown" in result.stdout
+    asked = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2), "--devices", 2)
+    assert "computation is not measured: datasheet of the devices at up to 64%" in asked.stdout
+    assert "for 2 H200s, as --cluster names no others, not for this machine (device: cpu)" in asked.stdout
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     config = write(tmp_path, strategies=["<tp1,pp1>"])
     enough = run("check", config, "--memory", "1e9")
     assert enough.exit_code == 0, enough.output
+    (record,) = json.loads(run("check", config, "--memory", "1e9", "--json").stdout)["strategies"]
+    assert record["seconds"] is record["mfu"] is None  # the config's device is a CPU
     chosen = run("check", config, "--memory", "1e9", "--efficiency", "0.25")
     assert "datasheet of the devices at 25%" in chosen.stdout
     (record,) = json.loads(run("check", config, "--memory", "1e9", "--efficiency", "0.25", "--json").stdout)[
@@ -61,11 +67,11 @@ def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_n
     assert refused.exit_code == 2
     assert "callbacks: 'nowhere:x' cannot be loaded" in refused.stderr
     elsewhere = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]")
-    assert elsewhere.exit_code == 0, elsewhere.output
+    assert elsewhere.exit_code == 1, elsewhere.output
     assert "data: training here would end with: " in elsewhere.stderr
     assert "/nowhere" in elsewhere.stderr
     pairs = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]", "--set", "objective=simpo")
-    assert pairs.exit_code == 0, pairs.output
+    assert pairs.exit_code == 1, pairs.output
     assert "a step scores its answers first" in pairs.stdout
 
 
