@@ -34,8 +34,8 @@ def init_command(options: InitOptions) -> None:
     """Write a config with comments for your data, your model and this machine's devices, without asking questions."""
     to = options.to
     if to.exists() and (to.is_dir() or not options.overwrite):
-        fix = "name a file with --to" if to.is_dir() else "use --overwrite, or another --to"
-        raise ValueError(f"--to {to} already exists: {fix}")
+        fix = "name a file with --to" if to.is_dir() else "replace it with --overwrite, or name another file with --to"
+        raise ValueError(f"{to} already exists: {fix}")
     if not to.parent.is_dir():
         raise ValueError(f"--to {to}: the directory {to.parent} does not exist: create it first")
     from hydragraph.train.atomic_write import write_whole

@@ -80,6 +80,8 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
             reached[absolute] = root
     if not reached:
         suffix_text = f" with a suffix of {', '.join(suffixes)}" if suffixes else ""
+        for path in left_out(paths, suffixes):
+            _check_named(path)
         raise ValueError(f"no corpus file{suffix_text} in {[str(p) for p in paths]}: name a file or directory")
     return [Path(path) for path in reached]
 
@@ -211,6 +213,9 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
+_ABOUT = ("README", "LICENSE")  # no data by themselves, if there are other files
+
+
 def _check_named(path: Path) -> None:
     """Refuse a named file whose format would be trained on as plain bytes."""
     way = _NO_TEXTS.get(suffix_of(path))
@@ -229,9 +234,10 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         raise ValueError(f"corpus path {root} is not a file or directory: {_found_otherwise(str(root))}")
     paths = list(_inside(root, suffixes))
     if suffixes is None:
-        paths = [path for path in paths if suffix_of(path) not in _NO_TEXTS]
-        records = [path for path in paths if _has_records(path)]
-        paths = records or paths
+        texts = [path for path in paths if suffix_of(path) not in _NO_TEXTS]
+        records = [path for path in texts if _has_records(path)]
+        beside_data = len(texts) < len(paths) and all(path.stem.upper() in _ABOUT for path in texts)
+        paths = records or ([] if beside_data else texts)
     yield from paths
 
 

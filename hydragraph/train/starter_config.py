@@ -10,7 +10,6 @@ from pathlib import Path
 from hydragraph.data import corpus
 from hydragraph.data.documents import PAIRS, PROMPTS, Fields, Format
 from hydragraph.data.json_object import read_object
-from hydragraph.train.config_schema import SCHEMA
 
 _BYTES_PER_TOKEN = 4
 
@@ -101,7 +100,6 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
     if found.data:  # at least about twenty steps per pass
         per_step = max(min(per_step, found.tokens // 20), 2 * longest if found.format == "preference" else longest)
     lines = [
-        f"# yaml-language-server: $schema={SCHEMA}",
         "# hydragraph train this file; hydragraph check says whether it fits into memory, and what a step takes.",
         "# docs/config.md lists every field.",
         *_model(found, longest),

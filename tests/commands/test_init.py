@@ -33,7 +33,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "there.yaml").write_text("mine")
     refused = run("init", "--to", tmp_path / "there.yaml")
     assert (refused.exit_code, (tmp_path / "there.yaml").read_text()) == (2, "mine")
-    assert "already exists: use --overwrite" in refused.stderr
+    assert "there.yaml already exists: replace it with --overwrite, or name another file with --to" in refused.stderr
     assert run("init", "--to", tmp_path / "there.yaml", "--overwrite").exit_code == 0
     assert "name a file with --to" in run("init", "--to", tmp_path, "--overwrite").stderr
     assert "create it first" in run("init", "--to", tmp_path / "none" / "a.yaml").stderr

@@ -243,6 +243,16 @@ def test_a_folder_of_texts_is_read_without_what_would_be_refused_by_name(tmp_pat
     assert [path.name for path in left_out([tmp_path])] == ["b.json"]
 
 
+def test_a_folder_of_data_that_is_not_read_is_refused_as_its_file_is_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "train.json", "[]")
+    write(tmp_path / "README.md", "about")
+    for paths in ([tmp_path], [tmp_path / "train.json"]):
+        with pytest.raises(ValueError, match=r"train.json would be read as plain text.*one JSON object per line"):
+            list(documents(paths))
+    write(tmp_path / "train.py", "code")
+    assert sorted(documents([tmp_path])) == ["about", "code"]
+
+
 def test_a_pair_of_answers_is_two_documents_of_one_record(tmp_path: Path) -> None:
     pairs = [{"prompt": "Q", "chosen": f"A{i}", "rejected": f"B{i}"} for i in range(3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
