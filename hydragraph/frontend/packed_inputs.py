@@ -100,14 +100,7 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
     Raises:
         Unsupported: the outputs have no logits.
     """
-    logits = _logits(outputs).float()
-    return F.cross_entropy(
-        logits.flatten(0, -2),
-        batch["labels"].flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+    return _cross_entropy(outputs, batch["labels"], "sum", label_smoothing)
 
 
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -119,9 +112,18 @@ def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     Raises:
         Unsupported: the outputs have no logits.
     """
+    return -_cross_entropy(outputs, batch["labels"], "none")
+
+
+def _cross_entropy(outputs: Any, labels: Tensor, reduction: str, smoothing: float = 0.0) -> Tensor:
     logits = _logits(outputs).float()
-    labels = batch["labels"].flatten()
-    return -F.cross_entropy(logits.flatten(0, -2), labels, ignore_index=IGNORED, reduction="none")
+    options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction, "label_smoothing": smoothing}
+    try:
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+    except ValueError as error:
+        what = f"the model returns logits {list(logits.shape)} for labels {list(labels.shape)}"
+        remedy = "return them as [1, T, V], those of each token in a row, or pass loss="
+        raise Unsupported(what, where="the loss", remedy=remedy) from error
 
 
 def _logits(outputs: Any) -> Tensor:

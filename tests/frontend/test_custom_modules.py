@@ -320,6 +320,10 @@ class Returning(Own):
 def test_a_model_with_a_loss_of_its_own_or_another_form_is_told_of_loss() -> None:
     with pytest.raises(Unsupported, match=r"returns one number, as if it computed its loss itself; .* pass loss="):
         capture(Returning(lambda logits: logits.sum()))
+    with pytest.raises(
+        Unsupported, match=r"returns logits \[1, 101, \w+\] for labels \[1, \w+\]; return them as \[1, T, V\]"
+    ):
+        capture(Returning(lambda logits: logits.transpose(1, 2)))
     with pytest.raises(Unsupported, match=r"what the model returns, \{'out': a tensor\} \(KeyError: 0\); pass loss="):
         capture(Returning(lambda logits: {"out": logits}), loss=lambda outputs, batch: outputs[0].sum())
 
