@@ -24,10 +24,17 @@ from hydragraph.private.tracing import symbol_name
 aten = torch.ops.aten
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer")
-REMEDY = (
-    "call hydragraph.varlen_attention(q, k, v, cu_seqlens) for attention, as it keeps packed sequences apart; compute "
-    "anything else from each token alone, such as a mean over features"
-)
+_PRODUCTS = ("matmul", "mm.", "softmax", "einsum")  # of attention written by hand
+
+
+def _remedy(operator: str) -> str:
+    alone = "from each token alone, such as a mean over features"
+    if not any(part in operator for part in (*_ATTENTION, *_PRODUCTS)):
+        return f"compute it {alone}"
+    return (
+        "call hydragraph.varlen_attention(q, k, v, cu_seqlens) for attention, as it keeps packed sequences apart; "
+        f"compute anything else {alone}"
+    )
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
@@ -42,12 +49,12 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
         name = str(node.target)
         if any(part in name for part in _ATTENTION) and "hydragraph" not in name:
             what = f"attention by {name}, in which packed sequences would see each other"
-            raise Unsupported(what, where=where, remedy=REMEDY)
+            raise Unsupported(what, where=where, remedy=_remedy(name))
         for option, (what, remedy) in _OPTIONS.get(node.target, {}).items():
             if argument_of(node, option):
                 raise Unsupported(what, where=where, remedy=remedy)
         if tokens is not None and _pairs_or_shifts(node, tokens):
-            raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=REMEDY)
+            raise Unsupported(f"{name} mixes the tokens of packed sequences", where=where, remedy=_remedy(name))
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:
@@ -55,7 +62,7 @@ def refuse_unproven(template: Template, tokens: str, where: str) -> None:
     refuse_mixing(template.graph, tokens, where)
     mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:
-        raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=REMEDY)
+        raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=_remedy(mixer[0]))
 
 
 # operator -> argument that uses a whole batch -> what it does, and a remedy
