@@ -349,8 +349,8 @@ def _print_events(outcome: RunOutcome) -> None:
 
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
-    if not events:
-        return
+    if all(event.event == "resumed" and not event.lost_steps for event in events):
+        return  # a run that was only continued
     table = Table(title="Lost, slow and new ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)

@@ -74,7 +74,7 @@ def check_data(config: TrainConfig) -> None:
     """Check every file's first record and the tokenizer.
 
     Raises:
-        ValueError: a file, its first record or the tokenizer is unusable, or a chat template is missing.
+        ValueError: a file, its first record or the tokenizer is unusable, or an end token or chat template is missing.
         OSError: a file cannot be read.
     """
     data = config.data
@@ -96,7 +96,7 @@ def check_data(config: TrainConfig) -> None:
         )
     existing = _known_tokenizer(config)
     if existing is not None:
-        tokenizer.load(existing)
+        tokenizer.end_id(tokenizer.load(existing), existing.parent)
     elif "tokens" in holds:
         raise ValueError("the data hold token ids: set data.tokenizer to the tokenizer that made them")
     template = _template_text(config, existing, "chat" in holds)

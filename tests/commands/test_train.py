@@ -51,6 +51,8 @@ def test_resume_continues_bit_for_bit(trained: tuple[Path, Result], tmp_path: Pa
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     result = run("train", folder / "config.yaml", "--resume", "--set", f"output={tmp_path / 'run'}")
     assert result.exit_code == 0, result.output
+    assert "Lost, slow and new ranks" not in result.stderr
+    assert "lost work" not in result.stderr
     again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [computed(line) for line in whole] == [computed(line) for line in again]
 
