@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,9 +99,12 @@ class IterationRunner(CollectiveCalls):
         ran = self._run(sequences, given, purpose, divide_by)
         batch, work, outcome = ran.batch, ran.work, ran.outcome
         if not outcome.finite:
+            remedy = "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+            if math.isfinite(outcome.loss) and math.isnan(outcome.grad_norm):
+                remedy = "look for a square root, a division or a logarithm at 0 in the model and its loss"
             raise FloatingPointError(
                 f"loss {outcome.loss:.4g}, gradient norm {outcome.grad_norm:.4g}: not finite, so nothing was updated; "
-                "lower the learning rate or clip gradients (max_grad_norm), and look at this mini-batch"
+                f"{remedy}"
             )
         return StepReport(
             step=self.steps,

@@ -75,6 +75,8 @@ def test_what_capture_was_told_is_not_told_again() -> None:
 
 
 class Smoothed(nn.Module):
+    weights: Tensor
+
     def __init__(self, smoothing: float, weight: float) -> None:
         super().__init__()
         self.smoothing = smoothing

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import hydragraph as hg
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.runtime.executor import Executor, square_sum
 from tests.models import llama, sequences
+from tests.own_models import Own
 from tests.ready import Ready, small_llama
 from tests.thorough import only, thorough
 
@@ -121,6 +123,18 @@ def test_a_loss_that_is_not_finite_updates_nothing_and_training_goes_on() -> Non
         assert "not finite, so nothing was updated" in message
         assert same
         assert loss == loss
+
+
+def without_derivative(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    losses = F.cross_entropy(outputs[0], batch["labels"][0], ignore_index=-100, reduction="none")
+    return (losses + (losses - losses).sqrt()).sum()
+
+
+def test_a_finite_loss_with_a_gradient_of_nan_names_its_likely_cause() -> None:
+    exe = hg.compile(Own(), "<[0]x2>", torch.optim.SGD, loss=without_derivative, check="off", device="cpu")
+    with pytest.raises(FloatingPointError, match="look for a square root, a division or a logarithm at 0"):
+        exe.step(batch(0))
+    exe.close()
 
 
 def disagree(ready: Ready, what: str) -> None:
