@@ -67,7 +67,7 @@ class Scratch(NamedTuple):
     at: Ints
 
 
-@partial(compiled, quick=True)
+@partial(compiled, quick=True, shared=True)
 def scratch_of(stages: int, count: int) -> Scratch:
     """Return buffers for `stages` stages and `count` micro-batches."""
     return Scratch(
@@ -80,7 +80,7 @@ def scratch_of(stages: int, count: int) -> Scratch:
     )
 
 
-@partial(compiled, quick=True)
+@partial(compiled, quick=True, shared=True)
 def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: Scratch) -> float:
     """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
 

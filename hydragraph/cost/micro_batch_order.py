@@ -44,9 +44,9 @@ def equal_stages(costs: Floats, stages: int) -> Floats:
 def longest_to_shortest(costs: Floats) -> Ints:
     """Return the micro-batches by descending seconds."""
     count = len(costs)
-    descending = np.arange(count)
+    descending = np.empty(count, np.int64)
     for j in range(count):
-        # Insertion sort is stable, which numba's default sort does not promise.
+        # Insertion sort is stable, which numba's default sort does not promise, and takes no second to compile.
         at = j
         while at and costs[descending[at - 1]] < costs[j]:
             descending[at] = descending[at - 1]

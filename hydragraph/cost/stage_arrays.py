@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +93,7 @@ def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) ->
     return stacked
 
 
-@compiled
+@partial(compiled, shared=True)
 def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
     """Return the table of one kind."""
     tables = terms.tables
@@ -182,7 +182,7 @@ def pairs_of(window: float, chunk: float, length: float) -> float:
     return float(pairs + near * (2 * length - near))
 
 
-@compiled
+@partial(compiled, shared=True)
 def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> None:
     """Add `times` times a sequence's pairs to a micro-batch's sums.
 
@@ -195,7 +195,7 @@ def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> Non
         near[w] += times * pairs_of(reaches[w, 0], reaches[w, 1], length)
 
 
-@compiled
+@partial(compiled, shared=True)
 def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: float, near: Floats) -> None:
     """Write the seconds of each stage for a micro-batch.
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,15 +27,19 @@ _said: list[str] = []
 _announced: list[str] = []
 
 
-def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
+def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
     """Decorator: compile a function with numba on its first call, once per installation.
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
+        shared: Python and compiled functions both call it, so one version serves both. Without this, compiled callers
+            get a version that Python cannot call: converting arguments takes as long to compile as a small function.
     """
     # A division by zero is infinite, as in the formulas, and loops have no checks.
-    dispatcher: Any = njit(error_model="numpy")(function)
-    called = dispatcher.get_call_template
+    jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
+    dispatcher = jit()(function)
+    inner = dispatcher if shared else jit(no_cpython_wrapper=True)(function)
+    called = inner.get_call_template
 
     def without_constants(given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return called(
@@ -43,6 +48,7 @@ def compiled(function: Callable[..., Any], quick: bool = False) -> Any:
 
     # Callers would compile a function for every combination of constants.
     dispatcher.get_call_template = without_constants
+    dispatcher.get_overload = inner.get_overload
     try:
         dispatcher._cache = _Cache(function, quick)
     except (RuntimeError, OSError):

@@ -30,6 +30,7 @@ Equations of Hydraulis -> functions:
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class SearchState(NamedTuple):
     ends: Floats
 
 
-@compiled
+@partial(compiled, shared=True)
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
@@ -186,7 +187,7 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
     return state.ends
 
 
-@compiled
+@partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     """Assign each sequence, longest first, where it finishes first; -1 if it fits nowhere.
 
@@ -414,7 +415,7 @@ def best_step(
     return best, best_i, best_k, best_q
 
 
-@compiled
+@partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     """Improve in place: move a sequence away from the last pipeline, or swap two, while that helps.
 
@@ -447,7 +448,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
             return state.ends[last]
 
 
-@compiled
+@partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
     """Iterated local search in place: move a few sequences at random, descend, keep the result unless worse.
 

@@ -13,9 +13,12 @@ found layer by layer. A few larger T, with a smaller sum for a larger maximum, a
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
+from hydragraph.cost.micro_batch_order import longest_to_shortest
 from hydragraph.kernels.numba_compiler import compiled
 
 Floats = NDArray[np.float64]
@@ -39,7 +42,7 @@ def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
     return most
 
 
-@compiled
+@partial(compiled, shared=True)
 def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> tuple[float, float, Ints, Ints]:
     """Spread layers over the stages of a pipeline.
 
@@ -62,13 +65,13 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
         return best_sum, best_max, best_layers, best_options
     top = 0.0
     # Filling the fastest stages first minimizes the sum.
-    quickest = np.full(stages, np.inf)
+    seconds_below_zero = np.full(stages, -np.inf)
     for s in range(stages):
         for o in range(options):
             if cap[s, o] > 0:
                 top = max(top, extra[s, o] + layer[s, o] * layers)
-                quickest[s] = min(quickest[s], layer[s, o])
-    order = np.argsort(quickest)
+                seconds_below_zero[s] = max(seconds_below_zero[s], -layer[s, o])
+    order = longest_to_shortest(seconds_below_zero)
     stage_layers = np.zeros(stages, np.int64)
     chosen = np.zeros(stages, np.int64)
     for looser in LOOSER:
@@ -121,7 +124,10 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
         further[s] = _with_one_more(stage_layers[s], layer[s], extra[s], cap[s])
         left -= stage_layers[s]
     while left > 0:
-        s = int(np.argmin(further))
+        s = 0
+        for other in range(1, stages):
+            if further[other] < further[s]:
+                s = other
         if not further[s] < np.inf:
             return np.inf
         least = max(least, further[s])

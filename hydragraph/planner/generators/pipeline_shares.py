@@ -6,6 +6,8 @@ each_i) + 1 of them, or none if T < first_i. The least T is found by bisection.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +19,7 @@ Ints = NDArray[np.int64]
 _HALVINGS = 60
 
 
-@compiled
+@partial(compiled, shared=True)
 def able(seconds: float, first: float, each: float) -> int:
     """Return how many micro-batches a pipeline can do within `seconds`."""
     if not seconds >= first:

@@ -6,6 +6,8 @@ messages (`Prices.held`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +31,7 @@ FORWARD = 1 / 3
 PULLED = 1 / 3
 
 
-@compiled
+@partial(compiled, shared=True)
 def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Floats, flying: int, layers: int) -> int:
     """Return the most layers that fit in memory with `flying` micro-batches in flight.
 

@@ -19,6 +19,8 @@ in milliseconds, with the least bandwidth of any type in a stage, or in a stage 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hydragraph.kernels.numba_compiler import compiled
@@ -73,7 +75,7 @@ def cost(plan: StagePlan) -> float:
     return total
 
 
-@compiled
+@partial(compiled, shared=True)
 def price(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
 ) -> Floats:
