@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.cost.rank_memory import VariantOf
+    from hydragraph.planner.first_compilation import FirstCompilation
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import RentalOffer
     from hydragraph.spec.cluster import Cluster
     from hydragraph.spec.home import Home
     from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
+    from hydragraph.spec.training_workload import Workload
 
 Say = Callable[[str], None]
 
@@ -43,13 +45,27 @@ def plan_devices(asked: PlanOptions) -> None:
 
     began = time.monotonic()
     assert asked.cluster is not None, "plan_command has checked it"
-    # Report mistakes in files before importing the planner, which takes seconds.
+    # Report mistakes in files before compiling and importing the planner, which takes seconds.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.workload(config)
 
-    from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.first_compilation import FirstCompilation
+
+    with FirstCompilation(bool(workload.lengths)) as compilation:
+        _plan_meanwhile(compilation, asked, cluster, config, workload, began)
+
+
+def _plan_meanwhile(
+    compilation: FirstCompilation,
+    asked: PlanOptions,
+    cluster: Cluster,
+    config: TrainConfig | None,
+    workload: Workload,
+    began: float,
+) -> None:
+    """Plan while other processes compile the search, and use what they compiled."""
+    from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.planner.rental_budget import offers
     from hydragraph.planner.rental_price import RentalPrices
@@ -64,7 +80,7 @@ def plan_devices(asked: PlanOptions) -> None:
         return None if asked.deadline is None else max(0.0, part * asked.deadline - (time.monotonic() - began))
 
     console = Console(stderr=True)
-    with console.status("reading") as status, FirstCompilation(bool(workload.lengths)) as compilation:
+    with console.status("reading") as status:
         said = ""
 
         def say(what: str) -> None:

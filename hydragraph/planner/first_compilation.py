@@ -1,46 +1,55 @@
-"""Compilation of the planner's search in another process.
+"""Compilation of the planner's search in two other processes.
 
-numba compiles a search on first use, for 10 to 40 s. While a command captures a model, a process plans for a made-up
-one, which fills numba's cache on disk:
+numba compiles a search on first use, for 10 to 40 s. While a command imports PyTorch and captures a model, processes plan
+for a made-up one, which fills numba's cache on disk:
 
-    python -m hydragraph.planner.first_compilation
-    python -m hydragraph.planner.first_compilation --varying    also for sequences of varying lengths
+    python -m hydragraph.planner.first_compilation stages       Metis's search over stages; needs no PyTorch
+    python -m hydragraph.planner.first_compilation devices      everything else
+    python -m hydragraph.planner.first_compilation varying      the same, and what plans sequences of varying lengths
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from contextlib import suppress
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
-from hydragraph.cost.costs import Costs
-from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.model_sizes import ModelSizes
+from hydragraph.cost import message_rounds
 from hydragraph.kernels.numba_compiler import is_compiled
+from hydragraph.planner import metis
 from hydragraph.planner.assignment import schedule_search
 from hydragraph.planner.metis import exact_optimum
-from hydragraph.planner.plan import plan
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.training_workload import Workload
 
-VARYING = "--varying"
+if TYPE_CHECKING:
+    from hydragraph.cost.block_pieces import BlockPiece
+    from hydragraph.cost.costs import Costs
+
 LENGTH = 1024
+_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their seconds relative to the first
 
 
 class FirstCompilation:
-    """A context manager for a process that compiles what is not compiled yet."""
+    """A context manager for processes that compile what is not compiled yet."""
 
     def __init__(self, varying: bool) -> None:
-        last = [exact_optimum.best_labels, *([schedule_search.improve] if varying else [])]
-        self._process: subprocess.Popen[bytes] | None = None
-        if not all(map(is_compiled, last)):
-            command = [sys.executable, "-m", __name__, *([VARYING] if varying else [])]
-            # If this fails, this process compiles them and reports the error.
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        last = {
+            "stages": exact_optimum.best_labels,
+            "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
+        }
+        # If one fails, this process compiles the rest and reports the error.
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            for what, function in last.items()
+            if not is_compiled(function)
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -50,32 +59,54 @@ class FirstCompilation:
 
     @property
     def ended(self) -> bool:
-        """Whether everything is compiled, or the process has failed."""
-        return self._process is None or self._process.poll() is not None
+        """Whether everything is compiled, or the processes have failed."""
+        return all(process.poll() is not None for process in self._processes)
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for the process, and kill it after `seconds`; None: no limit."""
-        if self._process is not None:
+        """Wait for the processes, and kill them after `seconds`; None: no limit."""
+        until = None if seconds is None else time.monotonic() + seconds
+        for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-            self._process.kill()
-            self._process.wait()
+                process.wait(None if until is None else max(0.0, until - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
 
-def compile_searches(varying: bool) -> None:
-    """Plan for a made-up model, also for varying lengths if asked."""
+def compile_stages() -> None:
+    """Search for the stages of a made-up model."""
+    measured = {
+        (name, tp, size): metis.Measurement((factor * size / tp,) * 4, 5 * factor * size / tp, (100 * size / tp,) * 4)
+        for name, factor in _FACTORS.items()
+        for tp in (1, 2)
+        for size in (1, 2, 4)
+    }
+    profile = metis.Profile(measured, (4e6, 2e6, 4e6), 3.0, 0.1, hidden=512, sequence=128, vocabulary=1000)
+    types = {name: metis.DeviceType(50, 40) for name in _FACTORS}
+    metis.search(profile, metis.Cluster(types, tuple((name, 2) for name in types)), 4, 4, "exact")
+
+
+def compile_devices(varying: bool) -> None:
+    """Plan for a made-up model without a search over stages, also for varying lengths if asked."""
+    from hydragraph.planner.plan import plan  # imports torch
+
     costs = _made_up()
-    plan(costs, Workload(8, LENGTH))
-    if varying:
-        plan(costs, Workload(lengths=[[LENGTH, *[LENGTH // 4] * 8]] * 2))
+    workloads = [Workload(8, LENGTH), Workload(lengths=[[LENGTH, *[LENGTH // 4] * 8]] * 2)]
+    for workload in workloads[: 1 + varying]:
+        plan(costs, workload, "mixed")
 
 
 def _made_up() -> Costs:
+    from hydragraph.cost.block_pieces import AUX, PricedDevice
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.cost.model_sizes import ModelSizes
+
     wire = Interconnect(1e10, 1e-6)
     kinds = [StageKind(tp, False, recompute) for tp in (1, 2) for recompute in (False, True)]
     types = {"fast": DeviceType(1e14, 10**9, 1e12), "slow": DeviceType(5e13, 10**9, 1e12)}
     profiles = []
-    for name, factor in (("fast", 1.0), ("slow", 2.0)):
+    for name, factor in _FACTORS.items():
         pieces = {kind: {at: _piece(at, kind, factor) for at in (AUX, "first", "layer", "last")} for kind in kinds}
         profiles.append(
             Profile(
@@ -95,6 +126,8 @@ def _made_up() -> Costs:
 
 
 def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
+    from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines
+
     if name == AUX:
         return BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
     forward = Constants(2e-9 if name == "layer" else 0.0, 3e-6 / kind.tp, 1e-4).times(factor)
@@ -106,4 +139,7 @@ def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
 
 
 if __name__ == "__main__":
-    compile_searches(VARYING in sys.argv)
+    if sys.argv[1] == "stages":
+        compile_stages()
+    else:
+        compile_devices(varying=sys.argv[1] == "varying")

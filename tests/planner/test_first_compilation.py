@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from hydragraph.planner import first_compilation
-from hydragraph.planner.first_compilation import VARYING, FirstCompilation, compile_searches
+from hydragraph.planner.first_compilation import FirstCompilation, compile_devices, compile_stages
 from tests.thorough import thorough
 
 
 def test_what_is_compiled_is_not_compiled_again() -> None:
-    compile_searches(varying=True)  # compiles what `make plans` has not
+    compile_stages()
+    compile_devices(varying=True)  # compiles what `make plans` has not
     with FirstCompilation(varying=True) as compilation:
         assert compilation.ended
         compilation.wait(None)
@@ -36,25 +37,35 @@ def test_it_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PLANS = """
-import logging
 import sys
 from numba.core import event
-from hydragraph.planner.first_compilation import FirstCompilation, compile_searches
-varying = sys.argv[1:] == ["--varying"]
+from hydragraph.planner.first_compilation import LENGTH, FirstCompilation, _made_up
+from hydragraph.planner.plan import plan
+from hydragraph.spec.training_workload import Workload
+workloads = [Workload(8, LENGTH), Workload(lengths=[[LENGTH, *[LENGTH // 4] * 8]] * 2)]
+varying = sys.argv[1] == "varying"
 with FirstCompilation(varying) as compilation:
     print("compiled before:", compilation.ended)
 with event.install_recorder("numba:compile") as recorder:
-    compile_searches(varying)
+    for workload in workloads[: 1 + varying]:
+        plan(_made_up(), workload)
 print("compiled here:", len(recorder.buffer))
 """
 
 
 @thorough  # it compiles everything
-@pytest.mark.parametrize("varying", [False, True])
-def test_a_later_process_compiles_nothing(varying: bool, tmp_path: Path) -> None:
-    given = [VARYING] if varying else []
+@pytest.mark.parametrize("rest", ["devices", "varying"])
+def test_a_later_process_compiles_nothing(rest: str, tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    subprocess.run([sys.executable, "-m", first_compilation.__name__, *given], check=True, env=environment)
-    run = [sys.executable, "-c", PLANS, *given]
+    for what in ("stages", rest):
+        subprocess.run([sys.executable, "-m", first_compilation.__name__, what], check=True, env=environment)
+    run = [sys.executable, "-c", PLANS, rest]
     said = subprocess.run(run, check=True, env=environment, capture_output=True, text=True).stdout
     assert said.split("\n")[:2] == ["compiled before: True", "compiled here: 0"]
+
+
+def test_the_search_over_stages_is_compiled_without_pytorch() -> None:
+    code = "import sys; from hydragraph.planner import first_compilation as f; f.compile_stages()"
+    code += "; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said == "False\n"
