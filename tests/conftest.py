@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, so before the tests are
-# Tests share a cache of traced programs and graphs, separate from the user's own.
+# Tests share caches of traced programs and graphs, and of what numba compiles, separate from the user's own.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "traced")
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 
 import functools
 import multiprocessing

@@ -1,26 +1,30 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
 numba's own cache fails an import if nothing can be cached, raises pickle errors for a truncated file, runs machine code
-with a flipped bit, and keeps running old code of functions that a function imports.
+with a flipped bit, keeps running old code of functions that a function imports, and compiles again in every environment.
+This one is in the user's cache folder, and equal source files share it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from numba import njit
+from numba import __version__ as numba_version
+from numba import config, njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.types import unliteral
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
+_MOST = 3000
 
 # Warnings of this process, and folders of announced compilations.
 _said: list[str] = []
@@ -28,7 +32,7 @@ _announced: list[str] = []
 
 
 def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
-    """Decorator: compile a function with numba on its first call, once per installation.
+    """Decorator: compile a function with numba on its first call, once per user and version.
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
@@ -84,8 +88,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
         self._quick = quick
-        self.stamp = _stamp(function, self._impl.locator.get_source_stamp())
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, self.stamp)
+        self._cache_path = _folder() or self._cache_path
+        self.stamp = _stamp(function, _digest(function.__code__.co_filename))
+        # Every version has files of its own, so that installations share a folder.
+        name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
+        self._cache_file = _Files(self._cache_path, name, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
         """Return the code compiled for a signature, or None if it must be compiled."""
@@ -104,15 +111,38 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def save_overload(self, *arguments: Any) -> None:
         try:
             super().save_overload(*arguments)
+            _evict(Path(self._cache_path))
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} cannot be written ({error}): every process compiles again")
+
+
+def _folder() -> str | None:
+    """Return NUMBA_CACHE_DIR, or else a folder in the user's cache folder; None: it is not writable."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(config.CACHE_DIR or Path(base, "hydragraph", "compiled"))
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(folder) if os.access(folder, os.W_OK) else None
+
+
+def _evict(folder: Path) -> None:
+    """Delete the oldest quarter of the files if there are more than `_MOST`, which are those of twenty versions."""
+    files = [(path.stat().st_mtime, path) for path in folder.iterdir()]
+    if len(files) > _MOST:
+        for _, path in sorted(files)[: len(files) // 4]:
+            path.unlink(missing_ok=True)
+
+
+@cache
+def _digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
     """Return a digest of a function's file and of what numba copies from other modules.
 
     Args:
-        source: time and size of the file.
+        source: digest of the file.
     """
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():

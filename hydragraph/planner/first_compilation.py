@@ -1,7 +1,7 @@
 """Compilation of the planner's search in two other processes.
 
-numba compiles a search on first use, for 10 to 40 s. While a command imports PyTorch and captures a model, processes plan
-for a made-up one, which fills numba's cache on disk:
+numba compiles a search on first use, for 10 to 40 s. While a command imports PyTorch and captures a model, processes
+plan for a made-up one, which fills numba's cache on disk:
 
     python -m hydragraph.planner.first_compilation stages       Metis's search over stages; needs no PyTorch
     python -m hydragraph.planner.first_compilation devices      everything else

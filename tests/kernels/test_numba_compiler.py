@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from numba.core import event
 
+from hydragraph.kernels import numba_compiler
 from hydragraph.kernels.numba_compiler import compiled
 from tests.thorough import first, thorough
 
@@ -79,6 +80,26 @@ def test_what_is_damaged_is_compiled_again_and_kept(how: str, suffix: str, warm:
     assert [line.split(" in ")[0] for line in lines] == ["numba's cache"]
     assert lines[0].endswith("compiling again")
     assert call(warm) == (WARM, [])
+
+
+def test_equal_files_share_what_is_compiled_and_other_versions_keep_theirs(tmp_path: Path) -> None:
+    home = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path / "home")}
+    folders = [tmp_path / "one", tmp_path / "two", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[2] / "module.py").write_text(MODULE.replace("2 * added(a, b)", "added(added(a, b), added(a, b))"))
+    printed = [call(folder, **home)[0] for folder in (*folders, *folders)]
+    assert printed == [COLD, WARM, COLD, WARM, WARM, WARM]
+    assert {path.parent for path in tmp_path.rglob("*.nbc")} == {tmp_path / "home" / "hydragraph" / "compiled"}
+
+
+def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_compiler, "_MOST", 8)
+    for at in range(9):
+        (tmp_path / str(at)).touch()
+        os.utime(tmp_path / str(at), (at, at))
+        numba_compiler._evict(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(at) for at in range(2, 9)]
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:

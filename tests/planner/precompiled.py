@@ -9,6 +9,7 @@ import sys
 from typing import get_args
 
 import hydragraph as hg
+import tests.conftest  # noqa: F401  names the folder of what numba compiles, so before numba is imported
 from benchmarks.published.whole_bound import whole_bound
 from hydragraph.planner import metis
 from hydragraph.planner.plan import Method
