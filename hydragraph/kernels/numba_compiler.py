@@ -1,8 +1,8 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
 numba's own cache fails an import if nothing can be cached, raises pickle errors for a truncated file, runs machine code
-with a flipped bit, keeps running old code of functions that a function imports, and compiles again in every environment.
-This one is in the user's cache folder, and equal source files share it.
+with a flipped bit, keeps running old code of functions that a function imports, and compiles again in every
+environment. This one is in the user's cache folder, and equal source files share it.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ def _folder() -> str | None:
 
 def _evict(folder: Path) -> None:
     """Delete the oldest quarter of the files if there are more than `_MOST`, which are those of twenty versions."""
-    files = [(path.stat().st_mtime, path) for path in folder.iterdir()]
+    files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
-        for _, path in sorted(files)[: len(files) // 4]:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process deletes as well
+            for path in sorted(files, key=lambda path: path.stat().st_mtime)[: len(files) // 4]:
+                path.unlink()
 
 
 @cache

@@ -96,10 +96,10 @@ def test_equal_files_share_what_is_compiled_and_other_versions_keep_theirs(tmp_p
 def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba_compiler, "_MOST", 8)
     for at in range(9):
-        (tmp_path / str(at)).touch()
-        os.utime(tmp_path / str(at), (at, at))
+        (tmp_path / f"{at}.nbc").touch()
+        os.utime(tmp_path / f"{at}.nbc", (at, at))
         numba_compiler._evict(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [str(at) for at in range(2, 9)]
+    assert sorted(path.stem for path in tmp_path.iterdir()) == [str(at) for at in range(2, 9)]
 
 
 def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
