@@ -79,7 +79,6 @@ class Options(NamedTuple):
     ahead: Floats
 
 
-@compiled
 def options_of(
     tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
 ) -> Options:
@@ -88,38 +87,27 @@ def options_of(
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
+    # Arrays are made here: numba takes seconds to compile it.
     o = Options(
-        np.zeros(ranks + 1, dtype=np.int64),
-        np.zeros(most, dtype=np.int64),
-        np.zeros(most, dtype=np.int64),
-        np.zeros(most, dtype=np.int64),
-        np.zeros(most + 1, dtype=np.int64),
+        np.zeros(ranks + 1, np.int64),
+        np.zeros(most, np.int64),
+        np.zeros(most, np.int64),
+        np.zeros(most, np.int64),
+        np.zeros(most + 1, np.int64),
         # Replicas of one type have one of two numbers of samples.
         np.zeros((most if types == 1 else 2 * types * most, columns)),
         np.zeros((most, columns)),
-        np.zeros(most, dtype=np.int64),
+        np.zeros(most, np.int64),
         np.zeros(most),
         np.zeros(most),
-        np.zeros(most, dtype=np.int64),
+        np.zeros(most, np.int64),
         np.zeros(most),
         np.full(ranks + 1, np.inf),
     )
     # Stages of one type, degree and size share a row of `held`.
-    shared = np.full((types, degrees, tables.size_at.size), -1, dtype=np.int64)
-    used = np.zeros(3, dtype=np.int64)  # options, and rows of `upto` and `held`
-    for start in range(ranks):
-        o.begin[start] = used[0]
-        o.ahead[start] = tables.bandwidth[kinds[start]]
-        for group in sizes:
-            if start + group > ranks:
-                continue
-            for d in range(degrees):
-                width = 1 << d
-                if width > group or width > max_tp:
-                    break
-                if mixed_tp or replicas_of_one_type(places, start, group, width):
-                    add_option(tables, kinds, batches, start, group, d, o, shared, used)
-    o.begin[ranks] = used[0]
+    shared = np.full((types, degrees, tables.size_at.size), -1, np.int64)
+    used = np.zeros(3, np.int64)
+    write_options(tables, kinds, places, batches, sizes, mixed_tp, max_tp, o, shared, used)
     count, rows, held_rows = used
     return Options(
         o.begin,
@@ -136,6 +124,36 @@ def options_of(
         o.sync[:count],
         o.ahead,
     )
+
+
+@compiled
+def write_options(
+    tables: Tables,
+    kinds: Ints,
+    places: Ints,
+    batches: int,
+    sizes: Ints,
+    mixed_tp: bool,
+    max_tp: int,
+    o: Options,
+    shared: Ints,
+    used: Ints,
+) -> None:
+    """Write every option; `shared` and `used` are as in `add_option`."""
+    ranks = kinds.size
+    for start in range(ranks):
+        o.begin[start] = used[0]
+        o.ahead[start] = tables.bandwidth[kinds[start]]
+        for group in sizes:
+            if start + group > ranks:
+                continue
+            for d in range(tables.upto.shape[1]):
+                width = 1 << d
+                if width > group or width > max_tp:
+                    break
+                if mixed_tp or replicas_of_one_type(places, start, group, width):
+                    add_option(tables, kinds, batches, start, group, d, o, shared, used)
+    o.begin[ranks] = used[0]
 
 
 @compiled
@@ -286,7 +304,6 @@ def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> 
     return float(ms_per_byte * stage_bytes(tables, first, end, o.tp[option]))
 
 
-@compiled
 def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
     """Return lower bounds of completions after ranks n and layers l, for every n and l.
 
@@ -298,15 +315,24 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
         least: of the maximum t, o and g [N + 1, L + 1, 3].
         option, end: first stage of the completion of `sums` [N + 1, L + 1, K].
     """
+    shape = (o.begin.size, tables.share.size + 1)
+    sums = np.full((*shape, caps.size), np.inf)
+    least = np.full((*shape, 3), np.inf)
+    chosen = np.full((*shape, caps.size), -1, np.int64)
+    ends = np.zeros((*shape, caps.size), np.int64)
+    sums[-1, -1] = least[-1, -1] = 0.0
+    write_bounds(tables, o, caps, sums, least, chosen, ends)
+    return sums, least, chosen, ends
+
+
+@compiled
+def write_bounds(
+    tables: Tables, o: Options, caps: Floats, sums: Floats, least: Floats, chosen: Ints, ends: Ints
+) -> None:
+    """Write the bounds of completions before the last rank; see `bounds_of`."""
     ranks = o.begin.size - 1
     layers = tables.share.size
     many = caps.size
-    sums = np.full((ranks + 1, layers + 1, many), np.inf)
-    least = np.full((ranks + 1, layers + 1, 3), np.inf)
-    chosen = np.full((ranks + 1, layers + 1, many), -1, dtype=np.int64)
-    ends = np.zeros((ranks + 1, layers + 1, many), dtype=np.int64)
-    sums[ranks, layers] = 0.0
-    least[ranks, layers] = 0.0
     for start in range(ranks - 1, -1, -1):
         for option in range(o.begin[start], o.begin[start + 1]):
             behind = start + o.size[option]
@@ -336,7 +362,6 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
                             sums[start, first, k] = total
                             chosen[start, first, k] = option
                             ends[start, first, k] = end
-    return sums, least, chosen, ends
 
 
 @compiled
