@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from numba import __version__ as numba_version
-from numba import config, njit
+from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.types import unliteral
 
@@ -119,7 +119,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 def _folder() -> str | None:
     """Return NUMBA_CACHE_DIR, or else a folder in the user's cache folder; None: it is not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(config.CACHE_DIR or Path(base, "hydragraph", "compiled"))
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(folder) if os.access(folder, os.W_OK) else None
