@@ -106,6 +106,7 @@ ELSEWHERE = {
         "functions that were copied with their module",
     ),
     "frontend/token_mixing.py": ("frontend/test_capture.py", "what mixes tokens is refused"),
+    "ir/hidden_state.py": ("runtime/test_hidden_dtype.py", "the dtype of hidden states between stages"),
     "ir/instruction.py": ("ir/test_instruction_text.py", "every instruction, printed and parsed"),
     "ir/placeholders.py": ("passes/test_annotate.py", "where they stand in a layer"),
     "ir/rank_program.py": ("ir/test_instruction_text.py", "whole programs, printed and parsed"),

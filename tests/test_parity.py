@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hydragraph as hg
+from hydragraph.passes import offload as offloading
 from tests import reference
 from tests.models import gpt2, llama, llama4, sequences
 from tests.ready import Ready
@@ -124,6 +126,36 @@ def test_interleaving_with_every_feature_equals_one_device(model: str, options: 
         "<[0]x1g,[1]x1,[0]x1g,[1]x1> + <[2]x4>",
     ]
     check(model, strategies, **options)
+
+
+OFFLOADED = [
+    "2*<tp1,pp1>o",
+    "<[0,1]x3sro,[2]x1wo> + <[3]x4r0.5o>",  # uneven, with sequence parallelism, streaming and recomputation in part
+    "<[1]x1o,[0]x1,[1]x1o,[0]x1>",
+    "<[0,2]x1,[1]x3o> + <[3]x1,[1]x3o> gpipe",  # a shared stage
+]
+
+
+def offload(prepared: Ready, strategies: list[str]) -> list[tuple[float, dict[str, Tensor]]]:
+    """On every rank: the loss and gradients of each strategy, with every saved value offloaded, then of none."""
+    exe = prepared.executable(hg.Strategy.parse(strategies[0], layers=LAYERS))
+    texts = [*strategies, *(text.replace("o", "") for text in strategies)]
+    found = []
+    with mock.patch.object(offloading, "SMALL_BYTES", 0):
+        for text in texts:
+            strategy = hg.Strategy.parse(text, layers=LAYERS)
+            found.append((exe.evaluate(batches(1)[0], strategy).loss, exe.gradients(batches(1)[0], strategy)))
+    exe.close()
+    return found
+
+
+def test_stages_that_offload_equal_to_the_bit_those_that_do_not() -> None:
+    found = hg.launch(offload, 4, OFFLOADED, prepare=partial(ready, "llama", OFFLOADED))[0]
+    wanted = reference.train(MODELS["llama"](), batches(1), optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
+    for text, (loss, gradients), (plain_loss, plain) in zip(OFFLOADED, found, found[len(OFFLOADED) :], strict=False):
+        assert loss == plain_loss == pytest.approx(wanted.losses[0], rel=1e-5), text
+        assert reference.worst(gradients, wanted.gradients[0])[1] <= 1, text
+        assert all(torch.equal(gradients[name], plain[name]) for name in plain), text
 
 
 STREAMED = [

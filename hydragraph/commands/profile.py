@@ -78,7 +78,7 @@ def profile_rank(
     from hydragraph.cluster.communicators import Groups
     from hydragraph.cluster.launch import join
     from hydragraph.frontend.meta_initialiser import initial_buffers
-    from hydragraph.runtime.executor import hidden_size
+    from hydragraph.ir.hidden_state import hidden_size
     from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
     from hydragraph.train.config_checks import read_strategies
 

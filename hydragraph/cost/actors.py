@@ -190,7 +190,7 @@ def _actor(
         # Beats determine the order of instructions; for interleaved stages, so does which neighbours are the same.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
-        key = (stage.blocks, len(stage.ranks), *roles, *placement.beats(stage).values())
+        key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
     if key not in compiled:
         compiled[key] = ActorProgram.of(of(members[0]))
     if stage is None:

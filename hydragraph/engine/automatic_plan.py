@@ -31,12 +31,12 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.engine.candidate_strategies import Planning, planned_for, runs, sample_of
 from hydragraph.engine.discovery import Discovered, discover
 from hydragraph.engine.profile_cache import profile_key, recall_profile, remember_profile
+from hydragraph.ir.hidden_state import hidden_size
 from hydragraph.ir.program import Program
 from hydragraph.log import doing
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.device_reports import report_devices, types_of
-from hydragraph.runtime.executor import hidden_size
 from hydragraph.runtime.profile_measurement import MeasuredModel, MeasureSettings, measure
 from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind

@@ -16,6 +16,8 @@ class Op(Enum):
     PULL = "pull"  # W.bucket = link home -> here
     FORWARD = "forward"  # one block, one micro-batch
     BACKWARD = "backward"  # one block's backward or a half of it, accumulated into G.bucket
+    OFFLOAD = "offload"  # copy what one block's forward saved to host memory
+    FETCH = "fetch"  # copy it back, after the computations before this instruction
     SEND = "send"  # one value to one rank
     RECEIVE = "receive"  # one value from one rank
     PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied to second ones
@@ -34,6 +36,7 @@ class Stream(Enum):
     COMPUTE = "compute"
     P2P = "p2p"
     PUSH = "push"
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,17 @@ RULES: Mapping[Op, Rule] = {
     ),
     Op.BACKWARD: _rule(
         Stream.COMPUTE,
-        reads=(ValueKind.SAVED, ValueKind.POSTPONED, ValueKind.ACTIVATION_GRADIENT, ValueKind.WEIGHTS),
+        reads=(
+            ValueKind.SAVED,
+            ValueKind.FETCHED,
+            ValueKind.POSTPONED,
+            ValueKind.ACTIVATION_GRADIENT,
+            ValueKind.WEIGHTS,
+        ),
         writes=(ValueKind.ACTIVATION_GRADIENT, ValueKind.POSTPONED, ValueKind.GRADIENTS),
     ),
+    Op.OFFLOAD: _rule(Stream.OFFLOAD, reads=(ValueKind.SAVED,), writes=(ValueKind.OFFLOADED, ValueKind.COPYING)),
+    Op.FETCH: _rule(Stream.OFFLOAD, reads=(ValueKind.OFFLOADED,), writes=(ValueKind.FETCHED,)),
     Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(ValueKind.MESSAGE,)),
     Op.RECEIVE: _rule(Stream.P2P, writes=_MOVED),
     Op.PUSH: _rule(Stream.PUSH, reads=(ValueKind.GRADIENTS,)),
@@ -77,12 +88,12 @@ class Instruction:
     """One step of one rank.
 
     Attributes:
-        target: the bucket of a pull or push, the block of a forward or backward, else "".
-        micro_batch: of a forward or backward (`ir.rank_program.Role`); else None.
+        target: the bucket of a pull or push, the block of a forward, backward, offload or fetch, else "".
+        micro_batch: of the block (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
         writes: values it makes or (G.*) adds to.
-        after: reads of other streams that it waits for; for a free, only messages; for a pull or push, also earlier
-            ones that must be complete (`passes.bytes_in_flight`).
+        after: reads of other streams that it waits for; for a free, only messages and copies; for a pull or push, also
+            earlier ones that must be complete (`passes.bytes_in_flight`).
     """
 
     op: Op
@@ -125,4 +136,7 @@ def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]
-    return tuple(value for value in cross_stream if not free or value.kind is ValueKind.MESSAGE) if cross_stream else ()
+    return tuple(value for value in cross_stream if not free or value.kind in _ON_THEIR_WAY) if cross_stream else ()
+
+
+_ON_THEIR_WAY = (ValueKind.MESSAGE, ValueKind.COPYING)

@@ -38,6 +38,10 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
             "VALUES += backward BLOCK [MICRO-BATCH] (VALUES)",
             _MADE.format(r"\+=") + "backward " + _COMPUTED,
         ),
+        *(
+            (op, f"VALUES = {op.value} BLOCK [MICRO-BATCH] (VALUES)", _MADE.format("=") + f"{op.value} " + _COMPUTED)
+            for op in (Op.OFFLOAD, Op.FETCH)
+        ),
         (Op.SEND, "send VALUE -> rank RANK", rf"send (?P<reads>{_NAME}) -> rank (?P<peer>\d+)"),
         (Op.RECEIVE, "VALUE = receive <- rank RANK", rf"(?P<writes>{_NAME}) = receive <- rank (?P<peer>\d+)"),
         (Op.FREE, "free VALUES", rf"free (?P<reads>{_NAMES})"),
@@ -66,8 +70,8 @@ def _statement(instruction: Instruction) -> str:
             return f"{writes} = link home -> here" if writes else f"link W.{target} home -> others"
         case Op.PUSH:
             return f"link {reads} -> home" if reads else f"link G.{target} others -> home"
-        case Op.FORWARD | Op.BACKWARD:
-            sign = "=" if op is Op.FORWARD else "+="
+        case Op.FORWARD | Op.BACKWARD | Op.OFFLOAD | Op.FETCH:
+            sign = "+=" if op is Op.BACKWARD else "="
             assigned = f"{writes} {sign} " if writes else ""
             return f"{assigned}{op.value} {target} [{instruction.micro_batch}]{arguments}"
         case Op.SEND:

@@ -6,6 +6,9 @@ A value is a string, with the information in its text as attributes:
     h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               saved by a block's forward for its backward
+    o.{block}.{m}  OFFLOADED     the same in host memory (`passes.offload`)
+    c.{block}.{m}  COPYING       s.{block}.{m} on its way to host memory: complete once it has been copied
+    f.{block}.{m}  FETCHED       the same, back on the device
     t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
@@ -33,6 +36,9 @@ class ValueKind(Enum):
     ACTIVATION = "h"
     ACTIVATION_GRADIENT = "d"
     SAVED = "s"
+    OFFLOADED = "o"
+    COPYING = "c"
+    FETCHED = "f"
     POSTPONED = "t"
     AUX = "a"
     LOSS = "loss"
@@ -118,6 +124,24 @@ def saved(block: str, micro_batch: int) -> Value:
 
 
 @_once
+def offloaded(block: str, micro_batch: int) -> Value:
+    """Return o.{block}.{micro_batch}."""
+    return Value(f"o.{block}.{micro_batch}", ValueKind.OFFLOADED, block=block, micro_batch=micro_batch)
+
+
+@_once
+def copying(block: str, micro_batch: int) -> Value:
+    """Return c.{block}.{micro_batch}."""
+    return Value(f"c.{block}.{micro_batch}", ValueKind.COPYING, block=block, micro_batch=micro_batch)
+
+
+@_once
+def fetched(block: str, micro_batch: int) -> Value:
+    """Return f.{block}.{micro_batch}."""
+    return Value(f"f.{block}.{micro_batch}", ValueKind.FETCHED, block=block, micro_batch=micro_batch)
+
+
+@_once
 def postponed(block: str, micro_batch: int) -> Value:
     """Return t.{block}.{micro_batch}."""
     return Value(f"t.{block}.{micro_batch}", ValueKind.POSTPONED, block=block, micro_batch=micro_batch)
@@ -166,6 +190,9 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
     (re.compile(rf"h{_NUMBER}\.{_NUMBER}"), lambda k, m: activation(int(k), int(m))),
     (re.compile(rf"d{_NUMBER}\.{_NUMBER}"), lambda k, m: activation_gradient(int(k), int(m))),
     (re.compile(rf"s\.{_NAME}\.{_NUMBER}"), lambda block, m: saved(block, int(m))),
+    (re.compile(rf"o\.{_NAME}\.{_NUMBER}"), lambda block, m: offloaded(block, int(m))),
+    (re.compile(rf"c\.{_NAME}\.{_NUMBER}"), lambda block, m: copying(block, int(m))),
+    (re.compile(rf"f\.{_NAME}\.{_NUMBER}"), lambda block, m: fetched(block, int(m))),
     (re.compile(rf"t\.{_NAME}\.{_NUMBER}"), lambda block, m: postponed(block, int(m))),
     (re.compile(rf"a\.{_NUMBER}"), lambda m: aux(int(m))),
     (re.compile(rf"loss\.{_NUMBER}"), lambda m: loss(int(m))),

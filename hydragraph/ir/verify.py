@@ -21,9 +21,12 @@ from hydragraph.ir.value import (
     activation_gradient,
     aux,
     bucket_of,
+    copying,
+    fetched,
     gradients,
     loss,
     message,
+    offloaded,
     postponed,
     saved,
     weights,
@@ -193,6 +196,8 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
             raise _fail(
                 program, index, f"{instruction.op.value} neither reads nor makes {', '.join(strangers)} like this"
             )
+        if instruction.op in (Op.OFFLOAD, Op.FETCH):
+            _check_copy(program, index)
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
         values = missing.pop((instruction.work, instruction.target, instruction.micro_batch), None)
@@ -205,8 +210,27 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         raise VerificationError(f"{_DESCRIBED[work]} {target} [{m}] is missing", program.rank)
 
 
+def _check_copy(program: RankProgram, index: int) -> None:
+    """Check that a copy to or from host memory is of one block's saved values."""
+    instruction = program.instructions[index]
+    assert instruction.micro_batch is not None, "a copy has a micro-batch"
+    of = (instruction.target, instruction.micro_batch)
+    out = instruction.op is Op.OFFLOAD
+    reads, writes = ((saved,), (offloaded, copying)) if out else ((offloaded,), (fetched,))
+    if (instruction.reads, instruction.writes) != tuple(tuple(make(*of) for make in made) for made in (reads, writes)):
+        raise _fail(program, index, f"it should {instruction.op.value} what it names, and nothing else")
+
+
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    return frozenset(_NAMED[value.kind](value.bucket) if value.kind in _NAMED else value for value in values)
+    """Return values with the names of plain exchanges, and saved values as such, wherever they were in between."""
+    return frozenset(
+        _NAMED[value.kind](value.bucket)
+        if value.kind in _NAMED
+        else saved(value.block, value.micro_batch)
+        if value.kind is ValueKind.FETCHED
+        else value
+        for value in values
+    )
 
 
 _NAMED = {ValueKind.WEIGHTS: weights, ValueKind.GRADIENTS: gradients}

@@ -8,6 +8,7 @@ from typing import get_args
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.ir.shared_programs import Body, Peers, SharedPrograms, numbered
+from hydragraph.passes.offload import offload
 from hydragraph.passes.order import order
 from hydragraph.passes.overlap import overlap
 from hydragraph.passes.place import Placement, place
@@ -17,7 +18,13 @@ from hydragraph.spec.strategy import Strategy
 
 Pass = Callable[[Placement, Mode, RankProgram], RankProgram]
 
-PASSES: tuple[tuple[str, Pass], ...] = (("order", order), ("stream", stream), ("overlap", overlap), ("retain", retain))
+PASSES: tuple[tuple[str, Pass], ...] = (
+    ("order", order),
+    ("stream", stream),
+    ("overlap", overlap),
+    ("offload", offload),
+    ("retain", retain),
+)
 
 
 def rank_programs(
@@ -77,7 +84,7 @@ def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Pee
         ]
         ends = (bool(role.previous), bool(role.following))
         roles.append((role.micro_batches, ends, tuple(named), beats[role]))
-    return (stage.blocks, tuple(roles), decides(placement, mode, stage)), tuple(number)
+    return (stage.blocks, stage.offload, tuple(roles), decides(placement, mode, stage)), tuple(number)
 
 
 def rank_program(

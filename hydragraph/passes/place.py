@@ -40,6 +40,7 @@ class PlacedStage:
         roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
         layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
         stream: what it streams (`spec.strategy.Stage`).
+        offload: whether it offloads activations to host memory.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -48,6 +49,7 @@ class PlacedStage:
     blocks: tuple[Span, ...]
     kind: StageKind = StageKind()  # noqa: RUF009
     stream: bool | str = False
+    offload: bool = False
 
     @property
     def streams_weights(self) -> bool:
@@ -173,19 +175,23 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
-        Unsupported: a stage streams, and the schedule splits backwards.
+        Unsupported: a stage streams or offloads, and the schedule splits backwards.
     """
     return _place(outline, strategy, tuple(micro_batches))
 
 
 def refuse_streams(strategy: Strategy) -> None:
-    """Raise Unsupported if a stage streams under a schedule that splits backwards: each half would pull."""
-    if strategy.schedule not in WHOLE_BACKWARD and any(s.stream for p in strategy.pipelines for s in p.stages):
-        raise Unsupported(
-            f"streaming stages under schedule {strategy.schedule}, which splits backwards",
-            where=f"strategy {strategy}",
-            remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out w and g",
-        )
+    """Raise Unsupported if a stage streams or offloads under a schedule that splits backwards.
+
+    Each half would pull, and fetched activations would stay on the device between the halves.
+    """
+    for chosen, what, flags in ((strategy.streams, "streaming", "w and g"), (strategy.offloads, "offloading", "o")):
+        if chosen and strategy.schedule not in WHOLE_BACKWARD:
+            raise Unsupported(
+                f"{what} stages under schedule {strategy.schedule}, which splits backwards",
+                where=f"strategy {strategy}",
+                remedy=f"use schedule {' or '.join(sorted(WHOLE_BACKWARD))}, or leave out {flags}",
+            )
 
 
 @lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration
@@ -248,4 +254,6 @@ def _pipeline_stages(
             previous=stages[i - 1].devices if i > 0 else (),
             following=stages[i + 1].devices if i + 1 < len(stages) else (),
         )
-        yield PlacedStage((role,), stage.devices, (layers,), (outline.span(*layers),), stage.kind, stage.stream)
+        yield PlacedStage(
+            (role,), stage.devices, (layers,), (outline.span(*layers),), stage.kind, stage.stream, stage.offload
+        )

@@ -12,13 +12,14 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.utils._pytree import tree_leaves
 
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure.rank_watch import Watch, agreed
 from hydragraph.cluster.message_in_flight import Message
-from hydragraph.ir.graph_data import form_of
+from hydragraph.ir.hidden_state import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.program import Program
@@ -27,10 +28,10 @@ from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, wei
 from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
-from hydragraph.private.graph_values import TensorForm
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.home_state import HomeState
+from hydragraph.runtime.host_copies import Copied, copy_to_host, storage_address
 from hydragraph.runtime.instruction_trace import Exposed, RankTimes, Timing
 from hydragraph.runtime.pending_work import Finish, Pending
 from hydragraph.runtime.prepared_programs import Prepared, shard_view
@@ -43,6 +44,12 @@ from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
 _ROW = 1024  # elements
+# The stream that makes values of a kind; that of messages makes the others.
+_MADE_BY = {
+    ValueKind.WEIGHTS: Stream.PULL,
+    ValueKind.COPYING: Stream.OFFLOAD,
+    ValueKind.FETCHED: Stream.OFFLOAD,
+}
 SAYS = 4  # numbers
 
 
@@ -84,11 +91,12 @@ class _Iteration:
     aux_buffers: Mapping[str, Tensor]
     scored: Scored | None
     values: dict[Value, Any] = field(default_factory=dict)
-    arriving: dict[Value, Pending] = field(default_factory=dict)  # also outgoing messages
+    arriving: dict[Value, Pending | Copied] = field(default_factory=dict)  # also outgoing messages
     serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
+    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> addresses of what is not offloaded
     added: set[str] = field(default_factory=set)  # parameters that already have a gradient
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, if deterministic
     largest: Tensor | None = None  # of the values added to them
@@ -145,6 +153,8 @@ class Executor:
             Op.PULL: self._pull,
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.OFFLOAD: self._offload,
+            Op.FETCH: self._fetch,
             Op.SEND: self._send,
             Op.RECEIVE: self._receive,
             Op.PUSH: self._push,
@@ -178,10 +188,28 @@ class Executor:
         self._groups.connect(prepared.program)
         mine = next(iter(collectives.values()), None)
         iteration = _Iteration(prepared, batches, divisor, mine, timing, aux_buffers, scored)
-        outcome: IterationOutcome | None = None
         self._after_last_step()
         self._log.begin()
-        for index, instruction in enumerate(prepared.program.instructions):
+        try:
+            outcome = self._follow(iteration, update, says)
+        except BaseException:
+            # What a copy from the host still writes to may be used for other values once it is dropped.
+            with self.streams.on(Stream.OFFLOAD):
+                copied = self.streams.mark()
+            self.streams.wait(copied)
+            raise
+        if timing.spans is not None:
+            self.streams.finish()
+            timing.end()
+        return outcome
+
+    def _follow(
+        self, iteration: _Iteration, update: Callable[[float], None], says: Callable[[], tuple[int, ...]]
+    ) -> IterationOutcome:
+        """Run the instructions of an iteration."""
+        outcome: IterationOutcome | None = None
+        timing = iteration.timing
+        for index, instruction in enumerate(iteration.prepared.program.instructions):
             self._watch.at(index)
             if self.before is not None:
                 self.before(instruction)
@@ -206,9 +234,6 @@ class Executor:
                 else:
                     self._run[instruction.op](iteration, instruction)
         assert outcome is not None
-        if timing.spans is not None:
-            self.streams.finish()
-            timing.end()
         return outcome
 
     def _waited(self) -> float:
@@ -223,13 +248,13 @@ class Executor:
     def _arrive(self, it: _Iteration, value: Value) -> None:
         pending = it.arriving.pop(value, None)
         if pending is not None:
-            with it.timing.waiting(Stream.PULL if value.kind is ValueKind.WEIGHTS else Stream.P2P, value):
+            with it.timing.waiting(_MADE_BY.get(value.kind, Stream.P2P), value):
                 it.values[value] = pending()
 
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
         """End an earlier pull or push, to free its memory."""
         arriving = it.arriving.get(value)
-        if arriving is not None:  # a block will wait for these weights itself
+        if isinstance(arriving, Pending):  # a block will wait for these weights itself
             with it.timing.waiting(stream, value):
                 arriving.end()
             return
@@ -298,6 +323,9 @@ class Executor:
         it.values[instruction.writes[0]] = out
         if len(instruction.writes) > 1:
             it.values[instruction.writes[1]] = let_go(kept, self._streamed(it, instruction))
+            if instruction.writes[1] in it.prepared.offloaded:
+                others = tree_leaves([value for name, value in operands.items() if name != "hidden"])
+                it.staying[instruction.writes[1]] = {storage_address(x) for x in others if isinstance(x, Tensor)}
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
@@ -378,6 +406,28 @@ class Executor:
             size = it.prepared.pushes[value.exchange].source
             it.sums[value] = [self._buffers.take(size, torch.float64).zero_() for _ in exact_sums.GRIDS]
         return it.sums[value]
+
+    def _offload(self, it: _Iteration, instruction: Instruction) -> None:
+        (value,) = instruction.reads
+        host, leaving = instruction.writes
+        kept = it.values[value]
+        computed = self.streams.mark()
+        with self.streams.on(Stream.OFFLOAD):
+            self.streams.wait(computed)
+            it.timing.started(leaving)
+            it.values[host] = copy_to_host(kept, it.staying.pop(value))
+            it.arriving[leaving] = Copied(self.streams, self.streams.mark(), kept)
+
+    def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
+        (host,) = instruction.reads
+        (back,) = instruction.writes
+        room = it.values[host].room(self._device)  # from the computing stream, which can reuse it without the host
+        free = self.streams.mark()
+        with self.streams.on(Stream.OFFLOAD):
+            self.streams.wait(free)
+            it.timing.started(back)
+            kept = it.values[host].fetch(room)
+            it.arriving[back] = Copied(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
         """Return a parameter's gradient buffer, and the factor on its contents: 0.0 the first time."""
@@ -555,7 +605,7 @@ class Executor:
         by_rank = totals[at:end].view(rows.shape).tolist()
         said_by = tuple(tuple(map(int, rank_row[:SAYS])) for rank_row in by_rank)
         spent = (rank_row[SAYS:] for rank_row in by_rank)
-        ranks = tuple(RankTimes(times[0], Exposed(*times[1:4]), tuple(times[7:]), *times[4:7]) for times in spent)
+        ranks = tuple(RankTimes(times[0], Exposed(*times[1:5]), tuple(times[8:]), *times[5:8]) for times in spent)
         finite = bool(torch.isfinite(totals).all())
         return IterationOutcome(loss / it.divisor, square**0.5, finite, ranks, said_by, totals[end:].view(scores.shape))
 
@@ -622,30 +672,3 @@ def square_sum(values: Tensor) -> Tensor:
 def message_tag(value: Value) -> int:
     """Return the tag of the message with an activation or its gradient, equal at both ends."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)
-
-
-def hidden_size(program: Program) -> int:
-    """Return H of the hidden state [1, T, H]."""
-    return int(_output(program.templates[program.blocks[0].template].graph).sizes[-1])
-
-
-def hidden_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the hidden state and its gradient, which may differ from the weights'.
-
-    All blocks keep the dtype of the first one's output (`frontend.skeleton`).
-    """
-    dtype: torch.dtype = _output(program.templates[program.blocks[0].template].graph).dtype
-    return dtype
-
-
-def loss_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the summed loss."""
-    dtype: torch.dtype = _output(program.templates[program.blocks[-1].template].graph).dtype
-    return dtype
-
-
-def _output(graph: fx.GraphModule) -> TensorForm:
-    """Return the form of a graph's first output; its value would cost half a second."""
-    form = form_of(next(n for n in graph.graph.nodes if n.op == "output").args[0][0])
-    assert form is not None
-    return form

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from hydragraph.cost.trace_file import TraceEvent
 from hydragraph.ir.instruction import Stream
@@ -15,11 +15,12 @@ from hydragraph.runtime.streams import Clock, HostClock, Reading
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds that a step waited for weights, gradients and activations."""
+    """Seconds that a step waited for weights, gradients, activations, and copies to and from host memory."""
 
     pull: float = 0.0
     push: float = 0.0
     p2p: float = 0.0
+    offload: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class RankTimes:
     @property
     def busy_s(self) -> float:
         """Seconds without waits."""
-        return self.seconds - self.exposed.pull - self.exposed.push - self.exposed.p2p
+        exposed = self.exposed
+        return self.seconds - exposed.pull - exposed.push - exposed.p2p - exposed.offload
 
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
     """Return the mean over ranks of their waits."""
-    kinds = ([times.exposed.pull, times.exposed.push, times.exposed.p2p] for times in ranks)
+    kinds = (astuple(times.exposed) for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
 
@@ -80,10 +82,10 @@ class Timing:
     @property
     def exposed(self) -> Exposed:
         """The waits; the device's queues must have finished."""
-        waited = {Stream.PULL: 0.0, Stream.PUSH: 0.0, Stream.P2P: 0.0}
+        waited = dict.fromkeys(Stream, 0.0)
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
-        return Exposed(waited[Stream.PULL], waited[Stream.PUSH], waited[Stream.P2P])
+        return Exposed(*(waited[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P, Stream.OFFLOAD)))
 
     @property
     def times(self) -> RankTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hydragraph.ir.program_outline import Purpose, mode_of
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
-from hydragraph.ir.value import bucket_of
+from hydragraph.ir.value import Value, bucket_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import rank_program
 from hydragraph.passes.place import PlacedStage, Placement, place
@@ -79,6 +80,11 @@ class Prepared:
     at_home: frozenset[str]
     shards: Mapping[str, Mapping[str, tuple[int, int]]]
     stages: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def offloaded(self) -> frozenset[Value]:
+        """The saved values that are offloaded."""
+        return frozenset(i.reads[0] for i in self.program.instructions if i.op is Op.OFFLOAD)
 
 
 @dataclass(eq=False)

@@ -33,6 +33,7 @@ from hydragraph.cost.reach import Reach
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.frontend.packed_inputs import own_fields
+from hydragraph.ir.hidden_state import hidden_dtype, hidden_size, loss_dtype
 from hydragraph.ir.placeholders import DROPOUT_BLOCK
 from hydragraph.ir.program import Block, Program
 from hydragraph.passes.bind import bind_graph
@@ -40,7 +41,7 @@ from hydragraph.passes.compile_with_inductor import choose_backend
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
 from hydragraph.passes.variants import Variants, local_parameters, vocabulary_starts
 from hydragraph.runtime import profile_fitting
-from hydragraph.runtime.executor import hidden_dtype, hidden_size, loss_dtype, square_sum
+from hydragraph.runtime.executor import square_sum
 from hydragraph.runtime.link_measurement import SIZES, round_trip
 from hydragraph.runtime.profile_fitting import Lengths, Measured, Measurements
 from hydragraph.runtime.streams import synchronise

@@ -3,7 +3,7 @@
 pipelines:
   - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
   - stages: [{devices: [3], layers: 8}]
-schedule: NAME                      # optional (`SCHEDULES`), as are a stage's sequence_parallel, recompute and stream
+schedule: NAME      # optional (`SCHEDULES`), as are a stage's sequence_parallel, recompute, stream and offload
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Stage:
             collectives. False: save what the backward needs, except what is cheap to compute.
         stream: True: pull weights before each use of a block, free them after it, and push gradients after each
             backward; "gradients": only push gradients like this. False: pull and push once per iteration.
+        offload: True: keep what forwards save in host memory until shortly before their backwards.
     """
 
     devices: tuple[int, ...]
@@ -50,6 +51,7 @@ class Stage:
     sequence_parallel: bool = False
     recompute: bool | float = False
     stream: bool | str = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", _tuple("devices", self.devices))
@@ -71,6 +73,8 @@ class Stage:
             )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
+        if not isinstance(self.offload, bool):
+            raise ValueError(f"offload is {self.offload!r}: use true or false")
 
     @property
     def kind(self) -> StageKind:
@@ -109,9 +113,10 @@ class Pipeline:
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
     @property
-    def shape(self) -> tuple[tuple[int, StageKind, bool | str, int], ...]:
-        """Layers, kind, stream and row of each stage: pipelines of one shape differ only in their devices."""
-        return tuple((s.layers, s.kind, s.stream, row) for s, row in zip(self.stages, self.rows, strict=True))
+    def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
+        """Layers, kind, flags and row of each stage: pipelines of one shape differ only in their devices."""
+        stages = zip(self.stages, self.rows, strict=True)
+        return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
 
     @property
     def interleaved(self) -> bool:
@@ -262,10 +267,18 @@ class Strategy:
         return any(stage.stream for pipeline in self.pipelines for stage in pipeline.stages)
 
     @property
+    def offloads(self) -> bool:
+        """Whether a stage offloads activations to host memory."""
+        return any(stage.offload for pipeline in self.pipelines for stage in pipeline.stages)
+
+    @property
     def name(self) -> str:
         """Its text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>"."""
         stages = (
-            tuple(StageText(s.devices, s.layers, s.sequence_parallel, s.recompute, s.stream) for s in pipeline.stages)
+            tuple(
+                StageText(s.devices, s.layers, s.sequence_parallel, s.recompute, s.stream, s.offload)
+                for s in pipeline.stages
+            )
             for pipeline in self.pipelines
         )
         return format_strategy(StrategyText(tuple(stages), self.schedule))
@@ -398,8 +411,8 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out streaming where it is off: fingerprints are older."""
-    return {name: value for name, value in items if (name, value) != ("stream", False)}
+    """Leave out streaming and offloading where they are off: fingerprints are older."""
+    return {name: value for name, value in items if (name, value) not in (("stream", False), ("offload", False))}
 
 
 def _is_int(value: object) -> bool:
@@ -426,6 +439,7 @@ def _fields(first: int, stage: Stage) -> dict[str, str]:
         "sequence_parallel": str(stage.sequence_parallel),
         "recompute": str(stage.recompute),
         "stream": str(stage.stream),
+        "offload": str(stage.offload),
     }
 
 

@@ -4,7 +4,8 @@
     term     = [ count "*" ] "<" "tp" int "," "pp" int [ "," "v" int ] ">" [ flags ]  |  "<" stage { "," stage } ">"
     stage    = "[" int { "," int } "]" "x" layers [ flags ]
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
-               g = stream gradients (not with w); a memory budget may follow r, as in sr0.5w
+               g = stream gradients (not with w), o = offload activations; a memory budget may follow r, as in
+               sr0.5w
 
 A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly,
 remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and the P groups of devices run these in turn
@@ -30,6 +31,7 @@ _FLAGS = {
     "r": "recomputation",
     "w": "streaming of weights and gradients",
     "g": "streaming of gradients",
+    "o": "offloading of activations",
 }
 _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
@@ -45,6 +47,7 @@ class StageFlags(NamedTuple):
     sequence_parallel: bool = False
     recompute: bool | float = False
     stream: bool | str = False
+    offload: bool = False
 
 
 class StageText(NamedTuple):
@@ -55,6 +58,7 @@ class StageText(NamedTuple):
     sequence_parallel: bool = False
     recompute: bool | float = False
     stream: bool | str = False
+    offload: bool = False
 
 
 class StrategyText(NamedTuple):
@@ -122,7 +126,8 @@ def _format_stage(stage: StageText) -> str:
 
 def _flags(stage: StageText) -> str:
     flags = "s" * stage.sequence_parallel + recompute_flag(stage.recompute)
-    return flags + "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
+    flags += "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
+    return flags + "o" * stage.offload
 
 
 class _Token(NamedTuple):
@@ -248,7 +253,7 @@ def _parse_flags(reader: _TokenReader) -> StageFlags:
         what = f"a stage's flags are {meanings}, each at most once, and one of w and g"
         raise reader.error(what, start)
     stream = next((_STREAMED[letter] for letter in letters if letter in _STREAMED), False)
-    return StageFlags("s" in letters, "r" in letters if budget is None else budget, stream)
+    return StageFlags("s" in letters, "r" in letters if budget is None else budget, stream, "o" in letters)
 
 
 def _are_flags(letters: str) -> bool:

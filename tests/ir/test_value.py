@@ -14,9 +14,12 @@ from hydragraph.ir.value import (
     activation,
     activation_gradient,
     aux,
+    copying,
+    fetched,
     gradients,
     loss,
     message,
+    offloaded,
     parse_value,
     postponed,
     saved,
@@ -29,6 +32,9 @@ moved = st.builds(activation, numbers, numbers) | st.builds(activation_gradient,
 values = (
     moved
     | st.builds(saved, names, numbers)
+    | st.builds(offloaded, names, numbers)
+    | st.builds(copying, names, numbers)
+    | st.builds(fetched, names, numbers)
     | st.builds(postponed, names, numbers)
     | st.builds(aux, numbers)
     | st.builds(loss, numbers)

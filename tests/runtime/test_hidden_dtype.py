@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hydragraph as hg
 from hydragraph.cost.footprint import token_bytes
-from hydragraph.runtime.executor import hidden_dtype
+from hydragraph.ir.hidden_state import hidden_dtype
 from tests import reference
 from tests.models import randomised, sequences
 from tests.ready import Ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any, ClassVar, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import hydragraph as hg
 from hydragraph.frontend.packed_batch import pack
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Stream
+from hydragraph.passes import offload
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.executor import Executor
@@ -79,6 +81,31 @@ def sequence(tokens: int, seed: int) -> workload.Sequence:
 def test_nothing_is_read_too_early_or_overwritten_too_soon(seed: int, rank: int) -> None:
     strategy = Strategy.parse(draw_case(seed, KIND).strategy, LAYERS)
     assert run(strategy, rank, seed) > 0
+
+
+OFFLOADED = ["<tp1,pp1>o", "<tp2,pp1>swo", "<tp1,pp2>ro gpipe", "<[0]x1wo,[1,2]x1sr> + <[3]x2r0.5o>"]
+
+
+@pytest.mark.parametrize("text", OFFLOADED)
+def test_offloaded_values_are_copied_and_reused_in_order(text: str) -> None:
+    strategy = Strategy.parse(text, LAYERS)
+    with mock.patch.object(offload, "SMALL_BYTES", 0):
+        for rank in strategy.devices[:2]:
+            assert run(strategy, rank, seed=1) > 0
+
+
+@pytest.mark.parametrize("waiting", [Stream.COMPUTE, Stream.OFFLOAD])
+def test_a_wait_that_is_left_out_of_an_offload_is_noticed(waiting: Stream) -> None:
+    class ForgetsCopies(RecordingStreams):
+        def wait(self, mark: Times) -> None:
+            """Forget copies on the computing queue, or computations on that of copies."""
+            if self.recorder.current == waiting.value:
+                forgotten = Stream.OFFLOAD if waiting is Stream.COMPUTE else Stream.COMPUTE
+                mark = {queue: at for queue, at in mark.items() if queue != forgotten.value}
+            super().wait(mark)
+
+    with mock.patch.object(offload, "SMALL_BYTES", 0), pytest.raises(RaceError, match=r"offload|compute"):
+        run(Strategy.parse("<tp1,pp1>o", LAYERS), 0, 0, ForgetsCopies)
 
 
 class NeverWaits(RecordingStreams):

@@ -29,7 +29,14 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
     streams: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "gradients"])
     recomputations = st.booleans() | st.integers(1, 99).map(lambda hundredths: hundredths / 100)
     return tuple(
-        StageText(tuple(pool[at : at + size]), count, draw(st.booleans()), draw(recomputations), draw(streams))
+        StageText(
+            tuple(pool[at : at + size]),
+            count,
+            draw(st.booleans()),
+            draw(recomputations),
+            draw(streams),
+            draw(st.booleans()),
+        )
         for at, size, count in zip(starts, sizes, counts, strict=True)
     )
 
@@ -111,6 +118,7 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
         ("<[1]x4,[0]x4>", "<[1]x4,[0]x4>"),
         ("<[0,1]x8rs>", "<tp2,pp1>sr"),
         ("<[0,1]x8wrs>", "<tp2,pp1>srw"),
+        ("<[0,1]x8owr0.5s>", "<tp2,pp1>sr0.5wo"),
         ("<tp1,pp1>w + <tp1,pp1>gr", "<tp1,pp1>w + <tp1,pp1>rg"),
         ("<[0,1]x5s,[2]x3r>gpipe", "<[0,1]x5s,[2]x3r> gpipe"),
         ("<tp1,pp2>zb-h1", "<tp1,pp2> zb-h1"),

@@ -1,0 +1,73 @@
+"""Offload: move what forwards save for backwards to host memory, and back one computation ahead of its use.
+
+    compute  h1.0, s.layer.0.0 = forward layer.0 [0] (...)
+    offload  o.layer.0.0, c.layer.0.0 = offload layer.0 [0] (s.layer.0.0)   after s.layer.0.0
+    compute  h2.0, s.layer.1.0 = forward layer.1 [0] (...)
+    compute  free c.layer.0.0                                   after c.layer.0.0
+    ...
+    offload  f.layer.0.0 = fetch layer.0 [0] (o.layer.0.0)
+    compute  d1.0, G.layer.1 += backward layer.1 [0] (...)
+    compute  d0.0, G.layer.0 += backward layer.0 [0] (f.layer.0.0, ...)   after f.layer.0.0
+
+The copy to the host has the time of the next computation, and the copy back that of the one before the backward: a
+stage holds what two blocks save. Values whose backward follows so closely that this would free no memory stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from hydragraph.ir.instruction import Instruction, Op
+from hydragraph.ir.program_outline import Mode
+from hydragraph.ir.rank_program import RankProgram
+from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
+from hydragraph.passes.place import Placement
+
+SMALL_BYTES = 1 << 16  # a copy's fixed cost is then as long as the copy itself
+
+
+def moves(size: int) -> bool:
+    """Return whether a saved tensor with a memory of `size` bytes is offloaded; smaller ones stay on the device."""
+    return size > SMALL_BYTES
+
+
+def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
+    """Add the copies of a stage that offloads, and free what they have copied."""
+    del mode  # an evaluation saves nothing
+    stage = placement.stage_of.get(program.rank)
+    if stage is None or not stage.offload:
+        return program
+    computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
+    made: dict[Value, int] = {}  # saved value -> the number of its forward among the computations
+    offloads: dict[int, Instruction] = {}  # by the number of the computation that they follow
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # by the number of a computation
+    for number, computation in enumerate(computing):
+        made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
+        for value in computation.reads:
+            # Away during at least one computation: not the next two, of which the copy overlaps with the first, nor the
+            # one before the backward.
+            if value.kind is ValueKind.SAVED and number - made[value] > 3:
+                of = (value.block, value.micro_batch)
+                host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))
+                offloads[made[value]] = Instruction(
+                    Op.OFFLOAD, *of, reads=(value,), writes=(host, leaving), after=(value,)
+                )
+                before[made[value] + 2].insert(0, Instruction(Op.FREE, reads=(leaving,), after=(leaving,)))
+                before[number - 1].append(Instruction(Op.FETCH, *of, reads=(host,), writes=(back,)))
+                computing[number] = _reading(computation, value, back)
+    placed: list[Instruction] = []
+    number = 0
+    for instruction in program.instructions:
+        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
+            placed += [*before[number], computing[number]]
+            placed += [offloads[number]] if number in offloads else []
+            number += 1
+        else:
+            placed.append(instruction)
+    return replace(program, instructions=tuple(placed))
+
+
+def _reading(backward: Instruction, saved: Value, back: Value) -> Instruction:
+    reads = tuple(back if value == saved else value for value in backward.reads)
+    return replace(backward, reads=reads, after=(*backward.after, back))

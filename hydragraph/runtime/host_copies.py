@@ -1,0 +1,94 @@
+"""Copies of saved tensors in host memory: each storage once, so that tensors that share one do so again.
+
+A copy back has the sizes, strides and bytes of the original, so a backward's results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydragraph.passes.offload import moves
+from hydragraph.runtime.streams import DeviceStreams, Mark
+
+Key = tuple[int, torch.dtype]  # address and dtype
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor whose storage is in host memory."""
+
+    key: Key
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Saved values with tensors in host memory.
+
+    Attributes:
+        saved: in their order; tensors in host memory as views of `storages`.
+        storages: 1-D, in host memory.
+    """
+
+    saved: tuple[Any, ...]
+    storages: Mapping[Key, Tensor]
+
+    def fetch(self, onto: Mapping[Key, Tensor]) -> list[Any]:
+        """Copy the storages onto memory of `room` on the current stream; return the saved values."""
+        for key, there in self.storages.items():
+            onto[key].copy_(there, non_blocking=True)
+
+        def view(value: Any) -> Any:
+            return onto[value.key].as_strided(value.size, value.stride, value.offset) if type(value) is _View else value
+
+        return [view(value) for value in self.saved]
+
+    def room(self, device: torch.device) -> dict[Key, Tensor]:
+        """Return memory for the storages, from the current stream."""
+        return {key: torch.empty_like(there, device=device, pin_memory=False) for key, there in self.storages.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """Tensors that another stream copies, or copies from; they belong to the stream that waits for the copy."""
+
+    streams: DeviceStreams
+    mark: Mark
+    tensors: Sequence[Any]
+
+    def __call__(self) -> Sequence[Any]:
+        """Let the current stream wait."""
+        self.streams.wait(self.mark)
+        return self.tensors
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, from the first element of its storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
+    """Copy saved tensors on the current stream, but for small ones, and those with a storage at such an address."""
+    storages: dict[Key, Tensor] = {}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor) or storage_address(value) in staying:
+            return value
+        size = value.untyped_storage().nbytes()
+        if not moves(size) or size % value.element_size():
+            return value
+        key = (storage_address(value), value.dtype)
+        if key not in storages:
+            whole = value.as_strided((size // value.element_size(),), (1,), 0)
+            storages[key] = torch.empty_like(whole, device="cpu", pin_memory=value.is_cuda)
+            storages[key].copy_(whole, non_blocking=True)
+        return _View(key, value.size(), value.stride(), int(value.storage_offset()))
+
+    return HostCopy(tuple(moved(value) for value in saved), storages)
