@@ -252,7 +252,8 @@ def _memory_table(fitting: MemoryFit) -> Table:
     from hydragraph.cost.rank_memory import Memory
     from hydragraph.report.memory_fit import WORDS
 
-    names = [field.name for field in fields(Memory)]
+    offloads = fitting.strategy.offloads
+    names = [field.name for field in fields(Memory) if offloads or field.name != "host"]
     headings = ("ranks", "peak", *(WORDS[name] for name in names))
     table = new_table(f"{fitting.strategy.name}: peak of every rank", headings, left=("ranks",))
     for memory, group in groupby(enumerate(fitting.memory), lambda pair: pair[1]):

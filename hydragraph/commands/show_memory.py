@@ -30,6 +30,8 @@ def memory_lines(
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
     yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
     yield "  activations: what forwards save; working: within a graph; messages: under way"
+    if any(strategy.strategy.offloads for strategy in strategies):
+        yield "  host: what is offloaded, not included in all"
     if limit:
         yield f"  limit: of {bytes_text(limit)}; ! does not fit"
     for strategy in strategies:
@@ -47,10 +49,12 @@ def memory_lines(
 def _rows(
     folder: ShownFolder, each: ShownStrategy, rank: int | None, tokens: int, limit: float | None
 ) -> list[tuple[str, ...]]:
-    rows = [("ranks", *(part.replace("_", " ") for part in _PARTS), "in all", *(["limit"] if limit else []))]
+    host = ("host",) * each.strategy.offloads
+    names = (part.replace("_", " ") for part in _PARTS)
+    rows = [("ranks", *names, *host, "in all", *(["limit"] if limit else []))]
     for ranks in _groups(folder, each, rank):
         peak = walk(folder, each, ranks[0], tokens).peak()
-        parts = (bytes_text(getattr(peak, part)) for part in _PARTS)
+        parts = (bytes_text(getattr(peak, part)) for part in (*_PARTS, *host))
         name = runs_text(ranks)
         name = name if len(name) <= 12 else f"{ranks[0]} (of {len(ranks)})"
         share = [f"{peak.total / limit:.0%}" + "!" * (peak.total > limit)] if limit else []

@@ -253,7 +253,8 @@ def _print_change(priced: Sequence[tuple[PricedStrategy, Assignment]], changed: 
 def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: int) -> None:
     from hydragraph.ir.instruction import Stream
 
-    streams = (Stream.PULL, Stream.PUSH, Stream.P2P)
+    copies = any(shown.strategy.offloads for shown, _ in priced)
+    streams = (Stream.PULL, Stream.PUSH, Stream.P2P, *(Stream.OFFLOAD,) * copies)
     exposed = (f"exposed {stream.value}" for stream in streams)
     headings = ("strategy", "micro-batches", "iteration", "tokens/s", *exposed, "ranks busy")
     table = new_table(f"simulated on {devices} devices, the best first", headings, left=("strategy", "ranks busy"))

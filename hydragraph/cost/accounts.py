@@ -30,6 +30,7 @@ class TimeKind(Enum):
     PULL = "pull"  # starting it, and waiting for it; likewise PUSH and P2P
     PUSH = "push"
     P2P = "send/receive"
+    OFFLOAD = "offload"  # starting copies to and from host memory, and waiting for them
     UPDATE = "update"
     COMMIT = "commit"
     LATE = "waiting for ranks"  # that had not yet sent, or had not reached the commit
@@ -47,11 +48,18 @@ _OF_OP = {
     Op.PUSH: TimeKind.PUSH,
     Op.SEND: TimeKind.P2P,
     Op.RECEIVE: TimeKind.P2P,
+    Op.OFFLOAD: TimeKind.OFFLOAD,
+    Op.FETCH: TimeKind.OFFLOAD,
     Op.UPDATE: TimeKind.UPDATE,
     Op.COMMIT: TimeKind.COMMIT,
     Op.FREE: TimeKind.OTHER,
 }
-_OF_STREAM = {Stream.PULL: TimeKind.PULL, Stream.PUSH: TimeKind.PUSH, Stream.P2P: TimeKind.P2P}
+_OF_KIND = {
+    ValueKind.WEIGHTS: TimeKind.PULL,
+    ValueKind.GRADIENTS: TimeKind.PUSH,
+    ValueKind.COPYING: TimeKind.OFFLOAD,
+    ValueKind.FETCHED: TimeKind.OFFLOAD,
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ def _measured(
     for event, own in _own(computing):
         if event.name.startswith("wait "):
             value = parse_value(event.name.removeprefix("wait "))
-            kind = _OF_STREAM[_stream_of(value)]
+            kind = _OF_KIND.get(value.kind, TimeKind.P2P)
             since = issued(value, rank)
             was_issued = since > float("-inf")
             sums.wait(kind, event.begin, event.end, since if was_issued else event.begin)
@@ -176,10 +184,6 @@ def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
 def _closed(open_: list[tuple[TraceEvent, float]]) -> tuple[TraceEvent, float]:
     event, inside = open_.pop()
     return event, max(0.0, event.end - event.begin - inside)
-
-
-def _stream_of(value: Value) -> Stream:
-    return {ValueKind.WEIGHTS: Stream.PULL, ValueKind.GRADIENTS: Stream.PUSH}.get(value.kind, Stream.P2P)
 
 
 # Simulations.

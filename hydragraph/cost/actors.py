@@ -46,7 +46,7 @@ class ActorProgram:
 
     Attributes:
         needs: for each instruction, those of other queues that must have ended.
-        compute, pulls, pushes, sends, receives: the queues, in order; free instructions are in none.
+        compute, pulls, pushes, sends, receives, copies: the queues, in order; free instructions are in none.
         messages: for each send, the message and its number of earlier sends.
         before: for a free instruction, the computation before it; -1: none.
     """
@@ -58,28 +58,37 @@ class ActorProgram:
     pushes: tuple[int, ...]
     sends: tuple[int, ...]
     receives: tuple[int, ...]
+    copies: tuple[int, ...]
     messages: dict[int, tuple[StageMessage, int]]
     before: dict[int, int]
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction]) -> ActorProgram:
         """Sort instructions into queues; a missing value makes its reader wait forever."""
-        queues: dict[str, list[int]] = {name: [] for name in ("compute", "pulls", "pushes", "sends", "receives")}
+        queues: dict[str, list[int]] = {name: [] for name in ("compute", *dict.fromkeys(_QUEUES.values()))}
         needs: list[tuple[int, ...]] = []
         maker: dict[Value, int] = {}
         sent: dict[StageMessage, int] = {}
         before = {}
         messages = {}
         latest = -1
+        copied: list[int] = []  # copies to the host that the next computation waits for, as their memory is freed
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
+                copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
                 needs.append(())
                 before[i] = latest
                 continue
             # Pulls and pushes run one after another, so the window adds no wait.
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
-            needs.append(tuple(sorted({maker.get(value, i) for value in after})) if after else ())
+            waited = {maker.get(value, i) for value in after}
+            if instruction.op is Op.FETCH:  # into the memory of earlier computations
+                waited.update([latest] if latest >= 0 else [])
+            if instruction.stream is Stream.COMPUTE:
+                waited.update(copied)
+                copied = []
+            needs.append(tuple(sorted(waited)) if waited else ())
             queues[_QUEUES.get(instruction.op, "compute")].append(i)
             if instruction.op is Op.SEND:
                 what = message_of(instruction)
@@ -98,7 +107,14 @@ class ActorProgram:
         )
 
 
-_QUEUES = {Op.PULL: "pulls", Op.PUSH: "pushes", Op.SEND: "sends", Op.RECEIVE: "receives"}
+_QUEUES = {
+    Op.PULL: "pulls",
+    Op.PUSH: "pushes",
+    Op.SEND: "sends",
+    Op.RECEIVE: "receives",
+    Op.OFFLOAD: "copies",
+    Op.FETCH: "copies",
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from hydragraph.ir.value import bucket_of
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns as exchanges
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 
@@ -33,7 +33,7 @@ class CostedWork:
                 "list of micro-batches for each"
             )
         self._strategy = strategy
-        self._packed = [[m.tokens for m in batches] for batches in micro_batches_of(strategy, assignment)]
+        self._batches = micro_batches_of(strategy, assignment)
         self.placement = place(costs.outline, strategy, assignment.counts)
         # By (op, name), the stages that take part in an exchange.
         self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
@@ -87,6 +87,16 @@ class CostedWork:
                 self._curve_seconds[key] = pieces[AUX].forward_only.seconds(lengths) if AUX in pieces else 0.0
         return self._curve_seconds[key]
 
+    def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
+        """See `Priced`."""
+        stage = self._where[ranks[0]]
+        costs = self._costs
+        role = next(role for role in stage.roles if micro_batch in role.micro_batches)
+        batch = self._batches[role.pipeline][micro_batch - role.micro_batches.start]
+        hidden = batch.tokens * costs.sizes.hidden_bytes // (stage.kind.tp if stage.kind.sequence_parallel else 1)
+        moved, _ = costs.blocks.footprint(block, StagePart(stage.kind), batch).offloaded(hidden)
+        return moved / min(costs.cluster.devices[rank].host_bytes_per_s for rank in ranks)
+
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`; equal buckets held by the same stages get the same object."""
         costs = self._costs
@@ -123,7 +133,7 @@ class CostedWork:
     def message_bytes(self, pipeline: int, micro_batch: int) -> float:
         """See `Priced`."""
         factor = self._costs.transfer_factors[TimeKind.P2P]
-        return factor * self._packed[pipeline][micro_batch] * self._costs.sizes.hidden_bytes
+        return factor * self._batches[pipeline][micro_batch].tokens * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
         """Return the bytes that each rank sends to the next one of its stage in tensor-parallel sums.
@@ -136,7 +146,9 @@ class CostedWork:
             summed = 0  # tokens
             for role in placed.roles if t > 1 else ():
                 stage = self._strategy.pipelines[role.pipeline].stages[role.stage]
-                summed += sum(self._costs.sums(stage, placed.blocks[role.visit])) * sum(self._packed[role.pipeline])
+                summed += sum(self._costs.sums(stage, placed.blocks[role.visit])) * sum(
+                    m.tokens for m in self._batches[role.pipeline]
+                )
             if summed:
                 size = summed * 2 * (t - 1) / t * self._costs.sizes.hidden_bytes
                 pairs.update(dict.fromkeys(ring_pairs(placed.ranks), size))

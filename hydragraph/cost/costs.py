@@ -240,8 +240,11 @@ class Costs(Pricing):
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: the slowest pipeline plus `fixed`; simulated if stages stream."""
-        if strategy.streams:
+        """Return the seconds of an iteration: the slowest pipeline plus `fixed`.
+
+        If a stage streams or offloads, they are simulated.
+        """
+        if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 

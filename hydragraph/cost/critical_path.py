@@ -18,6 +18,8 @@ _KINDS = {
     Op.PUSH: "pushing gradients",
     Op.SEND: "sending between stages",
     Op.RECEIVE: "sending between stages",
+    Op.OFFLOAD: "copying to and from the host",
+    Op.FETCH: "copying to and from the host",
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
@@ -155,4 +157,7 @@ def _words(actor: Actor, run: Sequence[Instruction]) -> str:
     if op is Op.SEND:
         what = "hidden states" if run[0].reads[0].kind is ValueKind.ACTIVATION else "gradients"
         return f"{where} sends {what} of {len(run)} micro-batch{'es' * (len(run) != 1)} to the next stage"
+    if op in (Op.OFFLOAD, Op.FETCH):
+        names = run[0].target if len(run) == 1 else f"{len(run)} blocks, {run[0].target} to {run[-1].target}"
+        return f"{where} copies activations of {names}"
     return f"{where}: {op.value}"

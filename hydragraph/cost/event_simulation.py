@@ -5,7 +5,8 @@ the clock reaches them (`cost.shared_ports`). Events never begin before the cloc
 
     a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
     i       an instruction of an actor's program, by index
-    queue   pull, push or send: one at a time each, in the order of the program; computation is a queue of its own
+    queue   pull, push, send or copy (to or from the host): one at a time each, in the order of the program; computation
+            is a queue of its own
     hand    transfer from first to second owners: the second half of a push, in a queue of its own; the next push begins
             when the first half has ended
     ready   when an instruction can begin;  cause: the one that it waited for last
@@ -34,7 +35,8 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.spec.cluster import Cluster
 
 UNKNOWN = -1.0
-_PULL, _PUSH, _SEND, _HAND = range(4)
+_PULL, _PUSH, _SEND, _HAND, _COPY = range(5)
+_QUEUES = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND, Op.OFFLOAD: _COPY, Op.FETCH: _COPY}
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +94,21 @@ class Engine:
         self._clock = [0.0] * len(actors)  # end of its last computation
         self._latest = [-1] * len(actors)  # the index of that computation
         self._queues = [
-            (p.pulls, p.pushes, p.sends, tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))))
+            (
+                p.pulls,
+                p.pushes,
+                p.sends,
+                tuple(i for i in p.pushes if len(work.handed_on(p.instructions[i].target))),
+                p.copies,
+            )
             for p in (actor.program for actor in actors)
         ]
         self._handed_on = [frozenset(queues[_HAND]) for queues in self._queues]
-        self._next = [[0] * 4 for _ in actors]
-        self._free: list[list[float]] = [[0.0] * 4 for _ in actors]  # UNKNOWN while a transfer is in flight
-        self._before = [[-1] * 4 for _ in actors]
+        self._next = [[0] * 5 for _ in actors]
+        self._free: list[list[float]] = [[0.0] * 5 for _ in actors]  # UNKNOWN while a transfer is in flight
+        self._before = [[-1] * 5 for _ in actors]
         self._open = [
-            len(p.pulls) + len(p.pushes) + len(p.sends) + len(p.receives) for p in (a.program for a in actors)
+            sum(map(len, (p.pulls, p.pushes, p.sends, p.receives, p.copies))) for p in (a.program for a in actors)
         ]
         self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # the last of these to end
         self._committing: dict[int, tuple[float, int, int, int]] = {}
@@ -144,7 +152,7 @@ class Engine:
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
-            for queue in (_PULL, _PUSH, _SEND, _HAND):
+            for queue in (_PULL, _PUSH, _SEND, _HAND, _COPY):
                 self._transfer(a, queue)
 
     def _compute(self, a: int) -> None:
@@ -241,6 +249,11 @@ class Engine:
             self._next[a][queue] += 1
             if queue == _SEND:
                 self._send(a, i, ready, cause)
+            elif queue == _COPY:
+                copy = self.actors[a].program.instructions[i]
+                assert copy.micro_batch is not None, "a copy has a micro-batch"
+                seconds = self._work.copying(copy.target, self.actors[a].ranks, copy.micro_batch)
+                self._begin(a, i, ready, (a, cause), seconds, ())
             else:
                 self._enter(a, i, ready, cause, queue)
 
@@ -313,7 +326,7 @@ class Engine:
         times = self.times[a]
         actor = self.actors[a]
         op = actor.program.instructions[i].op
-        queue = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND}[op]
+        queue = _QUEUES[op]
         if queue == _PUSH and i in self._handed_on[a]:
             if i in self._summed[a]:
                 queue = _HAND

@@ -19,6 +19,7 @@ from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.collective_operators import METHODS
 from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.passes.offload import moves
 from hydragraph.passes.split_backward import split_backward
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart
@@ -58,6 +59,7 @@ class Footprint:
         keeps: values saved unchanged: "hidden", "aux" or "output".
         forward, backward: peaks of the graphs' own values, results included.
         gradients: of its parameters.
+        small: the part of `saved` that stays on the device if the stage offloads.
     """
 
     output: int
@@ -66,6 +68,16 @@ class Footprint:
     forward: int
     backward: int
     gradients: int
+    small: int = 0
+
+    def offloaded(self, hidden: int) -> tuple[int, frozenset[str]]:
+        """Return the bytes that go to host memory if its input has `hidden` bytes, and the part of `keeps` that stays.
+
+        Auxiliary values stay, because all blocks keep the same ones.
+        """
+        sizes = {name: size for name, size in (("hidden", hidden), ("output", self.output)) if name in self.keeps}
+        moved = {name: size for name, size in sizes.items() if moves(size)}
+        return self.saved - self.small + sum(moved.values()), self.keeps - moved.keys()
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
@@ -128,13 +140,15 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
     names = {inputs[key] for key in saved if key in inputs}
     keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
     gradient_of = dict(zip(variant.gradients, _results(variant.backward), strict=True))
+    own = [size for key, size in saved.items() if key not in inputs and key not in output]
     return Footprint(
         sum(output.values()),
-        sum(size for key, size in saved.items() if key not in inputs and key not in output),
+        sum(own),
         frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
         most_alive(variant.forward, sizes),
         most_alive(variant.backward, sizes),
         sum(sum(sizes.storages(node).values()) for name, node in gradient_of.items() if name != "hidden"),
+        sum(size for size in own if not moves(size)),
     )
 
 

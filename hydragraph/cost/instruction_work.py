@@ -29,6 +29,10 @@ class Priced(Protocol):
         """
         ...
 
+    def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
+        """Return the seconds of copying what a block saves to or from host memory, on the slowest rank of a stage."""
+        ...
+
     def moved(self, op: Op, bucket: str) -> Transfers:
         """Return the transfers of a pull, or of a push to first owners."""
         ...
@@ -73,6 +77,10 @@ class Without:
         if "computing" in self._parts:
             return [0.0] * len(micro_batches)
         return self._work.computing(op, block, ranks, micro_batches)
+
+    def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
+        """See `Priced`; a part of computing."""
+        return 0.0 if "computing" in self._parts else self._work.copying(block, ranks, micro_batch)
 
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`."""

@@ -67,6 +67,7 @@ class Memory:
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
         messages: copies for sending, and received data not yet summed.
+        host: offloaded activations, in the host's memory; not in the total.
     """
 
     home_weights: int
@@ -77,6 +78,7 @@ class Memory:
     activations: int = 0
     working: int = 0
     messages: int = 0
+    host: int = 0
 
     @property
     def home(self) -> int:
@@ -334,6 +336,8 @@ class Walk:
         self._in_flight: list[str] = []
         self._pushed = set()
         self._alive = Alive()
+        self._on_host: dict[Value, int] = {}
+        self._most_on_host = 0
 
     @cached_property
     def at_home(self) -> Memory:
@@ -371,7 +375,7 @@ class Walk:
                     at = i
                     best = replace(at_home, working=working, **self._alive.sums)
             after.append(at_home.home + self._alive.total)
-        return best, at, after
+        return replace(best, host=self._most_on_host), at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow an instruction; yield temporary bytes at possible peaks."""
@@ -386,6 +390,11 @@ class Walk:
             yield from self._forward(instruction)
         elif instruction.op is Op.BACKWARD:
             yield from self._backward(instruction)
+        elif instruction.op is Op.OFFLOAD:
+            self._offload(instruction)
+        elif instruction.op is Op.FETCH:
+            (host,) = instruction.reads
+            self._alive.add(instruction.writes[0], "activations", self._on_host[host], host)
         elif instruction.op is Op.RECEIVE:
             self._hidden(instruction.writes[0])
         elif instruction.op is Op.SEND:
@@ -397,6 +406,22 @@ class Walk:
             self._alive.drop(*self._in_flight)
         elif instruction.op is Op.FREE:
             self._alive.drop(*instruction.reads)
+            for value in instruction.reads:
+                self._on_host.pop(value, None)
+
+    def _offload(self, instruction: Instruction) -> None:
+        """Keep the saved values on the device until they have been copied, and those that stay until the fetch."""
+        (saved,) = instruction.reads
+        host, leaving = instruction.writes
+        m = saved.micro_batch
+        block = self._footprint(saved.block, m)
+        k = self._model.outline.index[saved.block]
+        names = {"hidden": activation(k - 1, m), "aux": aux(m), "output": activation(k, m)}
+        moved, stays = block.offloaded(self._inside_bytes(m))
+        self._alive.add(leaving, "activations", 0, saved)
+        self._alive.add(host, "activations", block.small, saved, named={names[keep] for keep in stays})
+        self._on_host[host] = moved
+        self._most_on_host = max(self._most_on_host, sum(self._on_host.values()))
 
     def _send(self, instruction: Instruction) -> None:
         # The message keeps the sent value.
@@ -541,6 +566,10 @@ class Walk:
 
     def _hidden_bytes(self, m: int) -> int:
         return self._batches[m].tokens * self._model.hidden_bytes
+
+    def _inside_bytes(self, m: int) -> int:
+        """Return the bytes of a hidden state between blocks of the stage on this rank."""
+        return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
         """Return whether sequence-parallel ranks receive a block's input, and send its output, whole."""

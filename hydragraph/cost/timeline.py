@@ -19,7 +19,7 @@ from hydragraph.cost.event_simulation import Engine, Times
 from hydragraph.cost.instruction_work import Priced
 from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.rank_program import RankProgram
-from hydragraph.ir.value import Value
+from hydragraph.ir.value import Value, ValueKind
 from hydragraph.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -185,10 +185,12 @@ class Timeline:
 
     def __str__(self) -> str:
         """One line per rank: busy milliseconds of each stream, and the idle fraction."""
-        names = "".join(f"{stream.value:>12}" for stream in Stream)
+        copies = any(self.busy_s(actor.ranks[0], Stream.OFFLOAD) for actor in self.actors)
+        streams = [stream for stream in Stream if copies or stream is not Stream.OFFLOAD]
+        names = "".join(f"{stream.value:>12}" for stream in streams)
         lines = [f"rank{names}        idle"]
         for rank in range(len(self.actor_of)):
-            busy = "".join(f"{1e3 * self.busy_s(rank, stream):>9.3f} ms" for stream in Stream)
+            busy = "".join(f"{1e3 * self.busy_s(rank, stream):>9.3f} ms" for stream in streams)
             idle = 1 - self.busy_s(rank, Stream.COMPUTE) / self.seconds if self.seconds else 0.0
             lines.append(f"{rank:>4}{busy}{idle:>11.1%}")
         return "\n".join([*lines, f"iteration {1e3 * self.seconds:.3f} ms, bubble {self.bubble:.1%}"])
@@ -202,7 +204,7 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
     latest: dict[Stream, int] = {}  # of each stream, the last to end
     free = 0.0  # when computation could continue
     for i, instruction in enumerate(instructions):
-        if instruction.op is Op.FREE:
+        if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
             continue
         if instruction.stream is Stream.COMPUTE:
             needed = [maker[value] for value in instruction.after]

@@ -102,7 +102,7 @@ def _instruction(name: str) -> Instruction | None:
 def _short(instruction: Instruction) -> str:
     op, target = instruction.op, instruction.target
     match op:
-        case Op.FORWARD | Op.BACKWARD:
+        case Op.FORWARD | Op.BACKWARD | Op.OFFLOAD | Op.FETCH:
             return f"{op.value} {target} [{instruction.micro_batch}]"
         case Op.PULL | Op.PUSH:
             return f"{op.value} {target}"

@@ -11,8 +11,8 @@ from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
 # Kinds of bars, in the order of the legend, with colours in report.css. Waits occur only in traced runs.
-KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "wait")
-STREAMS = ("compute", "pull", "push", "p2p")
+KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
+STREAMS = ("compute", "pull", "push", "p2p", "offload")
 # Traffic that a run waits for, and all traffic, with sums within tensor-parallel stages.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")

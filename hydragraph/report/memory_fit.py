@@ -25,6 +25,7 @@ WORDS = {
     "activations": "activations",
     "working": "what a block makes and drops again",
     "messages": "messages under way",
+    "host": "offloaded to host memory",
 }
 SHORTER = 0.8  # factor between successive lengths of the search
 
@@ -52,7 +53,7 @@ class MemoryFit:
     def largest(self) -> str:
         """Name of the largest part on the tightest rank."""
         parts = vars(self.memory[self.tightest])
-        return WORDS[max(parts, key=lambda name: parts[name])]
+        return WORDS[max((name for name in parts if name != "host"), key=lambda name: parts[name])]
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible record."""

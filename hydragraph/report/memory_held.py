@@ -37,7 +37,8 @@ def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]
 
 def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
     peak = curve.peak
-    parts = tuple((field.name.replace("_", " "), float(getattr(peak, field.name))) for field in fields(Memory))
+    names = (field.name for field in fields(Memory) if field.name != "host")
+    parts = tuple((name.replace("_", " "), float(getattr(peak, name))) for name in names)
     points = thinned([(time, float(size)) for time, size in curve.points], MOST_POINTS)
     return RankMemory(tuple(ranks), float(peak.total), limit, parts, points)
 

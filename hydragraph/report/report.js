@@ -273,7 +273,7 @@ class Timeline {
   // Position of a stream's bars in a lane: [offset from the top, height].
   band(stream) {
     const thin = Math.max(2, Math.floor(this.row / 10));
-    const wide = this.row - 3 * (thin + 1) - 6;
+    const wide = this.row - (this.course.streams.length - 1) * (thin + 1) - 6;
     return stream === 0 ? [2, wide] : [4 + wide + (stream - 1) * (thin + 1), thin];
   }
 
@@ -288,7 +288,7 @@ class Timeline {
     const lane = Math.floor((y - AXIS + this.top) / this.row);
     if (y < AXIS || x < this.left || lane < 0 || lane >= this.lanes.length) return null;
     const inside = y - AXIS + this.top - lane * this.row;
-    const near = [0, 1, 2, 3].map((stream) => {
+    const near = this.course.streams.map((_, stream) => {
       const [top, height] = this.band(stream);
       return [inside < top ? top - inside : Math.max(0, inside - top - height), stream];
     });
@@ -345,12 +345,13 @@ class Timeline {
 
   // The bar of another stream or lane that is closest in time.
   other(step) {
-    let row = this.chosen ? this.chosen.lane * 4 + this.chosen.stream : -1;
+    const streams = this.course.streams.length;
+    let row = this.chosen ? this.chosen.lane * streams + this.chosen.stream : -1;
     const time = this.chosen ? this.bar(this.chosen).begin : this.from;
-    for (row += step; row >= 0 && row < this.lanes.length * 4; row += step) {
-      const lane = Math.floor(row / 4);
-      const bars = this.lanes[lane].streams[row % 4];
-      if (bars.length) return this.choose({ lane, stream: row % 4, i: Math.min(bars.length - 1, first(bars, time)) });
+    for (row += step; row >= 0 && row < this.lanes.length * streams; row += step) {
+      const lane = Math.floor(row / streams);
+      const bars = this.lanes[lane].streams[row % streams];
+      if (bars.length) return this.choose({ lane, stream: row % streams, i: Math.min(bars.length - 1, first(bars, time)) });
     }
     return undefined;
   }

@@ -37,6 +37,7 @@ _KIND_NAMES = {
     "pull": "pull weights",
     "push": "push gradients",
     "p2p": "between stages",
+    "offload": "to and from the host",
     "tp": "sums within stages",
     "wait": "waiting",
 }

@@ -16,7 +16,7 @@ TALLEST = 16  # ranks of one strategy at full height
 
 # The usual colours of papers on pipelines.
 _COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
-_TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d"}
+_TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "#3f97a4"}
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:

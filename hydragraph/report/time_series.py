@@ -38,6 +38,7 @@ def course_data(course: IterationView) -> dict[str, Any]:
         for step in course.critical
         if step.ranks[0] in lane_of
     ]  # fmt: skip
+    offloads = any(lane.bars[-1] for lane in course.lanes)
     return {
         "title": course.title,
         "seconds": course.seconds,
@@ -45,7 +46,7 @@ def course_data(course: IterationView) -> dict[str, Any]:
         "lanes": lanes,
         "names": list(names),
         "kinds": KINDS,
-        "streams": STREAMS,
+        "streams": STREAMS if offloads else STREAMS[:-1],
         "critical": critical,
     }
 

@@ -33,7 +33,14 @@ MOST_LANES = 256
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).
-_VALUES = {"W": "weights", "G": "gradients", "h": "hidden state", "d": "gradient"}
+_VALUES = {
+    "W": "weights",
+    "G": "gradients",
+    "h": "hidden state",
+    "d": "gradient",
+    "f": "activations",
+    "c": "activations",
+}
 
 T = TypeVar("T")
 Merge = Callable[[Sequence[TimeBar]], Iterable[TimeBar]]
@@ -127,7 +134,7 @@ def _by_stream(bars: Iterable[tuple[str, TimeBar]]) -> tuple[tuple[TimeBar, ...]
 
 
 def _kind(op: Op) -> str:
-    return "p2p" if op in (Op.SEND, Op.RECEIVE) else op.value
+    return "p2p" if op in (Op.SEND, Op.RECEIVE) else "offload" if op is Op.FETCH else op.value
 
 
 def _micro_batch(instruction: Instruction) -> int:

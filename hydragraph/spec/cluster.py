@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from hydragraph.spec.known_devices import KNOWN, Datasheet
+from hydragraph.spec.known_devices import KNOWN, PCIE_4, Datasheet
 from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 
@@ -82,20 +82,24 @@ class DeviceType:
     Attributes:
         flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
         memory_bytes: a whole number, which may be written 80e9.
+        host_bytes_per_s: bandwidth of copies to and from host memory; default: about that of 16 lanes of PCIe 4.
     """
 
     flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float
+    host_bytes_per_s: float = field(default=PCIE_4, kw_only=True)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host_bytes_per_s", float(_positive("host_bytes_per_s", self.host_bytes_per_s)))
         object.__setattr__(self, "flops_per_s", float(_positive("flops_per_s", self.flops_per_s)))
         object.__setattr__(self, "memory_bytes", _whole("memory_bytes", _positive("memory_bytes", self.memory_bytes)))
         object.__setattr__(self, "memory_bytes_per_s", float(_positive("memory_bytes_per_s", self.memory_bytes_per_s)))
 
     def device(self, node: int, name: str) -> Device:
         """Return a device of this type in a node."""
-        return Device(self.flops_per_s, self.memory_bytes, self.memory_bytes_per_s, node, name)
+        speeds = (self.flops_per_s, self.memory_bytes, self.memory_bytes_per_s)
+        return Device(*speeds, node, name, host_bytes_per_s=self.host_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,10 @@ class Cluster:
     def types(self) -> Mapping[str, DeviceType]:
         """The types of its devices by name."""
         every = zip(self._names, self.devices, strict=True)
-        return {name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s) for name, d in every}
+        return {
+            name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s, host_bytes_per_s=d.host_bytes_per_s)
+            for name, d in every
+        }
 
     def type_of(self, rank: int) -> str:
         """Return a rank's type of device; unnamed types are "", "other 1", ..."""
@@ -435,7 +442,8 @@ class _Nodes:
 
 
 def _known(sheet: Datasheet) -> DeviceType:
-    return DeviceType(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
+    speeds = (sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
+    return DeviceType(*speeds, host_bytes_per_s=sheet.host_bytes_per_s)
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
+from hydragraph.spec.known_devices import PCIE_5
 
-_H200 = Device(989e12, int(141e9), 4.8e12)
+_H200 = Device(989e12, int(141e9), 4.8e12, host_bytes_per_s=PCIE_5)
 _NVLINK = 450e9  # bytes/s in each direction
 
 

@@ -42,6 +42,10 @@ class ExplicitWork:
 
         return [max(of(rank, m) for rank in ranks) for m in micro_batches]
 
+    def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
+        """See `Priced`."""
+        return max(self.seconds.get((Op.OFFLOAD, block, rank), 0.0) for rank in ranks)
+
     def moved(self, op: Op, bucket: str) -> Transfers:
         """See `Priced`."""
         pairs = (self.pull_bytes if op is Op.PULL else self.push_bytes).get(bucket)

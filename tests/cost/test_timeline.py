@@ -140,6 +140,20 @@ def test_pushes_overlap_with_backward_and_the_commit_waits_for_them() -> None:
     assert found.seconds == 7
 
 
+@pytest.mark.parametrize(("copy", "waits"), [(1.0, 0.0), (3.0, 15.0)])
+def test_copies_to_the_host_run_beside_computation(copy: float, waits: float) -> None:
+    # Six layers, forward 1 s and backward 2 s each. Copies of 3 s, one after another: five out from 1 to 16 s, of which
+    # each delays the layer after the next; five back from 16 to 31 s; then the backward of layer 0.
+    strategy = Strategy.parse("<tp1,pp1>o", 6)
+    seconds = compute(model(6), 1, 1, 2) | {(Op.OFFLOAD, f"layer.{i}", 0): copy for i in range(5)}
+    found = timeline(strategy, [1], ExplicitWork(seconds, {}, {}, {}))
+    assert found.seconds == 18 + waits
+    assert found.exposed_s(0, Stream.OFFLOAD) == pytest.approx(waits)
+    assert found.busy_s(0, Stream.OFFLOAD) == 10 * copy
+    assert found.critical_path.by_kind.get("copying to and from the host", 0.0) == (30 if waits else 0)
+    assert "offload" in str(found)
+
+
 def test_sums_are_handed_on_while_the_next_push_goes_on() -> None:
     """Layer 1's sums are there at 4 and at rank 1 at 6; layer 0's at 7 and, as ports share nothing else, at 9."""
     pushes = {"layer.1": {(0, 1): 4.0}, "layer.0": {(0, 1): 12.0}}

@@ -25,7 +25,8 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Hom
 @pytest.mark.parametrize(
     ("ranks", "texts", "home"),
     [
-        (1, ["<tp1,pp1>"], hg.Home()),
+        (1, ["<tp1,pp1>", "<tp1,pp1>o"], hg.Home()),
+        pytest.param(2, ["<tp1,pp2>o", "<[1,0]x2sr0.5o>"], hg.Home(), marks=thorough),
         pytest.param(2, ["2*<tp1,pp1>w", "2*<tp1,pp1>g", "<[0]x2w> + <[1]x2>"], hg.Home(), marks=thorough),
         pytest.param(2, ["2*<tp1,pp1>", "<tp2,pp1>", "<[1,0]x2s>", "<tp1,pp2>"], hg.Home(), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>", "<[1,2]x2s> + <[0]x2r>"], hg.Home(), marks=thorough),
