@@ -62,7 +62,8 @@ class LongestMicroBatch:
     def _alone(self, pipeline: Pipeline, beside: float) -> int:
         profile = self._costs.piece_profile(pipeline.devices[0])
         measured = profile.limits.get((pipeline.stages[0].tp, len(pipeline.stages)))
-        plain = all(s.kind == StageKind(pipeline.stages[0].tp) and not s.stream for s in pipeline.stages)
+        kind = StageKind(pipeline.stages[0].tp)
+        plain = all(s.kind == kind and not s.stream and not s.offload for s in pipeline.stages)
         if measured is not None and plain and not pipeline.interleaved:
             return int(measured)
         most: int | None = None
@@ -82,7 +83,7 @@ class LongestMicroBatch:
         looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
-            alike = (stage.kind, stage.stream)
+            alike = (stage.kind, stage.stream, stage.offload)
             for rank in self._unlike(stage):
                 left = self._left(rank)
                 if between and any(

@@ -89,7 +89,8 @@ def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
         slow = f" at {rate:.3g}" if f"{rate:.3g}" != "1" else ""
         layers = " + ".join(str(own_stage.layers) for own_stage in mine)
         streams = () if not stage.stream else (STREAMS[stage.stream],)
-        marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams))
+        offloads = ("offloading activations",) * stage.offload
+        marks = "".join(f", {mark}" for mark in (*stage.kind.marks, *streams, *offloads))
         stages.append(f"{stage.tp} {kind}{slow}: {layers} layers{marks}")
     return " -> ".join(stages)
 

@@ -198,7 +198,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of iteration seconds; with shared or streaming stages, a simulation."""
-    if strategy.shares or strategy.streams:
+    """Return an estimator of iteration seconds; with stages that are shared, stream or offload, a simulation."""
+    if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

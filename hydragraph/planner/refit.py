@@ -73,7 +73,7 @@ def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule
         for share in shares:
             devices = tuple(range(first, first + degree))
             sequence_parallel = like.sequence_parallel and degree > 1
-            stages.append(Stage(devices, share, sequence_parallel, like.recompute, like.stream))
+            stages.append(Stage(devices, share, sequence_parallel, like.recompute, like.stream, like.offload))
             first += degree
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines), schedule)

@@ -12,9 +12,11 @@ from typing import Any
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.rank_memory import Memory
 from hydragraph.errors import Unsupported
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 WORDS = {
     "home_weights": "home weights",
@@ -85,13 +87,34 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return advice on the smallest change that makes a strategy fit; "" if it fits.
+    """Return advice on what to change first, and on offloading if that fits as well; "" if it fits."""
+    if found.fits:
+        return ""
+    offloading = _offloading(costs, found, assignment)
+    first = _smallest_change(costs, found, assignment, may_stream)
+    return f"{first}; or {offloading}" if offloading else first
+
+
+def _offloading(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
+    """Return advice to offload activations, with recomputation if they do not fit without; "" if neither fits."""
+    offloaded = _with_stages(_whole(found.strategy), lambda stage: replace(stage, offload=True))
+    for strategy, more in ((offloaded, ""), (recomputing(offloaded), " and recompute")):
+        tried = fit(costs, strategy, assignment)
+        if tried.fits:
+            return f"offload activations{more}: {strategy.name} fits, {_takes(tried, found)}"
+    return ""
+
+
+def _takes(tried: MemoryFit, found: MemoryFit) -> str:
+    return f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
+
+
+def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
+    """Return advice on the smallest change that makes a strategy fit.
 
     The order is recomputation or streaming (whichever takes less time), shorter micro-batches, shorter sequences,
     higher tensor-parallel degrees. Each is simulated, so the advised change fits.
     """
-    if found.fits:
-        return ""
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
@@ -126,8 +149,7 @@ def _widened(tried: MemoryFit, found: MemoryFit) -> str:
     stages = [stage for pipeline in tried.strategy.pipelines for stage in pipeline.stages]
     more = ", recomputation" * any(stage.recompute for stage in stages)
     more += ", streaming" * any(bool(stage.stream) for stage in stages)
-    seconds = f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
-    return f"a higher tensor-parallel degree{more}: {tried.strategy.name} fits, {seconds}"
+    return f"a higher tensor-parallel degree{more}: {tried.strategy.name} fits, {_takes(tried, found)}"
 
 
 def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
@@ -141,8 +163,7 @@ def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
     again = {stage.recompute for stage, other in zip(stages, before, strict=True) if stage.recompute != other.recompute}
     if again:
         ways.append("recompute" if True in again else "recompute in part")
-    costs = f"a step takes {tried.seconds:.3g} s instead of {found.seconds:.3g} s"
-    return f"{' and '.join(ways)}: {tried.strategy.name} fits, {costs}"
+    return f"{' and '.join(ways)}: {tried.strategy.name} fits, {_takes(tried, found)}"
 
 
 def _more(found: MemoryFit) -> str:
@@ -205,6 +226,11 @@ def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
+def _whole(strategy: Strategy) -> Strategy:
+    """Return a strategy with a schedule of whole backwards, as streaming and offloading need."""
+    return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
+
+
 def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strategy:
     pipelines = (Pipeline(tuple(map(changed, pipeline.stages))) for pipeline in strategy.pipelines)
     return replace(strategy, pipelines=tuple(pipelines))
@@ -222,7 +248,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 
     for recompute in (False, True):
         for stream in (GRADIENTS, True):
-            yield _with_stages(strategy, partial(changed, stream=stream, recompute=recompute))
+            yield _with_stages(_whole(strategy), partial(changed, stream=stream, recompute=recompute))
 
 
 def wider(

@@ -54,7 +54,11 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
     most = max(memory.total for memory in fit(rich, strategy, assignment).memory)
     poor = with_memory(rich, int(most * part))
     found = fit(poor, strategy, assignment)
-    words = advice(poor, found, assignment)
+    words, _, offloading = advice(poor, found, assignment).partition("; or offload activations")
+    if offloading:
+        offloaded = hg.Strategy.parse(offloading.partition(": ")[2].partition(" fits")[0], layers=4)
+        assert all(stage.offload for pipeline in offloaded.pipelines for stage in pipeline.stages)
+        assert fit_only(poor, offloaded, assignment)
     again = recomputing(strategy)
     *_, least = streaming_more(strategy)  # streamed and recomputed
     assert found.fits == (not words)
@@ -114,6 +118,20 @@ def test_a_home_alone_that_is_too_much_asks_for_ranks_that_are_enough() -> None:
     assert found.memory[0].home == 12 * 10**6 * 16 / 2
     words = advice(priced, found, assignment)
     assert "at least" in words or "higher tensor-parallel degree" in words
+
+
+def test_offloading_is_advised_with_its_seconds_where_it_fits() -> None:
+    strategy = hg.Strategy.parse("<tp1,pp1>", layers=12)
+    offloaded = hg.Strategy.parse("<tp1,pp1>o", layers=12)
+    priced, assignment = costs(12, cluster(1)), Assignment.even([2], 700)
+    plain, copied = (fit(priced, each, assignment) for each in (strategy, offloaded))
+    assert copied.memory[0].total < plain.memory[0].total
+    assert copied.memory[0].host > 0 == plain.memory[0].host
+    poor = with_memory(priced, (copied.memory[0].total + plain.memory[0].total) // 2)
+    words = advice(poor, fit(poor, strategy, assignment), assignment)
+    assert f"; or offload activations: <tp1,pp1>o fits, a step takes {copied.seconds:.3g} s instead of" in words
+    halved = fit(poor, hg.Strategy.parse("<tp1,pp1> zb-h1", layers=12), assignment)
+    assert "; or offload activations: <tp1,pp1>o fits" in advice(poor, halved, assignment)
 
 
 def test_a_fit_is_told_rank_by_rank() -> None:
