@@ -52,7 +52,7 @@ class HostCopy:
 
     def room(self, device: torch.device) -> dict[Key, Tensor]:
         """Return memory for the storages, from the current stream."""
-        return {key: torch.empty_like(there, device=device, pin_memory=False) for key, there in self.storages.items()}
+        return {key: torch.empty_like(there, device=device) for key, there in self.storages.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +87,7 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
-            storages[key] = torch.empty_like(whole, device="cpu", pin_memory=value.is_cuda)
-            storages[key].copy_(whole, non_blocking=True)
+            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned if it comes from a GPU
         return _View(key, value.size(), value.stride(), int(value.storage_offset()))
 
     return HostCopy(tuple(moved(value) for value in saved), storages)

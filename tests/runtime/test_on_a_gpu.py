@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hydragraph.engine.session import Session
 from hydragraph.frontend.packed_batch import pack
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.program import Program
+from hydragraph.passes import offload
 from hydragraph.passes.variants import Variants
 from hydragraph.runtime.executor import Executor
 from hydragraph.runtime.home_state import HomeState, make_optimizer
@@ -127,3 +129,10 @@ def test_a_step_stays_on_the_gpu(case: Case) -> None:
     to_host, updates = train(case)
     assert updates == 2
     assert len(to_host) == 2 * (1 + case.deterministic), "only what ranks agree on at the commit goes to the host"
+
+
+def test_offloaded_activations_are_copied_to_the_host_and_back() -> None:
+    with mock.patch.object(offload, "SMALL_BYTES", 0):
+        to_host, updates = train(Case("llama", BF16, "<[0]x2o>", 0))
+    assert updates == 2
+    assert len(to_host) > 20, "at least ten values of two micro-batches"
