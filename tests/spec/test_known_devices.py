@@ -35,3 +35,14 @@ def test_devices_of_known_rates_are_recognised() -> None:
     assert reached(312e12, 1.94e12) == UNKNOWN  # an A100 over PCIe has less bandwidth
     assert reached(312e12, 2.0e12) == KNOWN["a100-80gb"].reached
     assert all(0 < sheet.reached < 1 for sheet in KNOWN.values())
+
+
+def test_the_bandwidth_to_the_host_is_known_or_given_or_that_of_pcie_4(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    node = "{type: %s, devices: 1, inner: {bytes_per_s: 1e9, latency_s: 0}, outer: {bytes_per_s: 1e9, latency_s: 0}}"
+    types = MINE.replace("}}", ", host_bytes_per_s: 3e9}}") + "\n"
+    path.write_text(types + f"nodes: [{node % 'mine'}, {node % 'h200'}, {node % 'a100-80gb'}]\n")
+    cluster = Cluster.load(path)
+    assert [device.host_bytes_per_s for device in cluster.devices] == [3e9, 50e9, 25e9]
+    cluster.save(path)
+    assert Cluster.load(path) == cluster

@@ -126,6 +126,7 @@ def test_every_field_changes_the_fingerprint() -> None:
         replace(stage, recompute=True),
         replace(stage, stream=True),
         replace(stage, stream="gradients"),
+        replace(stage, offload=True),
     ]
     made = [Strategy((Pipeline((each,)),)) for each in (stage, *changed)]
     made.append(replace(made[0], schedule="gpipe"))
@@ -379,6 +380,10 @@ def test_check_names_the_place_and_the_fix(layers: int, ranks: int, heads: tuple
         ("pipelines: [{stages: [{devices: [0], layers: '1'}]}]", "pipelines[0].stages[0]: layers is '1'"),
         ("pipelines: [{stages: [{devices: [0], layers: 1, recompute: 1}]}]", "stages[0]: recompute is 1: use true"),
         (
+            "pipelines: [{stages: [{devices: [0], layers: 1, offload: 1}]}]",
+            "stages[0]: offload",
+        ),
+        (
             "pipelines: [{stages: [{devices: [0], layers: 1, stream: weights}]}]",
             "stages[0]: stream is 'weights': use true, false or gradients",
         ),
@@ -393,3 +398,12 @@ def test_yaml_errors_name_the_file_and_the_field(text: str, message: str, tmp_pa
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Strategy.load(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_an_offloading_stage_is_the_same_as_text_and_as_yaml(tmp_path: Path) -> None:
+    strategy = Strategy.parse("<[0,1]x2sr0.5wo,[2]x1>", layers=3)
+    strategy.save(tmp_path / "s.yaml")
+    assert "offload: true" in (tmp_path / "s.yaml").read_text()
+    assert Strategy.load(tmp_path / "s.yaml") == strategy == Strategy.parse(strategy.name, layers=3)
+    assert strategy.offloads
+    assert not Strategy.parse("<[0,1]x2sr0.5w,[2]x1>", layers=3).offloads
