@@ -34,7 +34,7 @@ def moves(size: int) -> bool:
 
 def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add the copies of a stage that offloads, and free what they have copied."""
-    del mode  # an evaluation saves nothing
+    del mode  # evaluations save no values
     stage = placement.stage_of.get(program.rank)
     if stage is None or not stage.offload:
         return program
@@ -45,8 +45,8 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:
-            # Away during at least one computation: not the next two, of which the copy overlaps with the first, nor the
-            # one before the backward.
+            # It is away during at least one computation: copies overlap with the first one after its forward and the
+            # last one before its backward.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))

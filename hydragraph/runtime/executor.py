@@ -193,7 +193,7 @@ class Executor:
         try:
             outcome = self._follow(iteration, update, says)
         except BaseException:
-            # What a copy from the host still writes to may be used for other values once it is dropped.
+            # A copy from the host may still write to memory that later values get.
             with self.streams.on(Stream.OFFLOAD):
                 copied = self.streams.mark()
             self.streams.wait(copied)
