@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.utils._pytree import tree_leaves
 
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cluster.failure.rank_watch import Watch, agreed
@@ -28,6 +27,7 @@ from hydragraph.ir.value import Value, ValueKind, aux, bucket_of, gradients, wei
 from hydragraph.kernels import exact_sums
 from hydragraph.passes.bind import bind_graph
 from hydragraph.passes.differentiate import COLLECTIVES, saved_names
+from hydragraph.private.argument_trees import tree_leaves
 from hydragraph.runtime.buffers import Buffers
 from hydragraph.runtime.exchange import start_exact_push, start_pull, start_push
 from hydragraph.runtime.home_state import HomeState

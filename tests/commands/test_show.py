@@ -36,7 +36,7 @@ def test_show_prints_each_block_after_each_graph_pass(tmp_path: Path) -> None:
     assert "overlap_collectives" in layer.rpartition("## after")[2], "the last pass comes last"
     instructions = cut.stdout.partition("# rank 1 of 2 under ")[2]
     steps = [line.split()[2] for line in instructions.splitlines() if line.startswith("## after")]
-    assert steps == ["order", "stream", "overlap", "retain"]
+    assert steps == ["order", "stream", "overlap", "offload", "retain"]
     ordered, _, rest = instructions.partition("## after overlap")
     assert "forward layer.0 [0]" in ordered
     assert "link" not in ordered, "order places no exchange"

@@ -29,6 +29,7 @@ LAYERS = 2
 RANKS = 3
 STRATEGY = "<[0,1]x1s,[2]x1>"  # a sequence-parallel stage of two ranks, then one of a single rank
 OTHER = "<[2]x1,[1,0]x1>"
+OFFLOADS = "<[0,1]x2so> + <[2]x2>"
 LIMIT = timedelta(seconds=120)  # against a hang; a failure is noticed within 10 s of happening
 REPORTS = "HYDRAGRAPH_TEST_REPORTS"
 
@@ -43,12 +44,14 @@ VICTIMS = {
     Op.FREE: 1,
     Op.COMMIT: 2,
     Op.UPDATE: 0,
+    Op.OFFLOAD: 1,
+    Op.FETCH: 0,
 }
 PRINTED = {Op.PULL: "link W.", Op.PUSH: "link G."}  # what the others print begins with their own name
 
 
-def compiled(ready: Ready) -> hg.Executable:
-    strategy = hg.Strategy.parse(STRATEGY, layers=LAYERS)
+def compiled(ready: Ready, text: str = STRATEGY) -> hg.Executable:
+    strategy = hg.Strategy.parse(text, layers=LAYERS)
     return ready.executable(strategy, lambda named: torch.optim.AdamW(named, lr=1e-2))
 
 
@@ -90,7 +93,7 @@ def survive(exe: hg.Executable, steps: int) -> None:
 
 
 def killed(ready: Ready, victim: int, op: Op) -> None:
-    exe = compiled(ready)
+    exe = compiled(ready, OFFLOADS if op in (Op.OFFLOAD, Op.FETCH) else STRATEGY)
     if exe.rank == victim:
         before(exe, op, lambda: os.kill(os.getpid(), signal.SIGKILL))
     survive(exe, 2)

@@ -53,10 +53,12 @@ def dropped(graph: fx.GraphModule, method: str) -> fx.GraphModule | None:
     """Return a copy of a graph that leaves out its last call of a collective; None: it has none."""
     other = fx.GraphModule(graph, fx.Graph())
     other.graph.output(other.graph.graph_copy(graph.graph, {}))
-    calls = [n for n in other.graph.nodes if n.op == "call_method" and n.target == method]
+    calls = [n for n in other.graph.nodes if n.op == "call_method" and n.target == f"start_{method}"]
     if not calls:
         return None
-    calls[-1].replace_all_uses_with(calls[-1].args[1])
+    (result,) = calls[-1].users
+    result.replace_all_uses_with(calls[-1].args[1])
+    other.graph.erase_node(result)
     other.graph.erase_node(calls[-1])
     other.recompile()
     return other
