@@ -164,7 +164,7 @@ def check_written(option: str, path: Path | None) -> None:
 
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:
-    """Describe the devices that stand in if none are named."""
+    """Describe the default devices."""
     instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
     return f"for {ranks} H200{'s' * (ranks != 1)}, as --cluster names no others{instead}"
 

@@ -97,7 +97,7 @@ class ObjectiveConfig:
         """Return the objective of a name, with defaults.
 
         Raises:
-            ValueError: there is no objective of that name.
+            ValueError: no objective has that name.
         """
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:

@@ -141,8 +141,8 @@ class Deputy:
         if self._election is not None:
             return f"the leading node is lost: {link.down}; this node's ranks wait for the next one"
         return (
-            f"the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks are ended, as others may "
-            f"go on without them; waiting {back_s:g} s for it"
+            f"the first node ({self._nodes.address}) is lost: {link.down}; this node's ranks are ended, because "
+            f"others may continue without them; waiting {back_s:g} s for it"
         )
 
     def _listen(self) -> dict[int, Any]:

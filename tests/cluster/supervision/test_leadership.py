@@ -1,7 +1,7 @@
-"""The lease of the leader: every order of the requests, answers and waits of two machines, also of lost and late ones.
+"""The leader's lease: two machines' requests, answers and waits in every order, including lost and late messages.
 
-A machine that is killed, stopped or cut off is one that does nothing more, from any state; so the loss of the leader at
-every event is among these orders.
+A machine that is killed, stopped or cut off does nothing more, from any state. So these orders include the loss of the
+leader at every event.
 """
 
 from __future__ import annotations
