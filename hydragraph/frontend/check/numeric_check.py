@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.eager_and_captured import add_captured, run_alone
 from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
+from hydragraph.frontend.check.narrow_model import FACTORS, narrow_copy
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
 from hydragraph.frontend.check.probe_sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
+from hydragraph.frontend.compiled_folder.program_cache import path_of
 from hydragraph.frontend.loss_module import loss_buffers, wide_loss
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.repeated_blocks import block_list, entries
@@ -100,6 +103,7 @@ class Checked:
         worst: largest gradient error, relative to the gradient's norm.
         untouched: settings whose limit no sequence exceeded.
         problem: why no comparison was possible, or "".
+        factor: the model's widths divided by those compared.
     """
 
     model: str
@@ -111,13 +115,15 @@ class Checked:
     dtype: str = ""
     untouched: tuple[tuple[str, int], ...] = ()
     problem: str = ""
+    factor: int = 1
 
     def __str__(self) -> str:
         if self.problem:
             return f"not checked: {self.model}: {self.problem}"
         beyond = ", ".join(f"{name} {value}" for name, value in self.untouched)
+        widths = f" at 1/{self.factor} of its widths" if self.factor > 1 else ""
         return (
-            f"checked {self.model}: embed, head and {self.blocks} of {self.layers} blocks, packed batches of "
+            f"checked {self.model}{widths}: embed, head and {self.blocks} of {self.layers} blocks, packed batches of "
             f"{' and '.join(map(str, self.tokens))} tokens against each sequence alone in {self.dtype}, worst gradient "
             f"error {self.worst:.1e}, {self.seconds:.1f} s" + (f"; not reached: {beyond}" if beyond else "")
         )
@@ -134,11 +140,26 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """Compare packed batches with the model on each sequence alone, block by block.
 
     Args:
-        mode: "auto": each structurally distinct block once; "full": every block.
+        mode: "auto": each structurally distinct block once, and of a large library model at smaller widths; "full":
+            every block.
 
     Raises:
         Unsupported: both sides differ for all weights and dtypes tried, or the graphs do not run.
     """
+    began = time.perf_counter()
+    if mode == "auto" and max(_size(subject, group) for group in _groups(subject, mode)) > LARGE:
+        for narrow, factor in _narrow(subject):
+            try:
+                checked = _checked(narrow, mode, None)
+            except Unsupported as error:  # the check at full size decides, and names what differs
+                log.info("at 1/%d of the widths: %s", factor, error)
+            else:
+                if not checked.problem:
+                    return replace(checked, seconds=time.perf_counter() - began, factor=factor)
+    return _checked(subject, mode, variants)
+
+
+def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Checked:
     began = time.perf_counter()
     program = subject.program
     variants = Variants(program, added=True) if variants is None else variants  # an empty Variants is falsy
@@ -163,6 +184,27 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
         dtype=attempt.kind,
         untouched=comparer.lengths.untouched,
     )
+
+
+def _narrow(subject: CheckedModel) -> Iterator[tuple[CheckedModel, int]]:
+    """Yield a copy of the subject at smaller widths, and their factor, if its model runs only its libraries' code."""
+    model, program = subject.model, subject.program
+    loss = None if subject.loss is token_cross_entropy else subject.loss
+    arguments = (program.dtype, subject.example, loss, subject.blocks)
+    if path_of(model, *arguments) is None:
+        return
+    for factor in FACTORS:
+        narrow = narrow_copy(model, factor)
+        if narrow is None:
+            continue
+        try:
+            captured = capture(narrow.model, *arguments)
+        except Unsupported as error:
+            log.info("at 1/%d of the widths: %s", factor, error)
+            continue
+        if narrow.captured_alike(program, captured):
+            yield replace(subject, model=narrow.model, program=captured), factor
+            return
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
