@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
 from hydragraph.frontend.peft_adapters import switchable_parameters
@@ -90,6 +91,21 @@ def train(prepared: Ready, strategies: list[str], path: str) -> Run:
     exe.save_pretrained(f"{path}/merged", merged=True)
     exe.close()
     return Run(gradients, weights)
+
+
+def test_blocks_agree_on_shards_of_adapters_as_wide_as_their_layers() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 51,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 101,
+    }
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    program = hg.capture(peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear")))
+    rules = {name.rpartition("layers.0.")[2]: p.rule for name, p in program.parameters.items()}
+    assert rules["mlp.up_proj.base_layer.weight"] == rules["mlp.up_proj.lora_B.default.weight"] is not None
+    assert rules["mlp.up_proj.lora_A.default.weight"] is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +20,11 @@ from hydragraph.frontend.state_readers import file_of
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS})
+# Tensors, modules and what only text generation calls.
+_HELD = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
+    | {"base_model_prepare_inputs_for_generation"}
+)
 
 
 class Unknown(Exception):  # noqa: N818
@@ -62,6 +66,10 @@ def _value(value: object) -> str:
         return described_function(value)
     if isinstance(value, functools.partial):
         return f"partial{_value((value.func, value.args, value.keywords))}"
+    if type(value).__module__.startswith("peft.") and not isinstance(value, type):
+        return f"{type(value).__module__}.{type(value).__qualname__}{_value(vars(value))}"  # an adapter's config
+    if isinstance(value, MethodType):
+        return f"{described_function(value.__func__)} of {type(value.__self__).__qualname__}"
     if isinstance(value, type) or _is_known(type(value).__module__):
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
@@ -83,7 +91,10 @@ def described_function(function: Callable[..., Any]) -> str:
         raise Unknown(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"
     covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
-    return name if covered else f"{name} {source_digest(function)}"
+    if covered and not hasattr(function, "__wrapped__"):
+        return name
+    code = function.__code__  # functools.wraps gives a function the name and the module of another one
+    return f"{name} {_digest(code.co_filename)}:{code.co_firstlineno}"
 
 
 def source_digest(thing: Any) -> str:

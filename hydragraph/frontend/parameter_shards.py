@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from hydragraph.frontend.skeleton_parts import identifier
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
@@ -24,11 +23,13 @@ def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
     """Return a template's placeholders for parameters that must stay whole in some block."""
+    # FX writes names in lower case, so only their order tells which is which.
+    placeholders = [node.name for node in template.graph.graph.nodes if node.op == "placeholder"]
     return {
-        identifier(local)
+        placeholder
         for block in blocks
         if block.template == template.name
-        for local, name in zip(template.parameters, block.parameters, strict=True)
+        for placeholder, name in zip(placeholders, block.parameters, strict=False)
         if name in whole
     }
 

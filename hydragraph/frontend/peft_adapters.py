@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Sequence
@@ -28,6 +29,21 @@ def is_peft(model: nn.Module) -> bool:
 def base_model(model: nn.Module) -> nn.Module:
     """Return the model inside a peft wrapper, or any other model unchanged."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+
+
+def with_adapters_of(model: nn.Module, base: nn.Module) -> nn.Module:
+    """Return another base model with new adapters of a model's settings; the base itself if the model has none."""
+    if not is_peft(model):
+        return base
+    from peft import get_peft_model
+
+    peft_model: Any = model
+    (first, config), *others = peft_model.peft_config.items()
+    wrapped: nn.Module = get_peft_model(base, copy.deepcopy(config), adapter_name=first)  # type: ignore[arg-type]
+    for name, config in others:
+        wrapped.add_adapter(name, copy.deepcopy(config))  # type: ignore[operator]
+    wrapped.set_adapter(peft_model.active_adapter)  # type: ignore[operator]
+    return wrapped
 
 
 def refuse_untried(model: nn.Module) -> None:

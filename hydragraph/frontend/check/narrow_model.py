@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydragraph.frontend.peft_adapters import base_model, with_adapters_of
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program, Template
 
@@ -33,6 +34,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _LEAST = 4
 # A number in a graph's text that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
+_SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,15 @@ class NarrowModel:
 
 
 def narrow_copy(model: nn.Module, factor: int) -> NarrowModel | None:
-    """Build a transformers model with its widths divided by a factor; None if its config does not allow that."""
-    config: Any = copy.deepcopy(model.config)
+    """Build a transformers model, with its adapters, at widths divided by a factor; None if its config forbids that."""
+    base = base_model(model)
+    config: Any = copy.deepcopy(base.config)
     tokens = _divide(config, factor)
     if tokens is None:
         return None
     try:
         with torch.device("meta"):
-            narrow = type(model)(config)
+            narrow = with_adapters_of(model, type(base)(config))
     except Exception as error:  # sizes that depend on each other
         _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
         return None
@@ -115,5 +118,7 @@ def _text(program: Program) -> str:
 
 def _graph_text(template: Template) -> str:
     values = [(node.name, value_of(node)) for node in template.graph.graph.nodes]
-    shapes = [(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)]
+    shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
+    names: dict[str, str] = {}  # of symbols, which differ between a trace and a program read from a file
+    shapes = _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)
     return f"{template.parameters} {template.buffers} {template.inputs} {template.graph.code} {shapes}"

@@ -54,7 +54,7 @@ def _of_libraries(model: nn.Module, loss: Loss | None) -> bool:
     kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
     places = (type(loss).__module__, getattr(loss, "__module__", ""))
     own = loss is None or any(place.startswith("hydragraph.") for place in places)
-    return huggingface.is_library_class(model) and kinds <= {"hydragraph", "torch", "transformers"} and own
+    return huggingface.is_library_class(model) and kinds <= {"hydragraph", "peft", "torch", "transformers"} and own
 
 
 def read_program(path: Path) -> Program | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import MethodType
 from unittest import mock
 
 import pytest
@@ -55,6 +56,36 @@ def test_another_model_dtype_or_setting_has_another_place() -> None:
     assert None not in places
     assert len(set(places)) == 4
     assert places[0] == place(llama(layers=1))
+
+
+def test_adapters_are_kept_by_their_settings_and_state() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(**settings: object) -> nn.Module:
+        return peft.get_peft_model(llama(layers=1), peft.LoraConfig(target_modules=["q_proj"], **settings))  # type: ignore
+
+    rescaled, off = adapted(), adapted()
+    rescaled.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling["default"] = 3.0
+    off.get_submodule("base_model").disable_adapter_layers()  # type: ignore[operator]
+    places = [place(model) for model in (adapted(), adapted(r=4), adapted(lora_dropout=0.1), rescaled, off)]
+    assert None not in places
+    assert len(set(places)) == 5
+    assert places[0] == place(adapted())
+
+
+def test_a_method_of_an_instance_counts_with_its_code() -> None:
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * x
+
+    places = [place(llama(layers=1))]
+    for function in (doubled, functools.wraps(doubled)(lambda self, x: 3 * x)):
+        model = llama(layers=1)
+        model.model.norm.extra = MethodType(function, model.model.norm)
+        places.append(place(model))
+    closing = llama(layers=1)
+    closing.model.norm.extra = MethodType(lambda self, x: x * places[0], closing.model.norm)
+    assert place(closing) is None
+    assert len({*places}) == len(places)
 
 
 def test_what_is_not_a_librarys_own_is_never_kept() -> None:
