@@ -1,4 +1,4 @@
-"""Three nodes of which two lose the link between them, while the first reaches both: one of the two is dropped.
+"""Three nodes of which two lose the link between them, while the third reaches both: one of the two is dropped.
 
 `tests/cluster/supervision/test_broken_links.py` shows the decision for every pair; this is the whole run.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -32,30 +33,37 @@ def until(run: Path, kind: str, limit_s: float) -> RunEvent:
 
 
 @thorough
-def test_a_cut_between_the_second_and_the_third_node_costs_the_third_and_no_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pair", combinations(range(3), 2), ids=["first-second", "first-third", "second-third"])
+def test_a_cut_between_two_of_three_nodes_costs_the_later_one_and_no_state(
+    pair: tuple[int, int], tmp_path: Path
+) -> None:
     if (why := refusal()) is not None:
         pytest.skip(why)
+    kept, dropped = pair
     with ThreeNodes(tmp_path / "nodes") as nodes:
         config = configured(tmp_path, ["3*<tp1,pp1>"], BEYOND, ranks=3, elastic={"copies": 2})
         job = Job.start(nodes, config, per_node=1)
         job.until_step(5)
         before = ranks(tmp_path / "run")
         began = time.monotonic()
-        nodes.cut(1, 2)
+        nodes.cut(kept, dropped)
         lost = until(tmp_path / "run", "fault", END_S * patience())
         seconds = time.monotonic() - began
         resumed = until(tmp_path / "run", "resumed", END_S * patience())
-        assert lost.ranks == (2,), lost
-        assert "node 2 is dropped: it and node 1 do not reach each other" in lost.why
+        print(f"node {dropped} was dropped after {seconds:.1f} s, the run continued {resumed.seconds:.1f} s after it")
+        print(lost, resumed, sep="\n")
+        assert lost.ranks == (dropped,), lost
+        if kept:
+            assert f"node {dropped} is dropped: it and node {kept} do not reach each other" in lost.why
         assert "no state was lost" in resumed.why
         done = len(job.curve())
         job.until_step(done + 20)
         time.sleep(max(0.0, began + CUT_S - time.monotonic()))
         assert [event.event for event in read_events(tmp_path / "run" / "events.jsonl")].count("fault") == 1
-        assert ranks(tmp_path / "run") == before[:2], "the same processes"
-        nodes.heal(1, 2)
+        others = [pid for rank, pid in enumerate(before) if rank != dropped]
+        assert ranks(tmp_path / "run") == others, "the same processes"
+        nodes.heal(kept, dropped)
         assert until(tmp_path / "run", "join", LIMIT_S).ranks == (2,)
         job.until_step(len(job.curve()) + 5)
         steps = [entry["step"] for entry in job.curve()]
         assert steps == list(range(1, len(steps) + 1)), "no step was repeated"
-        print(f"node 2 was dropped after {seconds:.1f} s, and the run continued {resumed.seconds:.1f} s after it")
