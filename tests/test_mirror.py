@@ -137,7 +137,6 @@ ELSEWHERE = {
     "runtime/pending_work.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/shard_boxes.py": ("checkpoint/test_dcp_planners.py", "boxes of parameters"),
     "train/config_overrides.py": ("train/test_config.py", "overrides, and what differs from an earlier config"),
-    "train/huggingface_export.py": ("train/test_loop.py", "the final model"),
     "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
     "train/run_saving.py": ("train/test_loop.py", "checkpoints, and what a missing package costs"),
     "train/step_reporting.py": ("train/test_loop.py", "what is logged, and what a missing package costs"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hydragraph.checkpoint.weights.pretrained_directory import fp32_keys, published_keys, published_names
+from hydragraph.checkpoint.weights.pretrained_directory import published_keys, published_names
 from hydragraph.engine.compiled_model import CompiledModel
 from hydragraph.engine.session import Session
 
@@ -45,7 +45,7 @@ class PublishedWeights:
         self._session = session
         self._dtype = dtype
         keys = None if self._shell is None else published_keys(self._shell)
-        self._exact = frozenset[str]() if self._shell is None else fp32_keys(self._shell.model)
+        self._exact = frozenset[str]() if self._shell is None or dtype == torch.float32 else self._shell.fp32_keys
         self._first: dict[str, str] = {}  # canonical name -> the first of its keys
         for key, source in compiled.tensors.items():
             if keys is None or key in keys:

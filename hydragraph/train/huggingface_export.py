@@ -76,9 +76,11 @@ def write_model(
     end = tokenizer.end_id(encoder, folder.tokenizer)
     model = adapted(skeleton(config.model, vocabulary_of(encoder), end), config.adapter, config.seed)
     shell = check_shell(Shell.of(model), merged)
-    tensors = {**initial_buffers(model), **read_weights(checkpoint)}
+    names, tensors = tensor_names(model), read_weights(checkpoint)
+    if not tensors.keys() >= set(names.values()):  # a checkpoint of a version that saved no buffers
+        tensors = {**initial_buffers(model), **tensors}
     kept = shell.keys(merged)
-    state = {key: tensors[source] for key, source in tensor_names(model).items() if kept is None or key in kept}
+    state = {key: tensors[source] for key, source in names.items() if kept is None or key in kept}
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     with file_errors(directory, directory):

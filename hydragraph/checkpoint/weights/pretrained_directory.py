@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ class Shell:
     def of(model: nn.Module) -> Shell | None:
         """Copy a model without its weights; None if transformers could not load it."""
         return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
+
+    @cached_property
+    def fp32_keys(self) -> frozenset[str]:
+        """Keys of the state dict that the model's classes keep in fp32."""
+        return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
         """Return the keys of the state dict that `write` needs; None: all of them."""
@@ -99,15 +105,29 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a model's state dict that its classes keep in fp32."""
+    """Return the keys of a model's state dict that its classes keep in fp32.
+
+    Classes list them, or give them this dtype when they are built in another one.
+    """
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             names.update(getattr(module, attribute, None) or ())
-    if not names:
-        return frozenset()
     pattern = "|".join(re.escape(name).replace(r"\*", ".*") for name in sorted(names))
-    return frozenset(key for key in model.state_dict() if re.search(rf"(^|\.)({pattern})($|\.)", key))
+    listed = (key for key in model.state_dict() if names and re.search(rf"(^|\.)({pattern})($|\.)", key))
+    return frozenset((*listed, *_built_in_fp32(model)))
+
+
+def _built_in_fp32(model: Any) -> Iterator[str]:
+    """Yield the keys of tensors that remain fp32 if the model's class is built in bf16."""
+    if is_peft(model):
+        return
+    try:
+        with torch.device("meta"):
+            built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+    except Exception:
+        return  # needs more than its config, so from_pretrained cannot build it either
+    yield from (key for key, tensor in built.state_dict().items() if tensor.dtype == torch.float32)
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
