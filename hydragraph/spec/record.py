@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -107,15 +107,11 @@ def from_record(
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
     if not isinstance(data, dict):
-        example = _example(cls)
-        raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r:.80}: give {example}")
+        remedy = hints.get(path) or f"give {_example(cls)}"
+        raise ValueError(f"{where}: expected a mapping with {', '.join(names)}, but it is {data!r:.80}: {remedy}")
     for name in data:
         if name not in names:
-            close = get_close_matches(str(name), names, n=1)
-            hint = hints.get(str(name)) or (
-                f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
-            )
-            raise ValueError(f"{where}: unknown field {name!r}: {hint}")
+            raise ValueError(f"{where}: unknown field {name!r}: {hints.get(str(name)) or _meant(cls, str(name))}")
     for field in fields(cls):
         if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{where}: missing field {field.name!r}")
@@ -126,6 +122,24 @@ def from_record(
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from None
+
+
+def _meant(cls: type[Any], name: str) -> str:
+    """Return a remedy for an unknown field: the section that has it, or a similar field."""
+    names = [field.name for field in fields(cls)]
+    places = [f"{part}.{name}" for part, section in _sections(cls) if name in {field.name for field in fields(section)}]
+    if places:
+        return f"write {' or '.join(places)}"
+    close = get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known fields are {', '.join(names)}"
+
+
+def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
+    """Yield the fields that are records themselves, or optional ones."""
+    for name, hint in get_type_hints(cls).items():
+        for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+            if is_dataclass(part) and isinstance(part, type):
+                yield name, part
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:

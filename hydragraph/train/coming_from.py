@@ -13,7 +13,7 @@ TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with it
 def remedies() -> dict[str, str]:
     """Return a remedy for each field; the first framework that has the field decides."""
     by_field: dict[str, str] = {}
-    for fields, sentence in re.findall(r"^\| (`.+?`) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
+    for fields, sentence in re.findall(r"^\| (`.+?) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""
         for name in re.findall(r"`(\w+)`", fields):
             by_field.setdefault(name, f"{use}{sentence.replace('`', '')} (docs/coming_from.md)")

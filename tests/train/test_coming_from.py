@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,10 +37,29 @@ def test_fields_in_sections_are_answered_too(tmp_path: Path) -> None:
             TrainConfig.load(write(tmp_path, {field: 1}))
 
 
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"adapter": "qlora"}, r"it is 'qlora': use adapter: \{lora: \{\}\}; quantized base weights \(QLoRA\) are not"),
+        ({"optimizer": "adamw_torch"}, r"it is 'adamw_torch': use optimizer\.name, a class of torch\.optim"),
+        ({"model": "meta-llama/Llama-3.1-8B"}, r"use model: \{path: DIRECTORY\}, a local directory"),
+        ({"lr": 1e-4}, r"unknown field 'lr': write optimizer\.lr"),
+        ({"max_length": 8}, r"unknown field 'max_length': write data\.max_length"),
+        ({"data.batch_size": 8}, r"data: unknown field 'batch_size': use data\.tokens_per_step"),
+        ({"torch_dtype": "bfloat16"}, r"use dtype: bfloat16"),
+    ],
+)
+def test_names_for_sections_and_fields_of_other_sections_are_answered(
+    fields: dict[str, Any], answer: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=answer):
+        TrainConfig.load(write(tmp_path, fields))
+
+
 def test_what_is_written_instead_exists() -> None:
     """A sentence that begins with a name in backticks begins with a field of the config, or a file of the run."""
     known = {f"{path}.{field.name}".lstrip(".") for path, cls in _sections("", TrainConfig) for field in fields(cls)}  # type: ignore[arg-type]
-    sentences = re.findall(r"^\| `.+?` \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE)
+    sentences = re.findall(r"^\| `.+? \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(remedies()) > len(sentences) > 100
     for sentence in sentences:
         place = sentence.split("`")[1].split(":")[0] if sentence.startswith("`") else ""
