@@ -198,7 +198,7 @@ def _look_at_data(config: TrainConfig) -> bool:
 
     try:
         check_data(config)
-        for sentence in data_remarks((*config.data.sources, *config.data.evaluation.values())):
+        for sentence in data_remarks(config):
             print(f"data: {sentence}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"data: training here would end with: {error}", file=sys.stderr)

@@ -47,7 +47,7 @@ def init_command(options: InitOptions) -> None:
     write_whole(to, first_config(inspected, to))
     config = TrainConfig.load(to)
     if inspected.data:
-        for sentence in data_remarks(config.data.sources):
+        for sentence in data_remarks(config):
             print(sentence)
     elif inspected.model is not None:
         print(f"first list your data in data.paths of {to}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
-from hydragraph.data.documents import PLAIN, Document, Fields, Format, Preference, texts_of
+from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference, texts_of
 
 
 @dataclass
@@ -166,7 +166,7 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
 
 
 _LOOKED_AT_RECORDS = 100
-_LINES = (".jsonl", ".ndjson")  # a JSON object in each line
+_LINES = (".jsonl", ".ndjson", ".jsonlines", ".jl")  # a JSON object in each line
 _LOOKED_AT = 4096
 
 
@@ -247,13 +247,24 @@ def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> 
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
 
-def unread(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> list[str]:
-    """Return the non-empty fields that are not read, from the first records of each file."""
+def unread(
+    paths: Sequence[Path],
+    suffixes: tuple[str, ...] | None = None,
+    fields: Fields = PLAIN,
+    template: str | None = None,
+) -> list[str]:
+    """Return the non-empty fields that are not read, from the first records of each file.
+
+    Args:
+        template: text of the chat template, which reads those fields of messages that it names.
+    """
     report = CorpusReport()
     for path in files(paths, suffixes):
-        if _has_records(path):
-            for _ in islice(_read(path, fields, report), _LOOKED_AT_RECORDS):
-                pass
+        for _, document in islice(_read(path, fields, report) if _has_records(path) else (), _LOOKED_AT_RECORDS):
+            pair = (document.chosen, document.rejected) if isinstance(document, Preference) else (document,)
+            said = [message for each in pair if isinstance(each, Conversation) for message in each.messages]
+            names = {name: None for message in said for name in message if name not in OF_MESSAGES}
+            report.unread |= {f"messages: {name}": None for name in names if template and name not in template}
     return list(report.unread)
 
 

@@ -18,9 +18,10 @@ Format = Literal["text", "chat", "completion", "alpaca", "tokens", "preference"]
 # Speakers in ShareGPT's and LLaMA-Factory's conversations.
 _SPEAKERS = {
     "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
+_ROLES = ("user", "assistant", "system", "tool")  # whatever their letters' case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
@@ -33,6 +34,8 @@ _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
 _UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
+# Fields of messages that are read, and names of calls, which some templates leave out.
+OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
 _ALPACA = (
@@ -425,8 +428,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     # Tables fill absent fields with null, which templates would write out.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
-        speaker = converted.pop("from")
-        converted["role"] = _SPEAKERS.get(speaker, speaker)
+        converted["role"] = converted.pop("from")
         if "value" in converted:
             converted["content"] = converted.pop("value")
     for name in _UNTRAINED:
@@ -436,6 +438,8 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         if not weight:
             converted["weight"] = 0
     role = converted.get("role")
+    if isinstance(role, str):
+        role = converted["role"] = _SPEAKERS.get(role.lower(), role.lower() if role.lower() in _ROLES else role)
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has no role, but {sorted(map(str, message))}: give user, assistant, system or tool")
     content = converted.get("content")

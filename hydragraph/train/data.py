@@ -127,15 +127,19 @@ def _splits(data: DataConfig) -> tuple[Split, ...]:
     return ("train", "heldout") if data.held_out else ("train",)
 
 
-def data_remarks(sources: Iterable[SourceConfig]) -> Iterator[str]:
+def data_remarks(config: TrainConfig) -> Iterator[str]:
     """Yield sentences on the files and fields of corpora that are not read."""
-    for source in sources:
+    try:
+        template = _template_text(config, _known_tokenizer(config), chats=True)
+    except ValueError:  # which `check_data` and the run raise
+        template = None
+    for source in (*config.data.sources, *config.data.evaluation.values()):
         paths = _paths(source)
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
         if omitted:
             more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
             yield f"not read of the data: {', '.join(omitted[:3])}{more}; name the files in paths, or set suffixes"
-        fields = corpus.unread(paths, source.suffixes, source.fields)
+        fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:
             yield f"fields of the data that are not read: {', '.join(fields)}"
 

@@ -278,7 +278,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
     config = prepared.config
-    yield from data_remarks((*config.data.sources, *config.data.evaluation.values()))
+    yield from data_remarks(config)
     yield from pair_remarks(config, prepared.tokens)
     yield from remarks(given, prepared.model, prepared.strategies, ranks, batches, config.steps)
 

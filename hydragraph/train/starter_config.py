@@ -127,7 +127,8 @@ def _fields(data: Sequence[Path]) -> Fields:
     except ValueError as error:
         for other in (
             *(Fields(prompt=prompt, format="preference") for prompt in ("prompt", *PROMPTS)),
-            Fields(messages="conversations", format="chat"),
+            *(Fields(messages=messages, format="chat") for messages in ("messages", "conversations")),
+            Fields(format="alpaca"),
             *(Fields(prompt=prompt, completion=completion, format="completion") for prompt, completion in PAIRS),
             Fields(text="content"),
         ):

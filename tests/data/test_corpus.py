@@ -82,6 +82,12 @@ def test_jsonl_yields_one_document_per_line(tmp_path: Path) -> None:
     assert list(documents([write(tmp_path / "b.jsonl", '{"body": "x"}\r\n')], fields=Fields(text="body"))) == ["x"]
 
 
+@pytest.mark.parametrize("suffix", [".ndjson", ".jsonlines", ".jl"])
+def test_other_suffixes_of_json_lines(suffix: str, tmp_path: Path) -> None:
+    write(tmp_path / f"a{suffix}", '{"text": "x"}\n{"text": "y"}\n')
+    assert list(documents([tmp_path])) == ["x", "y"]
+
+
 def test_jsonl_lines_without_unicode_text_are_counted(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl", b'{"text": "\\ud800"}\n{"text": "\xff"}\n{"text": null}\n{"text": ""}\n{"text": "k"}'
@@ -231,6 +237,16 @@ def test_a_folder_of_records_is_read_without_what_lies_beside_them(tmp_path: Pat
     assert "did not read the fields id" in report.sentence()
     assert [path.name for path in left_out([tmp_path])] == ["README.md", "a.json", "b.xlsx", "x.bin"]
     assert list(documents([tmp_path], suffixes=(".md",))) == ["words"]
+
+
+def test_fields_of_messages_that_the_template_does_not_name_are_not_read(tmp_path: Path) -> None:
+    said = [
+        {"role": "user", "content": "Q", "name": "n"},
+        {"role": "assistant", "content": "A", "reasoning_content": "R", "loss": False, "weight": 1},
+    ]
+    write(tmp_path / "t.jsonl", json.dumps({"messages": said}))
+    assert unread([tmp_path], template="{{ m.content }}") == ["messages: reasoning_content", "messages: loss"]
+    assert unread([tmp_path], template="{{ m.reasoning_content }}") == ["messages: loss"]
 
 
 def test_a_folder_of_texts_is_read_without_what_would_be_refused_by_name(tmp_path: Path) -> None:

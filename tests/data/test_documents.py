@@ -108,6 +108,14 @@ def test_sharegpt_as_others_write_it() -> None:
     ]
 
 
+def test_roles_are_those_of_templates_however_they_are_written() -> None:
+    said = [{"role": role, "content": "x"} for role in ("System", "human", "AI", "User", "model", "developer")]
+    document = PLAIN.document({"messages": said}, "chat", "f:1")
+    assert isinstance(document, Conversation)
+    roles = [turn["role"] for turn in document.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "developer"]
+
+
 def test_weights_and_template_arguments_are_kept() -> None:
     said = [HI[0], {**HI[1], "weight": 0}, {**HI[1], "train": False}, {**HI[1], "weight": 1, "training": True}]
     document = PLAIN.document({"messages": said, "chat_template_kwargs": {"think": False, "no": None}}, "chat", "f:1")

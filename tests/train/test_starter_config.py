@@ -27,6 +27,7 @@ RECORDS = {
     "conversations": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
     "completion": {"prompt": "what", "completion": "it"},
     "instruction": {"instruction": "what", "input": "", "output": "it"},
+    "alpaca": {"instruction": "what", "input": "", "output": "it", "text": "all of it"},
     "preference": {"prompt": "what", "chosen": "it", "rejected": "that"},
     "question": {"question": "what", "chosen": "it is", "rejected": "it was", "source": "people"},
     "ultrafeedback": {
@@ -73,8 +74,9 @@ def test_records_are_recognised(kind: str, with_model: bool, tmp_path: Path, mod
     assert (config.objective is not None) == ("rejected" in RECORDS[kind])
     assert (config.data.max_length, config.epochs) == (
         64 if with_model else 256,
-        1 if "text" in RECORDS[kind] or kind == "content" else 3,
+        1 if kind in ("text", "content") else 3,
     )
+    assert (config.data.format == "alpaca") is (kind == "alpaca"), "text is another form of the same"
 
 
 def test_folders_models_alone_and_nothing_are_taken(tmp_path: Path, model: Path) -> None:
