@@ -186,9 +186,6 @@ def compile(
         Refused, Unsupported: the compiled folder is damaged, stale or another model's; the model cannot be trained.
         RankFailure: another rank failed meanwhile.
     """
-    frontend.check_model(model, "compile")
-    _check_options(optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check)
-    owners = home_of(home)
     apart_now = joining or comes_late()
     backend = "eager" if deterministic and backend is None else backend
     source = _Source(model, dtype, example, loss, blocks, check)
@@ -196,6 +193,8 @@ def compile(
     world = apart(device) if apart_now else join(device)
     world.watch.progress_s = progress_s
     with world.watch.calling("compile"):
+        checked = (model, optimizer, max_grad_norm, deterministic, window, push_dtype, seed, check, home)
+        owners = _on_all(world, lambda: _checked_options(*checked))
         if compiled is not None or program is not None:
             captured = _given(source, program, compiled, world, trust)
         else:
@@ -217,7 +216,8 @@ def compile(
     return executable
 
 
-def _check_options(
+def _checked_options(
+    model: nn.Module,
     optimizer: OptimizerFactory | None,
     max_grad_norm: float | None,
     deterministic: bool,
@@ -225,7 +225,10 @@ def _check_options(
     push_dtype: torch.dtype,
     seed: int,
     check: str | bool,
-) -> None:
+    home: Home | str | None,
+) -> Home | None:
+    """Check the arguments of `compile`, and return its home."""
+    frontend.check_model(model, "compile")
     check_factory(optimizer)
     mode_of(check)
     if window is not None and window < 0:
@@ -243,6 +246,7 @@ def _check_options(
         raise ValueError(
             f"compile: max_grad_norm is {max_grad_norm!r}: give a number of at least 0, or None for no clipping"
         )
+    return home_of(home)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,13 +259,18 @@ class _Known:
 
 
 def _given(source: _Source, program: Program | None, folder: str | Path | None, world: World, trust: bool) -> _Known:
-    if folder is None:
-        assert program is not None
+    def checked() -> None:
+        if program is None:
+            return
+        if folder is not None:
+            raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
         check_loss_of(program, source.loss)
         _check_origin(program, source)
+
+    _on_all(world, checked)
+    if folder is None:
+        assert program is not None
         return _Known(program)
-    if program is not None:
-        raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
     library = _on_all(world, lambda: source.loaded(folder, world.ranks, trust))
     if not library.checked(mode_of(source.check)):
         check_on_hosts(source.subject(library.program), source.check, world)
@@ -327,12 +336,12 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; if it raises ValueError on some rank, all ranks raise."""
+    """Call a function on every rank; if it raises ValueError or TypeError on some rank, all ranks raise."""
     returned: list[T] = []
-    error: ValueError | None = None
+    error: ValueError | TypeError | None = None
     try:
         returned.append(make())
-    except ValueError as refused:
+    except (ValueError, TypeError) as refused:
         error = refused
     raise_together(world, error, error)
     return returned[0]

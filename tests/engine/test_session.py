@@ -89,6 +89,11 @@ def differing(ready: Ready) -> list[str]:
             ready.executable(strategy, factory, max_grad_norm=clip)
         except ValueError as error:
             said.append(str(error))
+    for options in ({"dtype": torch.bfloat16}, {"window": -1}, {"home": "1,x"}, {"seed": "zero"}):
+        try:
+            ready.executable(strategy, None, **options if rank else {})
+        except (ValueError, TypeError) as error:
+            said.append(str(error))
     exe = ready.executable(strategy, lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.5))
     exe.step(batch(0))
     if rank == 0:  # as a scheduler does that one rank alone steps
@@ -108,6 +113,8 @@ def test_ranks_that_would_update_otherwise_are_told_on_all_ranks() -> None:
             "optimizer and its settings",
         ]
         assert "'only here'" in said[3]
-        assert said[4].startswith("optimizer's settings, such as the learning rate differs between ranks")
-        assert "'lr': 0.2" in said[4]
-        assert len(said) == 5
+        starts = ("program: it computes in", "compile: window is -1", "home '1,x'", "compile: seed is 'zero'")
+        assert all(text.startswith(start) for text, start in zip(said[4:8], starts, strict=True)), said
+        assert said[8].startswith("optimizer's settings, such as the learning rate differs between ranks")
+        assert "'lr': 0.2" in said[8]
+        assert len(said) == 9
