@@ -196,6 +196,7 @@ class IterationRunner(CollectiveCalls):
         if not ranks.same:
             same = self._session.groups.same_everywhere
             try:
+                same("call", purpose)
                 same("optimizer's settings, such as the learning rate", self._update_settings(purpose))
                 own = f"{call.mark:016x}" if call.refused is None else f"refused: {call.refused}"
                 same("mini-batch, strategy or call", own)

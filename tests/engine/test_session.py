@@ -98,10 +98,11 @@ def differing(ready: Ready) -> list[str]:
     exe.step(batch(0))
     if rank == 0:  # as a scheduler does that one rank alone steps
         exe.optimizer.param_groups[0]["lr"] = 0.2
-    try:
-        exe.step(batch(1))
-    except ValueError as error:
-        said.append(str(error))
+    for call in (exe.step, exe.evaluate if rank else exe.step):
+        try:
+            call(batch(1))
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
@@ -117,4 +118,5 @@ def test_ranks_that_would_update_otherwise_are_told_on_all_ranks() -> None:
         assert all(text.startswith(start) for text, start in zip(said[4:8], starts, strict=True)), said
         assert said[8].startswith("optimizer's settings, such as the learning rate differs between ranks")
         assert "'lr': 0.2" in said[8]
-        assert len(said) == 9
+        assert said[9].startswith("call differs between ranks: 'train' on ranks [0]; 'evaluate' on ranks [1]")
+        assert len(said) == 10
