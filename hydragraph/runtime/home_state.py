@@ -215,7 +215,13 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
             where="optimizer",
             remedy="set requires_grad of what is to be trained before you compile, or pass optimizer=None to evaluate",
         )
-    optimizer = call_factory(factory, named)
+    try:
+        optimizer = call_factory(factory, named)
+    except Unsupported:
+        raise
+    except Exception as error:
+        _refuse_shapes(factory, state, error)
+        raise
     check_elementwise(optimizer)
     optimized: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
@@ -246,13 +252,36 @@ def _value(option: object) -> object:
     return option.tolist() if isinstance(option, Tensor) else option
 
 
+_BY_SHAPE = (
+    "choose by names and by the model's own shapes: {name for name, p in model.named_parameters() if p.dim() >= 2}"
+)
+
+
+def _whole(state: HomeState) -> list[tuple[str, nn.Parameter]]:
+    """Return tensors of the parameters' whole shapes, expanded from one element."""
+    shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
+    return [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
+
+
+def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception) -> None:
+    """Raise Unsupported if a factory that rejects shards accepts whole tensors."""
+    try:
+        factory(_whole(state))
+    except Exception:
+        return
+    raise Unsupported(
+        f"it accepts tensors of the model's own shapes, but no 1-D shards ({type(error).__name__}: {error})",
+        where="optimizer",
+        remedy=_BY_SHAPE,
+    ) from error
+
+
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
     """Reject parameter groups chosen by shape: shards are 1-D, so `p.dim() >= 2` is never true.
 
-    The factory is called again with tensors of the whole shapes, expanded from one element.
+    The factory is called again with tensors of the whole shapes.
     """
-    named = state.named()
-    whole = [(n, nn.Parameter(p.new_zeros(()).expand(state.pieces[n].parameter.shape))) for n, p in named]
+    named, whole = state.named(), _whole(state)
     try:
         of_whole = _options(factory(whole), whole)
     except Exception as error:
@@ -268,8 +297,7 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
                 f"it treats {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
                 f"than as the shard of shape {list(shard.shape)} that this rank holds",
                 where=f"optimizer {type(optimizer).__name__}",
-                remedy="choose by names and by the model's own shapes: {name for name, p in model.named_parameters() "
-                "if p.dim() >= 2}",
+                remedy=_BY_SHAPE,
             )
 
 

@@ -127,6 +127,12 @@ def test_what_goes_by_shapes_is_refused_with_a_single_group_of_all_too() -> None
     halves = states(HomeLayouts(EQUAL, 2).by_name(MODEL.buckets), 2)
     with pytest.raises(Unsupported, match="otherwise where it has its whole shape"):
         make_optimizer(with_a_rate_of_all_elements, halves[0])
+    for raises in (
+        lambda named: torch.optim.SGD([p for _, p in named if p.dim() >= 2], lr=0.1),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=1.0 / named[0][1].shape[1]),
+    ):
+        with pytest.raises(Unsupported, match="accepts tensors of the model's own shapes, but no 1-D shards"):
+            make_optimizer(raises, state)
     calls: list[int] = []
 
     def once(named: Named) -> torch.optim.Optimizer:
