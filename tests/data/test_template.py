@@ -56,6 +56,18 @@ NEMOTRON = (
     "{{ '<think></think>' }}{% endif %}{{ m.content }}" + END + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
+# Ends a turn with the role of the next one, and writes an empty thought that the prompt does not have.
+GLM = (
+    EACH + "{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}{{ '\n<think></think>\n' + m.content }}"
+    "{% else %}{{ '\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Closes an empty thought in the prompt, and writes none in earlier turns (Qwen 3.5).
+CLOSED = (
+    EACH + START + "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+)
 BLOCKS = (
     EACH + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -114,9 +126,18 @@ def trained(text: str, conversation: Conversation, train_on: str = "assistant") 
             "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[[A<|im_end|>\n]]<|im_start|>user\nA<|im_end|>\n"
             "<|im_start|>assistant\n[[B<|im_end|>\n]]",
         ),
+        (
+            GLM,
+            "<|user|>\nQ<|assistant|>[[\n<think></think>\nA]]<|user|>\nA<|assistant|>[[\n<think></think>\nB]]",
+        ),
+        (
+            CLOSED,
+            "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n[[A<|im_end|>\n]]<|im_start|>user\nA<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n[[B<|im_end|>\n]]",
+        ),
         (BLOCKS, "Q\n[[A]][[<|im_end|>]]A\n[[B]][[<|im_end|>]]"),
     ],
-    ids=["qwen3", "gpt_oss", "phi3", "deepseek", "nemotron", "parts", "blocks"],
+    ids=["qwen3", "gpt_oss", "phi3", "deepseek", "nemotron", "parts", "glm", "closed", "blocks"],
 )
 def test_turns_are_found_in_the_whole_text(template: str, expected: str) -> None:
     assert trained(template, chat(*TALK)) == expected
