@@ -143,6 +143,7 @@ def compile_quietly(
     from hydragraph.commands.compile_kernels import KernelsFile
     from hydragraph.engine.candidate_strategies import home_on
     from hydragraph.frontend.check.check_once import check_here, mode_of
+    from hydragraph.frontend.check.narrow_model import LibraryModel
     from hydragraph.frontend.check.numeric_check import CheckedModel
     from hydragraph.frontend.check.stage_check import StageCheck
     from hydragraph.frontend.compiled_folder.inductor_code import write_code
@@ -187,7 +188,8 @@ def compile_quietly(
             for compiled_strategy in compiled
             if compiled_strategy.programs is not None
         ]
-        stages = StageCheck(program, initial_buffers(model), chosen == "inductor")
+        library_model = LibraryModel.of(model, program.dtype, loss["example"], loss["loss"], None)
+        stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)
         if mode_of(config.check) != "off":
             for strategy in fitting:
                 bar.update(task, description=escape(f"checking {strategy.name}"))

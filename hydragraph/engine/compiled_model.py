@@ -18,6 +18,7 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.check.narrow_model import LibraryModel, has_large_blocks
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.compiled_folder.load import CompiledFolder
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
@@ -84,7 +85,9 @@ class CompiledModel:
         sums: constraints of a deterministic run, else None.
     """
 
-    def __init__(self, model: nn.Module, program: Program, world: World, options: ExecutableOptions) -> None:
+    def __init__(
+        self, model: nn.Module, program: Program, world: World, options: ExecutableOptions, blocks: str | None
+    ) -> None:
         library, loss, check = options.library, options.loss, options.check
         backend = choose_backend(options.backend, world.device)
         inductor = backend == "inductor"
@@ -107,7 +110,10 @@ class CompiledModel:
             self.check = StageCheck(program, buffers, inductor, added=not inductor, library=library)
         elif check != "off" and not world.local_rank:
             passed = library.manifest.check.stages if library is not None else None
-            self.check = StageCheck(program, buffers, inductor, passed=passed)
+            library_model = (
+                LibraryModel.of(model, program.dtype, None, loss, blocks) if has_large_blocks(program) else None
+            )
+            self.check = StageCheck(program, buffers, inductor, passed=passed, model=library_model)
         variants = options.variants
         if variants is None:
             variants = Variants(

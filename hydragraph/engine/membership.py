@@ -63,7 +63,7 @@ class Membership(IterationRunner):
         home: Home | None = None,
         joining: bool = False,
     ) -> None:
-        compiled = CompiledModel(model, program, world, options)
+        compiled = CompiledModel(model, program, world, options, blocks)
         super().__init__(compiled, Holding(compiled.initial(model, blocks)), world)
         self.program = program
         self.seed = options.seed

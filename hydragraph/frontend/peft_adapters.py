@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -31,19 +32,34 @@ def base_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
-def with_adapters_of(model: nn.Module, base: nn.Module) -> nn.Module:
-    """Return another base model with new adapters of a model's settings; the base itself if the model has none."""
-    if not is_peft(model):
-        return base
-    from peft import get_peft_model
+@dataclass(frozen=True)
+class Adapters:
+    """Settings of a peft model's adapters.
 
-    peft_model: Any = model
-    (first, config), *others = peft_model.peft_config.items()
-    wrapped: nn.Module = get_peft_model(base, copy.deepcopy(config), adapter_name=first)  # type: ignore[arg-type]
-    for name, config in others:
-        wrapped.add_adapter(name, copy.deepcopy(config))  # type: ignore[operator]
-    wrapped.set_adapter(peft_model.active_adapter)  # type: ignore[operator]
-    return wrapped
+    Attributes:
+        configs: adapter -> its peft config.
+        active: the adapters that compute.
+    """
+
+    configs: Mapping[str, Any]
+    active: str | list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapters | None:
+        """Return the settings, or None for a model without adapters."""
+        peft_model: Any = model
+        return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
+
+    def on(self, base: nn.Module) -> nn.Module:
+        """Return another base model with new adapters of these settings."""
+        from peft import get_peft_model
+
+        (first, config), *others = copy.deepcopy(dict(self.configs)).items()
+        model: Any = get_peft_model(base, config, adapter_name=first)  # type: ignore[arg-type]
+        for name, other in others:
+            model.add_adapter(name, other)
+        model.set_adapter(self.active)
+        return model  # type: ignore[no-any-return]
 
 
 def refuse_untried(model: nn.Module) -> None:

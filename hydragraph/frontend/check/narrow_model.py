@@ -1,8 +1,8 @@
-"""Narrow copies of library models, whose numeric check stands for the model's own.
+"""Narrow copies of library models, whose numeric checks stand for the model's own.
 
-A copy is built from the model's config with smaller widths, so that both run the same library code. Their captures must
-have the same text, except for numbers that differ by powers of one factor. The cost of a check then does not grow with
-the model.
+A copy is built from the model's config with smaller widths, so that both run the same library code. Their graphs must
+have the same text, except for numbers that differ by powers of one factor. A check's cost then does not grow with the
+model.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ import copy
 import logging
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from hydragraph.frontend.peft_adapters import base_model, with_adapters_of
+from hydragraph.errors import Unsupported
+from hydragraph.frontend.capture import capture
+from hydragraph.frontend.check.probe_lengths import LARGE
+from hydragraph.frontend.compiled_folder.program_cache import path_of
+from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
+from hydragraph.frontend.peft_adapters import Adapters, base_model
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.program import Program, Template
+from hydragraph.passes.differentiate import Variant
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,25 +45,23 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
-class NarrowModel:
-    """A copy on the meta device.
+class Widths:
+    """How the numbers of a model and of its copy differ.
 
     Attributes:
         factor: the model's widths divided by the copy's.
         tokens: special tokens outside the copy's vocabulary, each with the one that replaces it.
     """
 
-    model: nn.Module
     factor: int
     tokens: frozenset[tuple[int, int]]
 
-    def captured_alike(self, program: Program, narrow: Program) -> bool:
-        """Return whether the programs of the model and of this copy differ in widths only."""
-        texts = _text(program), _text(narrow)
-        rest, narrow_rest = map(_NUMBER.split, texts)
-        return rest == narrow_rest and all(map(self._scaled, *map(_NUMBER.findall, texts)))
+    def equal(self, text: str, narrow: str) -> bool:
+        """Return whether two texts differ only in numbers, as far as the widths explain."""
+        rest, narrow_rest = map(_NUMBER.split, (text, narrow))
+        return rest == narrow_rest and all(map(self._explain, *map(_NUMBER.findall, (text, narrow))))
 
-    def _scaled(self, number: str, narrow: str) -> bool:
+    def _explain(self, number: str, narrow: str) -> bool:
         if number == narrow:
             return True
         value, of_narrow = float(number), float(narrow)
@@ -71,26 +76,89 @@ class NarrowModel:
         return abs(exponent) <= 2 and abs(2 * exponent - round(2 * exponent)) < 1e-9
 
 
-def narrow_copy(model: nn.Module, factor: int) -> NarrowModel | None:
-    """Build a transformers model, with its adapters, at widths divided by a factor; None if its config forbids that."""
-    base = base_model(model)
-    config: Any = copy.deepcopy(base.config)
-    tokens = _divide(config, factor)
-    if tokens is None:
-        return None
-    try:
-        with torch.device("meta"):
-            narrow = with_adapters_of(model, type(base)(config))
-    except Exception as error:  # sizes that depend on each other
-        _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
-        return None
-    tensors = dict([*narrow.named_parameters(), *narrow.named_buffers()])
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in tensors:
+@dataclass(frozen=True)
+class NarrowModel:
+    """A copy on the meta device, and its captured program."""
+
+    model: nn.Module
+    program: Program
+    widths: Widths
+
+
+@dataclass(frozen=True)
+class LibraryModel:
+    """All that a library model's graphs depend on: its config, its adapters' settings, and how it was captured.
+
+    Attributes:
+        tensors: name, dtype and requires_grad of each parameter and buffer.
+        arguments: dtype, example, loss and blocks of its capture.
+    """
+
+    kind: type[nn.Module]
+    config: Any
+    adapters: Adapters | None
+    tensors: tuple[tuple[str, torch.dtype, bool], ...]
+    training: bool
+    arguments: tuple[torch.dtype, Mapping[str, Tensor] | None, Loss | None, str | None]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        example: Mapping[str, Tensor] | None,
+        loss: Loss | None,
+        blocks: str | None,
+    ) -> LibraryModel | None:
+        """Describe a model; None if it runs other code than its libraries' (hooks, patches, custom modules or losses).
+
+        Args:
+            dtype, example, loss, blocks: as in `capture`.
+        """
+        arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
+        if path_of(model, *arguments) is None:
             return None
-        tensors[name].data = tensors[name].data.to(tensor.dtype)
-        tensors[name].requires_grad_(tensor.requires_grad)
-    return NarrowModel(narrow.train(model.training), factor, tokens)
+        base = base_model(model)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        tensors = tuple((name, tensor.dtype, tensor.requires_grad) for name, tensor in named)
+        return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
+
+    def narrowed(self, program: Program) -> NarrowModel | None:
+        """Return a copy whose program differs from this model's in widths only, if there is one."""
+        for factor in FACTORS:
+            built = self.at(factor)
+            if built is None:
+                continue
+            model, widths = built
+            try:
+                narrow = capture(model, *self.arguments)
+            except Unsupported as error:
+                _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
+                continue
+            if widths.equal(program_text(program), program_text(narrow)):
+                return NarrowModel(model, narrow, widths)
+        return None
+
+    def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
+        """Build a copy on the meta device with widths divided by a factor; None if the config does not allow that."""
+        config = copy.deepcopy(self.config)
+        tokens = _divide(config, factor)
+        if tokens is None:
+            return None
+        try:
+            with torch.device("meta"):
+                base = self.kind(config)
+                model = base if self.adapters is None else self.adapters.on(base)
+        except Exception as error:  # sizes that depend on each other
+            _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
+            return None
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        if any(name not in tensors for name, _, _ in self.tensors):
+            return None
+        for name, dtype, requires_grad in self.tensors:
+            tensors[name].data = tensors[name].data.to(dtype)
+            tensors[name].requires_grad_(requires_grad)
+        return model.train(self.training), Widths(factor, tokens)
 
 
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
@@ -108,17 +176,33 @@ def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
     return frozenset((value, last) for value in outside.values())
 
 
-def _text(program: Program) -> str:
+def has_large_blocks(program: Program) -> bool:
+    """Return whether comparing some block of a program takes seconds."""
+    sizes = (sum(program.parameters[name].size for name in block.parameters) for block in program.blocks)
+    return max(sizes) > LARGE
+
+
+def program_text(program: Program) -> str:
+    """Return the text of a program's blocks, parameters and graphs, for `Widths.equal`."""
     kinds = [program.aux.template, *program.kinds]
     blocks = [(b.name, kinds.index(b.template), b.parameters, b.buffers, b.aux) for b in (program.aux, *program.blocks)]
     parameters = [(p.name, p.shape, p.aliases, p.trainable) for p in program.parameters.values()]
-    graphs = [_graph_text(program.templates[kind]) for kind in kinds]
+    graphs = [_template_text(program.templates[kind]) for kind in kinds]
     return "\n".join(map(str, (program.causal, program.positions, blocks, parameters, *graphs)))
 
 
-def _graph_text(template: Template) -> str:
-    values = [(node.name, value_of(node)) for node in template.graph.graph.nodes]
+def _template_text(template: Template) -> str:
+    return f"{template.parameters} {template.buffers} {template.inputs} {_graph_text(template.graph)}"
+
+
+def variant_text(variant: Variant) -> str:
+    """Return the text of the graphs of one rank, for `Widths.equal`."""
+    rest = (variant.inputs, variant.needs, variant.gradients, variant.kinds, variant.vocabulary, variant.added)
+    return f"{rest} {_graph_text(variant.forward)} {_graph_text(variant.backward)}"
+
+
+def _graph_text(graph: fx.GraphModule) -> str:
+    values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
     names: dict[str, str] = {}  # of symbols, which differ between a trace and a program read from a file
-    shapes = _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)
-    return f"{template.parameters} {template.buffers} {template.inputs} {template.graph.code} {shapes}"
+    return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.capture import capture
 from hydragraph.frontend.check import scratch_pages
 from hydragraph.frontend.check.eager_and_captured import add_captured, run_alone
 from hydragraph.frontend.check.loss_comparison import DOUBLE, SINGLE, Bound, Difference, GradientComparison
-from hydragraph.frontend.check.narrow_model import FACTORS, narrow_copy
+from hydragraph.frontend.check.narrow_model import LibraryModel, NarrowModel
 from hydragraph.frontend.check.probe_lengths import LARGE, Lengths, lengths_of
 from hydragraph.frontend.check.probe_sequences import alone, batches, draw_sequences, ids_of
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.reduced_model import Forms, reduced
-from hydragraph.frontend.compiled_folder.program_cache import path_of
 from hydragraph.frontend.loss_module import loss_buffers, wide_loss
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.repeated_blocks import block_list, entries
@@ -148,15 +146,23 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """
     began = time.perf_counter()
     if mode == "auto" and max(_size(subject, group) for group in _groups(subject, mode)) > LARGE:
-        for narrow, factor in _narrow(subject):
-            try:
-                checked = _checked(narrow, mode, None)
-            except Unsupported as error:  # the check at full size decides, and names what differs
-                log.info("at 1/%d of the widths: %s", factor, error)
-            else:
-                if not checked.problem:
-                    return replace(checked, seconds=time.perf_counter() - began, factor=factor)
+        arguments = (subject.program.dtype, subject.example, subject.loss, subject.blocks)
+        library_model = LibraryModel.of(subject.model, *arguments)
+        narrow = None if library_model is None else library_model.narrowed(subject.program)
+        checked = None if narrow is None else _checked_narrow(subject, narrow)
+        if checked is not None:
+            return replace(checked, seconds=time.perf_counter() - began)
     return _checked(subject, mode, variants)
+
+
+def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
+    """Check a copy; return None if the check at full size must decide, which names the sizes that the user knows."""
+    try:
+        checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
+    except Unsupported as error:
+        log.info("at 1/%d of the widths: %s", narrow.widths.factor, error)
+        return None
+    return None if checked.problem else replace(checked, factor=narrow.widths.factor)
 
 
 def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Checked:
@@ -184,27 +190,6 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
         dtype=attempt.kind,
         untouched=comparer.lengths.untouched,
     )
-
-
-def _narrow(subject: CheckedModel) -> Iterator[tuple[CheckedModel, int]]:
-    """Yield a copy of the subject at smaller widths, and their factor, if its model runs only its libraries' code."""
-    model, program = subject.model, subject.program
-    loss = None if subject.loss is token_cross_entropy else subject.loss
-    arguments = (program.dtype, subject.example, loss, subject.blocks)
-    if path_of(model, *arguments) is None:
-        return
-    for factor in FACTORS:
-        narrow = narrow_copy(model, factor)
-        if narrow is None:
-            continue
-        try:
-            captured = capture(narrow.model, *arguments)
-        except Unsupported as error:
-            log.info("at 1/%d of the widths: %s", factor, error)
-            continue
-        if narrow.captured_alike(program, captured):
-            yield replace(subject, model=narrow.model, program=captured), factor
-            return
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:

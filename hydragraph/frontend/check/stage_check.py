@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from hydragraph.errors import Unsupported
 from hydragraph.frontend.check.eager_and_captured import Common, backward
 from hydragraph.frontend.check.emulated_stage import EmulatedCollectives, generate_code, run_ranks
 from hydragraph.frontend.check.loss_comparison import Difference, compare
+from hydragraph.frontend.check.narrow_model import LibraryModel, Widths, variant_text
 from hydragraph.frontend.check.numeric_check import Attempt, log
 from hydragraph.frontend.check.passed_checks import key_of, recall, remember
-from hydragraph.frontend.check.probe_lengths import Lengths
+from hydragraph.frontend.check.probe_lengths import LARGE, Lengths
 from hydragraph.frontend.check.probe_sequences import draw_sequences, ids_read
 from hydragraph.frontend.check.probe_weights import DrawnWeights
 from hydragraph.frontend.check.wide_dtype import default_dtype, runner
 from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
+from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.frontend.packed_batch import Draws, pack
 from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.layout import GradientKind
@@ -56,6 +59,8 @@ class StageCheck:
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
         library: untrusted source of the ranks' graphs: everything it provides is compared.
+        model: of the program; large blocks whose graphs differ from those of a narrow copy in widths only are compared
+            there.
 
     Attributes:
         passed: comparisons that need not be repeated: key -> description.
@@ -69,15 +74,18 @@ class StageCheck:
         added: bool = True,
         passed: Mapping[str, str] | None = None,
         library: Library | None = None,
+        model: LibraryModel | None = None,
     ) -> None:
         self.passed = dict(passed or {})
         self._library = library
+        self._added = added
         self._program = program
         self._fused_head = fused_head
         self._buffers = {name: value.detach().cpu() for name, value in buffers.items()}
         self._whole = Variants(program, added=added, cache=VariantCache())
         self._cut = Variants(program, fused_head=fused_head, added=added, library=library, cache=VariantCache())
         self._passed: set[Hashable] = set()
+        self._model = model
 
     def of(self, program: Program) -> StageCheck:
         """Return a check of another program of the same model."""
@@ -101,21 +109,22 @@ class StageCheck:
             lasting = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
             if key in self._passed or lasting in self.passed:
                 continue
-            size = sum(self._program.parameters[n].size for n in block.parameters)
             stored = key_of(repr(key))
-            if size > LARGEST:
-                left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
-            elif (line := recall(stored)) is not None:
+            if (line := recall(stored)) is not None:
                 self.passed[lasting] = line
+                self._passed.add(key)
+                continue
+            size = self._size(block)
+            error = self._compare_narrow(block, form) if size > LARGE else None
+            if error is None and size > LARGEST:
+                left[block.name] = f"{size / 1e6:.3g} M parameters, above {LARGEST / 1e6:.3g} M"
+            elif (error := self._compare(block, form) if error is None else error) is None:
+                left[block.name] = "loss or gradients are not finite with any weights that were tried"
             else:
-                error = self._compare(block, form)
-                if error is None:
-                    left[block.name] = "loss or gradients are not finite with any weights that were tried"
-                else:
-                    errors.append(error)
-                    forms.add(form)
-                    self.passed[lasting] = f"{block.name} under <{form.text}>"
-                    remember(stored, self.passed[lasting])
+                errors.append(error)
+                forms.add(form)
+                self.passed[lasting] = f"{block.name} under <{form.text}>"
+                remember(stored, self.passed[lasting])
             self._passed.add(key)
         if left:
             named = "; ".join(f"{name} ({why})" for name, why in left.items())
@@ -134,6 +143,9 @@ class StageCheck:
                 if form.tp > 1 or form.recompute or self._is_fused(block) or self._library is not None:
                     yield block, form
 
+    def _size(self, block: Block) -> int:
+        return sum(self._program.parameters[n].size for n in block.parameters)
+
     def _is_fused(self, block: Block) -> bool:
         return self._fused_head and block is self._program.blocks[-1]
 
@@ -148,6 +160,31 @@ class StageCheck:
         if self._library is None:
             return key
         return *key, tuple(self._library.source(self._cut.spec(block, part)) for part in form.parts())
+
+    @cached_property
+    def _narrow(self) -> tuple[StageCheck, Widths] | None:
+        """A check of the narrow copy, and how it differs."""
+        narrow = None if self._model is None else self._model.narrowed(self._program)
+        if narrow is None:
+            return None
+        buffers = initial_buffers(narrow.model)
+        return StageCheck(narrow.program, buffers, self._fused_head, self._added), narrow.widths
+
+    def _compare_narrow(self, block: Block, form: StageKind) -> float | None:
+        """Compare a block in the narrow copy; return None if that does not stand for this block, or differs."""
+        if self._narrow is None:
+            return None
+        other, widths = self._narrow
+        of_copy = other._program.blocks[self._program.outline.index[block.name]]
+        for part in form.parts():
+            texts = (variant_text(v) for v in (self._cut.get(block, part), other._cut.get(of_copy, part)))
+            if not widths.equal(*texts):
+                return None
+        try:
+            return other._compare(of_copy, form)
+        except Unsupported as error:  # the comparison at full size decides
+            log.info("at 1/%d of the widths: %s", widths.factor, error)
+            return None
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
         """Return the worst gradient error relative to its norm, or None if no values were finite."""

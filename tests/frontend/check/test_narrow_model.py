@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import hydragraph as hg
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.capture import capture
-from hydragraph.frontend.check import numeric_check
-from hydragraph.frontend.check.narrow_model import NarrowModel, narrow_copy
+from hydragraph.frontend.check import narrow_model, numeric_check
+from hydragraph.frontend.check.narrow_model import LibraryModel, Widths, program_text
 from hydragraph.frontend.check.numeric_check import CheckedModel, check
 from hydragraph.kernels import varlen_attention as kernels
 from tests.models import MODELS, captured
@@ -24,7 +24,7 @@ from tests.thorough import first, thorough
 @pytest.fixture
 def small_models_count_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numeric_check, "LARGE", 0)
-    monkeypatch.setattr(numeric_check, "FACTORS", (2,))
+    monkeypatch.setattr(narrow_model, "FACTORS", (2,))
 
 
 def seven_billion(**settings: Any) -> nn.Module:
@@ -32,6 +32,18 @@ def seven_billion(**settings: Any) -> nn.Module:
     config = LlamaConfig(bos_token_id=31998, eos_token_id=31999, pad_token_id=31999, **settings)
     with torch.device("meta"):
         return LlamaForCausalLM(config)
+
+
+def described(model: nn.Module) -> LibraryModel:
+    found = LibraryModel.of(model, torch.float32, None, None, None)
+    assert found is not None
+    return found
+
+
+def at(model: nn.Module, factor: int) -> tuple[nn.Module, Widths]:
+    copied = described(model).at(factor)
+    assert copied is not None
+    return copied
 
 
 def test_a_large_model_is_checked_at_a_sixteenth_of_its_widths() -> None:
@@ -68,34 +80,33 @@ def test_other_constants_operators_and_parameters_are_not_the_same(settings: dic
     program, model = captured("llama")
     config: Any = copy.deepcopy(model.config)
     vars(config).update(settings)
-    narrow = narrow_copy(LlamaForCausalLM(config), 2)
-    assert narrow is not None
-    assert not narrow.captured_alike(program, capture(narrow.model))
+    narrow, widths = at(LlamaForCausalLM(config), 2)
+    assert not widths.equal(program_text(program), program_text(capture(narrow)))
 
 
 def test_numbers_differ_by_powers_of_the_factor_or_as_tokens() -> None:
-    narrow = NarrowModel(nn.Identity(), 16, frozenset({(31999, 1999)}))
+    widths = Widths(16, frozenset({(31999, 1999)}))
     equal = [("3", "3"), ("4096", "256"), ("65536", "256"), ("31999", "1999"), ("0.25", "1.0"), ("64.0", "16.0")]
     other = [("3", "4"), ("4", "1"), ("1999", "31999"), ("0.3", "0.25"), ("-16", "1"), ("0", "1"), ("1e-5", "1e-6")]
-    assert [narrow._scaled(*pair) for pair in equal] == [True] * len(equal)
-    assert [narrow._scaled(*pair) for pair in other] == [False] * len(other)
+    assert [widths.equal(*(f"view {n}" for n in pair)) for pair in equal] == [True] * len(equal)
+    assert [widths.equal(*(f"view {n}" for n in pair)) for pair in other] == [False] * len(other)
 
 
 def test_sizes_that_do_not_divide_or_become_too_small_stay() -> None:
-    narrow = narrow_copy(seven_billion(num_hidden_layers=1, vocab_size=50257, num_attention_heads=128), 16)
-    assert narrow is not None
-    shapes = [narrow.model.get_submodule(n).weight.shape for n in ("lm_head", "model.layers.0.self_attn.q_proj")]
+    narrow, _ = at(seven_billion(num_hidden_layers=1, vocab_size=50257, num_attention_heads=128), 16)
+    shapes = [narrow.get_submodule(n).weight.shape for n in ("lm_head", "model.layers.0.self_attn.q_proj")]
     assert shapes == [(50257, 256), (128 * 32, 256)]
     with torch.device("meta"):
-        assert narrow_copy(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=48)), 8) is None  # heads of 16 features
+        wide = described(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=48)))  # heads of 16 features
+    assert wide.at(8) is None
 
 
 @pytest.mark.usefixtures("small_models_count_as_large")
 def test_a_model_that_runs_other_code_than_its_library_is_checked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reduced(*_: Any) -> None:
+    def copied(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(numeric_check, "narrow_copy", reduced)
+    monkeypatch.setattr(LibraryModel, "at", copied)
     program, model = captured("llama")
     model = copy.deepcopy(model)
     model.model.layers[0].mlp.register_forward_hook(lambda _module, _given, output: output * 1.01)

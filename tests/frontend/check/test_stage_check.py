@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,14 +17,17 @@ import hydragraph as hg
 from hydragraph.cluster.launch import launch
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.capture import capture
+from hydragraph.frontend.check import narrow_model
 from hydragraph.frontend.check import stage_check as stages
+from hydragraph.frontend.check.loss_comparison import compare
+from hydragraph.frontend.check.narrow_model import LibraryModel
 from hydragraph.frontend.check.stage_check import StageCheck
 from hydragraph.frontend.meta_initialiser import initial_buffers
 from hydragraph.ir.layout import GradientKind
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.variants import Variants
 from tests.models import gpt2, llama, sequences
-from tests.thorough import only, thorough
+from tests.thorough import first, only, thorough
 
 
 def stage_check(model: Any, fused_head: bool = False, dtype: torch.dtype = torch.float32) -> StageCheck:
@@ -141,6 +145,26 @@ def test_what_is_too_large_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
         "not compared with what ranks run: embed (0.00646 M parameters, above 0.001 M); "
         "layer.0 (0.032 M parameters, above 0.001 M); head (0.00653 M parameters, above 0.001 M)"
     ]
+
+
+@pytest.mark.parametrize("right", first([False], [False, True]))
+def test_large_blocks_are_compared_in_a_narrow_copy(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LARGE", 0)
+    monkeypatch.setattr(stages, "LARGEST", 1000)
+    monkeypatch.setattr(narrow_model, "FACTORS", (2,))
+    model = llama(layers=2, width=104, vocab=104)
+    described = LibraryModel.of(model, torch.float32, None, None, None)
+    checked = pickle.loads(pickle.dumps(StageCheck(capture(model), initial_buffers(model), False, model=described)))
+    widths: list[int] = []
+
+    def counted(computed: Any, expected: dict[str, torch.Tensor], *rest: Any) -> Any:
+        widths.extend(value.shape[-1] for name, value in expected.items() if name == "input_layernorm.weight")
+        return compare({n: v if right else v * 1.01 for n, v in computed.items()}, expected, *rest)
+
+    monkeypatch.setattr(stages, "compare", counted)
+    checked.check(parse("<tp2,pp1>"))
+    assert set(widths) == {32}
+    assert len(checked.passed) == (3 if right else 0)
 
 
 def test_what_is_never_finite_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
