@@ -45,8 +45,6 @@ from hydragraph.spec.home import Home
 
 TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is detected long before
 
-CLIP_EPS = 1e-6  # added by PyTorch to the norm it divides by
-
 
 @dataclass(frozen=True, eq=False)
 class Session:
@@ -211,16 +209,14 @@ class Session:
             yield tensors
 
     def update(self, norm: float) -> None:
-        """Update this rank's share, clipping gradients as `torch.nn.utils.clip_grad_norm_` does.
+        """Clip the gradients of this rank's share, and update it.
 
         Args:
             norm: of all ranks' gradients.
         """
         self.log.updating()
-        factor = 1.0 if self.max_grad_norm is None else self.max_grad_norm / (norm + CLIP_EPS)
-        if factor < 1:
-            for gradient in self.home.gradients.values():
-                gradient.mul_(factor)
+        if self.max_grad_norm is not None:
+            self.home.clip_gradients(norm, self.max_grad_norm)
         assert self.optimizer is not None, "a program that updates was compiled with an optimizer"
         self.home.attach_gradients()
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""One rank's shards of the fp32 master weights, and the optimizer over them.
+"""One rank's shards of the fp32 master weights and gradients, their clipping, and the optimizer over them.
 
 They do not depend on the strategy, so a switch of strategies does not move them (Hydraulis, section 5.2).
 """
@@ -56,6 +56,7 @@ class OwnedPart:
 
 # Keys of an optimizer's group that are not options.
 _OF_GROUPS = ("params", "param_names")
+_CLIP_EPS = 1e-6  # added by PyTorch to the norm it divides by
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,18 @@ class HomeState:
         """Point `.grad` of every trained parameter at its part of the gradients, as `zero_grad` may have removed it."""
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
+
+    def clip_gradients(self, norm: float, limit: float) -> None:
+        """Scale gradients as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            norm: of all ranks' gradients.
+            limit: the norm to scale down to.
+        """
+        factor = limit / (norm + _CLIP_EPS)
+        if factor < 1:
+            for gradient in self.gradients.values():
+                gradient.mul_(factor)
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

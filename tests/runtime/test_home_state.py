@@ -53,6 +53,19 @@ def check(layouts: dict[str, Layout], ranks: int) -> None:
     assert sum(part.numel() for state in found for part in state.counted) == sum(b.size for b in MODEL.buckets)
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.0, 1e6])
+def test_gradients_are_clipped_as_pytorch_does(limit: float) -> None:
+    (state,) = states(HomeLayouts(EQUAL, 1).by_name(MODEL.buckets), 1)
+    expected = [torch.nn.Parameter(gradient.clone()) for gradient in state.gradients.values()]
+    for parameter, gradient in zip(expected, state.gradients.values(), strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        gradient.copy_(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(expected, limit)
+    state.clip_gradients(norm.item(), limit)
+    for parameter, gradient in zip(expected, state.gradients.values(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @given(st.integers(1, 5), st.sampled_from((1, 8)), st.data())
 def test_any_home(ranks: int, align: int, data: st.DataObject) -> None:
     copies = data.draw(st.sampled_from((1, 2) if ranks > 1 else (1,)))
