@@ -1,4 +1,4 @@
-"""Checkpoint directories: atomic creation, lookup of the latest, and deletion of old ones."""
+"""Checkpoint directories: their names, atomic creation, lookup of the latest, and deletion of old ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ PathLike = str | os.PathLike[str]
 
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the directory of the checkpoint after a step, which `complete` finds."""
+    return f"step-{step:08d}"
 
 
 def latest(directory: PathLike) -> Path | None:

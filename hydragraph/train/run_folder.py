@@ -1,4 +1,4 @@
-"""A run's folder."""
+"""A run's folder: its files and checkpoints, and whether a run begins or continues there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hydragraph.checkpoint.folder import complete, set_aside
+from hydragraph.checkpoint.folder import complete, set_aside, step_name
 from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_overrides import differences
@@ -195,7 +195,7 @@ class RunFolder:
 
     def place(self, step: int) -> Path:
         """Return the directory of the checkpoint after a step."""
-        return self.checkpoints / f"step-{step:08d}"
+        return self.checkpoints / step_name(step)
 
     def last(self) -> Checkpoint | None:
         """Return the latest complete checkpoint."""
