@@ -224,7 +224,7 @@ class Cluster:
             ValueError: a node has an unknown type.
         """
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
-        types = {**{node.type: _known(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
+        types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
         for i, node in enumerate(nodes):
             if node.type not in types:
                 listed = ", ".join(sorted(types)) or "types: first"
@@ -254,7 +254,9 @@ class Cluster:
         if ranks < 1 or per_node < 1:
             raise ValueError(f"ranks is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
         if between_nodes is None and ranks > per_node:
-            raise ValueError(f"{ranks} ranks at {per_node} per node are several nodes: give between_nodes a Link")
+            raise ValueError(
+                f"{ranks} ranks at {per_node} per node are several nodes: give between_nodes an Interconnect"
+            )
         devices = tuple(replace(device, node=rank // per_node) for rank in range(ranks))
         return cls(devices, within_node, between_nodes or within_node)
 
@@ -441,7 +443,8 @@ class _Nodes:
     pairs: tuple[Pair, ...] = ()
 
 
-def _known(sheet: Datasheet) -> DeviceType:
+def type_of_sheet(sheet: Datasheet) -> DeviceType:
+    """Return the type of device that a datasheet describes."""
     speeds = (sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
     return DeviceType(*speeds, host_bytes_per_s=sheet.host_bytes_per_s)
 

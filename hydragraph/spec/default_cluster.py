@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.known_devices import PCIE_5
+from hydragraph.spec.cluster import Cluster, Device, Interconnect, type_of_sheet
+from hydragraph.spec.known_devices import KNOWN
 
-_H200 = Device(989e12, int(141e9), 4.8e12, host_bytes_per_s=PCIE_5)
+_H200 = type_of_sheet(KNOWN["h200"]).device(0, "")
 _NVLINK = 450e9  # bytes/s in each direction
 
 
