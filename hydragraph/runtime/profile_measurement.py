@@ -126,8 +126,8 @@ class DevicePlace:
     type: str
 
 
-def stages_of(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over."""
+def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
+    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over; all are timed together."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -165,7 +165,7 @@ def measure(
     done = 0
     measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
     for kind in kinds:
-        bench = _Bench(subject, kind, groups, stages_of(places, kind.tp))
+        bench = _Bench(subject, kind, groups, stages_measured_at_once(places, kind.tp))
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
         times: dict[str, dict[str, Measured]] = {}
         for template, block in [*representatives.items(), (AUX, program.aux)]:
@@ -366,7 +366,7 @@ class _Bench:
         self._device = groups.world.device
         rank = groups.world.rank
         tp = kind.tp
-        self._stages = stages or stages_of([DevicePlace("", "")] * groups.world.ranks, tp)
+        self._stages = stages or stages_measured_at_once([DevicePlace("", "")] * groups.world.ranks, tp)
         self._collectives = next(iter(groups.tensor_parallel(self._stages).values()), None)
         own: tuple[int, ...] = next((stage for stage in self._stages if rank in stage), (rank,))
         self._part = StagePart(kind, own.index(rank))

@@ -28,7 +28,7 @@ from hydragraph.runtime.profile_measurement import (
     _Bench,
     measure,
     memory_shares,
-    stages_of,
+    stages_measured_at_once,
 )
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
@@ -158,9 +158,9 @@ def test_stages_are_within_a_node_and_a_type() -> None:
         DevicePlace("b", "fast"),
         DevicePlace("b", "fast"),
     ]
-    assert stages_of(places, 1) == ((0,), (2,), (1,), (3,), (4,))
-    assert stages_of(places, 2) == ((0, 2), (3, 4))
-    assert stages_of(places, 3) == ()
+    assert stages_measured_at_once(places, 1) == ((0,), (2,), (1,), (3,), (4,))
+    assert stages_measured_at_once(places, 2) == ((0, 2), (3, 4))
+    assert stages_measured_at_once(places, 3) == ()
 
 
 def test_blocks_are_measured_in_chains_of_as_many_as_the_memory_takes() -> None:
