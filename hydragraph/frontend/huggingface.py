@@ -1,4 +1,4 @@
-"""Hugging Face models: calls with packed sequences, and rejection of unsupported features."""
+"""Hugging Face models: attention by `varlen_attention`, packed sequences, rejection of unsupported features."""
 
 from __future__ import annotations
 

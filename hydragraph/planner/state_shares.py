@@ -1,4 +1,4 @@
-"""Shares of the state per rank, limited by memory, and balanced by speed and link.
+"""The home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
 
 An owner of a fraction s of the state takes s k_r seconds: sending weights, receiving gradients, updating. The largest
 counts, so s_r = min(room_r, T / k_r) for the least T such that the fractions add up to 1.

@@ -1,4 +1,4 @@
-"""Release of process groups of torch.distributed, without waiting for pending operations."""
+"""Process groups of torch.distributed: options of NCCL, such as priority, and release without waiting."""
 
 from __future__ import annotations
 

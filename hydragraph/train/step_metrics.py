@@ -1,4 +1,4 @@
-"""Metrics of every step, as JSON lines, and for TensorBoard if it is installed."""
+"""Metrics of every step of a run, as JSON lines, and for TensorBoard if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of steps, with evaluations when they are due."""
+"""Logging after each step of a run: evaluation if it is due, metrics, and events of slow ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of losses and gradients."""
+"""Comparison of losses and gradients within a tolerance (`Bound`)."""
 
 from __future__ import annotations
 

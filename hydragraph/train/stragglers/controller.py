@@ -1,4 +1,4 @@
-"""The straggler controller: how a run handles slow ranks. It runs on one rank.
+"""The straggler controller: when slow ranks cause a new plan, and whether a run switches to it. It runs on one rank.
 
     a rate changes     -> request a good plan at once from another process -> training continues
     steps take other times than expected (`expected_seconds`)

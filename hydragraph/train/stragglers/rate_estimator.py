@@ -1,4 +1,4 @@
-"""Straggling rates from noisy measurements, updated once per iteration.
+"""Straggling rates from noisy measurements, and the thresholds of a straggler; updated once per iteration.
 
 Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
 type of device). Three unknowns explain their ratio:
