@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hydragraph.train.stragglers.run_events import read_events
 from tests.commands.tiny import computed, run
 from tests.faults import END_S, LINK_BACK, LINK_FAULTS, RANK_KILLED, LinkFault, Outcome, patience
 from tests.nodes import TwoNodes, refusal, shaping_refusal, torchrun
@@ -196,3 +197,17 @@ def test_nodes_with_folders_of_their_own_are_refused_before_training(nodes: TwoN
     sentence = f"output {tmp_path / 'run'}: rank 1 on node1 does not see what rank 0 writes there"
     assert all(sentence in job.said(number) for number in (0, 1)), job.said(0) + job.said(1)
     assert "step 1/" not in job.said(0)
+
+
+@thorough
+def test_a_run_that_plans_for_itself_survives_a_lost_rank_on_another_node(nodes: TwoNodes, tmp_path: Path) -> None:
+    """By default, if torchrun starts one process for each machine."""
+    steps = 300
+    job = Job.start(nodes, configured(tmp_path, ["auto"], steps, ranks=2), per_node=1)
+    job.until_step(5)
+    ranks = json.loads((tmp_path / "run" / "ranks.json").read_text())
+    assert [place["host"] for place in ranks] == ["node0", "node1"]
+    nodes[1].start(["kill", "-KILL", str(ranks[1]["pid"])], tmp_path / "kill.log").wait()
+    assert [job.ended(number, LIMIT_S) for number in (0, 1)] == [0, 0], job.said(0) + job.said(1)
+    assert [line["step"] for line in job.curve()] == list(range(1, steps + 1))
+    assert {"fault", "resumed"} <= {event.event for event in read_events(tmp_path / "run" / "events.jsonl")}

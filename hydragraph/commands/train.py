@@ -172,9 +172,15 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig) -> TrainConfig:
-    """Return the config with the default of local runs that plan for themselves: they continue when a rank is lost."""
+    """Return the config with the default of runs that plan for themselves: they continue when a rank is lost.
+
+    A launcher that starts every rank ends all of them when one is lost, so such a run stays as it is. A process that is
+    alone on its machine starts the ranks itself.
+    """
     keys = config.elastic
-    if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1 or launched():
+    if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
+        return config
+    if launched() and (os.environ.get("LOCAL_WORLD_SIZE") != "1" or "MASTER_ADDR" not in os.environ):
         return config
     return replace(config, elastic=replace(keys, min_ranks=1))
 

@@ -405,7 +405,7 @@ class ElasticConfig:
     """How a run reacts to ranks that are lost, join, or are slower than others.
 
     With any of `copies: 2`, `spares` or `min_ranks`, the run survives lost ranks: the other processes continue. So do
-    local ranks of a run whose `strategies: auto` measures the devices.
+    runs whose `strategies: auto` measures the devices, unless a launcher starts each rank.
 
     Attributes:
         copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: all

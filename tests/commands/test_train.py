@@ -71,7 +71,12 @@ def test_a_run_that_plans_for_itself_survives_lost_ranks_by_default(
     assert not survives(elastic={"min_ranks": 0})
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "192.168.7.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not survives(), "the launcher ends all ranks when one is lost"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert survives(), "this process starts the ranks of its machine"
+    assert not survives(elastic={"min_ranks": 0})
 
 
 @thorough
