@@ -5,6 +5,7 @@ Only this module reads the launcher's environment.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -39,12 +40,16 @@ from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
 from hydragraph.cluster.rendezvous.member import meet
 from hydragraph.cluster.supervision.coordinator import Nodes
-from hydragraph.cluster.unreachable import no_store
+from hydragraph.cluster.unreachable import TOLD_S, first_host, no_store
 from hydragraph.spec.elastic import Elastic
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger(__name__)
+
 _MOST = 1024  # processes of one host, each taking about 0.3 GB
+_ASK_S = 5.0  # for one attempt to reach the launcher's store
+_REACHED_S = 300.0  # for all attempts
 _ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
 
 # Importing torch takes seconds, forking a process that has imported it 10 ms. Where system libraries have threads
@@ -182,13 +187,27 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
     if rank == 0 and not shared:
         store = hosted(address, port)
     else:
-        try:
-            store = client(address, port)
-        except RuntimeError as error:  # PyTorch's DistError
-            raise ConnectionError(no_store(error, address, port, rank)) from error
+        _reach(address, port, rank)
+        store = client(address, port)
     joining = dist.PrefixStore("hydragraph/generations", store)  # type: ignore[attr-defined]
     name = generation(joining, rank, ranks, _ARRIVAL) if shared else "first"
     return dist.PrefixStore(f"hydragraph/{name}", store)  # type: ignore[attr-defined, no-any-return]
+
+
+def _reach(address: str, port: int, rank: int) -> None:
+    """Wait until the launcher's store accepts connections: PyTorch's client logs every attempt at length."""
+    began = time.monotonic()
+    told = False
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=_ASK_S).close()
+        except OSError as error:
+            if time.monotonic() - began > _REACHED_S:
+                raise ConnectionError(no_store(error, address, port, rank)) from None
+            if not told and time.monotonic() - began > TOLD_S:
+                told = True
+                _LOG.warning("rank %d waits for %s", rank, first_host(error, address, port))
+        time.sleep(0.5)
 
 
 def launch(

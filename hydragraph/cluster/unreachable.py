@@ -17,6 +17,7 @@ from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
 _MOST = 4  # hosts that an error lists
+TOLD_S = 10.0  # a process that waits for the first host says so after this time
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 
@@ -56,11 +57,15 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
     """Return the error of a rank that could not connect to the first host's store."""
+    return f"rank {rank} on {socket.gethostname()} could not connect to {first_host(error, address, port)}"
+
+
+def first_host(error: Exception, address: str, port: int) -> str:
+    """Return where a process looks for the first host, why it does not reach it, and what to do."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())
     return (
-        f"rank {rank} on {socket.gethostname()} could not connect to the first host at {address}, port {port} "
-        f"({where}): {reason[:200]}; let MASTER_ADDR be an address of that host that this one reaches (ping it), start "
-        "the job there too, and let its firewall accept the port"
+        f"the first host at {address}, port {port} ({where}): {reason[:200]}; let MASTER_ADDR be an address of that "
+        "host that this one reaches (ping it), start the job there too, and let its firewall accept the port"
     )

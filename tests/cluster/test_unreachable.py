@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from hydragraph.cluster import launch
-from hydragraph.cluster.processes.rendezvous_stores import client
 from hydragraph.cluster.unreachable import explained, listening_at, write_addresses
 from hydragraph.errors import Unreachable
 
@@ -49,11 +46,16 @@ def test_an_interface_without_an_address(monkeypatch: pytest.MonkeyPatch) -> Non
     assert listening_at() == "no address on interface none0"
 
 
-def test_a_first_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_host_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    monkeypatch.setattr(launch, "client", partial(client, timeout=timedelta(seconds=1)))
+    monkeypatch.setattr(launch, "_REACHED_S", 1.0)
+    monkeypatch.setattr(launch, "TOLD_S", 0.2)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConnectionError, match=rf"rank 1 on .* first host at localhost, port {port} \(tried .*127\.0"):
         launch.join("cpu")
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith(f"rank 1 waits for the first host at localhost, port {port} (tried ")

@@ -563,7 +563,10 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         raise ConnectionError(f"the {'leading' if term else 'first'} node's supervisor has not begun")
     place = json.loads(text)
     patience_s = _ASK_S if nodes.election is None else _ELECTED_S
-    reached = socket.create_connection((place["address"], place["port"]), timeout=patience_s)
+    try:
+        reached = socket.create_connection((place["address"], place["port"]), timeout=patience_s)
+    except OSError as error:
+        raise type(error)(f"its supervisor at {place['address']}, port {place['port']}: {error}") from None
     reached.settimeout(None)
     _watched(reached, UNREACHABLE_S)
     connection = Connection(reached.detach())

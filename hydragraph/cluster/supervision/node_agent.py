@@ -51,6 +51,7 @@ from hydragraph.cluster.supervision.coordinator import (
 from hydragraph.cluster.supervision.election import Election, Fence
 from hydragraph.cluster.supervision.leadership import LeaseView, keeps
 from hydragraph.cluster.supervision.link_probe import LinkProbe
+from hydragraph.cluster.unreachable import TOLD_S, first_host
 from hydragraph.errors import EndedElsewhere
 
 _LOG = logging.getLogger(__name__)
@@ -159,7 +160,8 @@ class Deputy:
 
     def _reach(self, patience_s: float) -> Link | None:
         """Return the link to the leader; None: this machine was taken away or elected, or the run has ended."""
-        end = time.monotonic() + patience_s
+        began = time.monotonic()
+        told = self._election is not None
         while self._asked_at is None and not (self._election is not None and self._election.leads):
             standing = LeaseView() if self._election is None else self._election.standing
             lease = standing.lease
@@ -172,15 +174,21 @@ class Deputy:
             except (OSError, RuntimeError) as error:
                 if self._alone is not None and lease.term == self._alone.term:
                     self._alone = replace(self._alone, refused=isinstance(error, ConnectionRefusedError))
-                if time.monotonic() > end:
+                waited_s = time.monotonic() - began
+                if waited_s > patience_s:
                     raise ConnectionError(self._unreachable(patience_s, error)) from None
+                if not told and waited_s > TOLD_S:
+                    told = True
+                    self._say(f"hydragraph: waiting for {first_host(error, self._nodes.address, self._nodes.port)}")
                 time.sleep(_TRY_S if self._election is None else _TRY_ELECTED_S)
         return None
 
     def _unreachable(self, patience_s: float, error: Exception) -> str:
-        who = f"the first node ({self._nodes.address})" if self._election is None else "a leading node"
         again = "start the same command again on it and here, with --resume"
-        return f"{who} could not be reached for {patience_s:g} s ({error}): {again}"
+        if self._election is not None:
+            return f"a leading node could not be reached for {patience_s:g} s ({error}): {again}"
+        where = first_host(error, self._nodes.address, self._nodes.port)
+        return f"could not be reached for {patience_s:g} s: {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
         """Follow the leader's orders until the run ends; None: the link is down, or this machine was taken away."""
