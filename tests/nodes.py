@@ -229,9 +229,9 @@ class TwoNodes:
         """Plug it in again."""
         _ip("-n", self.nodes[1].namespace, "link", "set", self.nodes[1].interface, "up")
 
-    def shape(self, bits_per_s: float) -> None:
-        """Let the link carry no more than so much in each direction."""
-        for node in self.nodes:
+    def shape(self, bits_per_s: float, senders: Sequence[Node] | None = None) -> None:
+        """Let the link carry no more than so much from each of these nodes; None: in both directions."""
+        for node in self.nodes if senders is None else senders:
             _run("tc", "-n", node.namespace, "qdisc", "replace", "dev", node.interface, "root", *limited(bits_per_s))
 
     def sent_bytes(self) -> tuple[int, int]:

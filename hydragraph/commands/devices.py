@@ -82,9 +82,10 @@ def _print(found: Discovered) -> None:
         threads = str(report.threads) if report.threads else ""
         table.add_row(str(rank), report.host, name, *(f"{rate:.3g}" for rate in rates), threads, report.details)
     Console().print(table)
-    for number, (inner, outer) in enumerate(zip(found.links.inner, found.links.outer, strict=True)):
-        for where, link in (("within", inner), ("from", outer)):
+    links = found.links
+    for number, ways in enumerate(zip(links.inner, links.outbound, links.inbound, strict=True)):
+        for where, link in zip(("within", "from", "to"), ways, strict=True):
             if link is not None:
                 speed = f"{link.bytes_per_s / 1e9:.3g} GB/s, latency {1e6 * link.latency_s:.3g} us"
-                cards = f", {found.links.cards[number]} network cards" if where == "from" else ""
+                cards = f", {links.cards[number]} network cards" if where == "from" else ""
                 print(f"{where} node {number}: {speed}{cards}")

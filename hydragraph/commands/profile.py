@@ -45,7 +45,9 @@ class ProfileOptions(ConfigOptions):
     longest: Annotated[
         int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
     ] = None
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")] = 5
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Most repetitions of each measurement; fewer if they agree. The median counts.")
+    ] = 5
     type_: Annotated[
         str,
         typer.Option("--type", help="Name of this type of device in cluster files; default: the device's."),

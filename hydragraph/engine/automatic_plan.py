@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Measurements of a first and of a second, longer attempt: repetitions, and token counts.
-ATTEMPTS = ((2, 4), (5, 6))
+# Measurements of a first and of a second, longer attempt: most repetitions, and token counts.
+ATTEMPTS = ((3, 4), (8, 6))
 # Tokens of the longest measured micro-batch, at least: shorter ones do not show attention.
 LEAST_TOKENS = 1024
 # Most seconds for a block's forward and backward of that micro-batch.

@@ -1,7 +1,8 @@
 """Measurement of links, in each node, between nodes, and of all pairs of two nodes at once.
 
-A pair exchanges messages of growing size, there and back. If pairs between two nodes are slower together than alone,
-they share network cards.
+A pair exchanges messages of growing size, and each direction is timed by itself: the receiver answers with the smallest
+message. Pairs of nodes take turns as in a tournament, half of all nodes with the other half at a time. If pairs between
+two nodes are slower together than alone, they share network cards.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from hydragraph.spec.cluster import Interconnect
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
 LONGEST_S = 0.1  # no larger messages after one that takes this long
 REPEATS = 3
-NODES = 8  # most nodes to measure; further ones are assumed to be like the last
+ROUNDS = 8  # most other nodes that each node exchanges messages with
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # the sender, and the receiver
 Messages = tuple[tuple[int, float], ...]  # bytes and seconds
 
 
@@ -31,15 +32,21 @@ class MeasuredLinks:
     """Links by node, in the order of their first ranks.
 
     Attributes:
-        inner: within each node; None if it has one rank.
-        outer: between each node and the others; None if there is one node.
+        inner: within each node, in its slower direction; None if it has one rank.
+        outbound, inbound: between each node and the others, in each direction; None if there is one node.
         cards: estimated number of network cards of each node.
     """
 
     inner: tuple[Interconnect | None, ...]
-    outer: tuple[Interconnect | None, ...]
+    outbound: tuple[Interconnect | None, ...]
+    inbound: tuple[Interconnect | None, ...]
     cards: tuple[int, ...]
     messages: Messages = ()
+
+    @property
+    def outer(self) -> tuple[Interconnect | None, ...]:
+        """The slower direction of each node's link to the others."""
+        return tuple(map(_slower, self.outbound, self.inbound))
 
 
 def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
@@ -47,25 +54,59 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
     ranks = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)}
     by_node = list(ranks.values())
     within = {i: (own[0], own[1]) for i, own in enumerate(by_node) if len(own) > 1}
-    by_pair = exchange(groups, list(within.values()))
-    inner = [link_of(by_pair.get(within[i], ())) if i in within else None for i in range(len(by_node))]
-    first = next(iter(by_pair.values()), ())
-    outer: list[Interconnect | None] = [None] * len(by_node)
-    for i in range(1, min(len(by_node), NODES)):
-        pair = (by_node[0][0], by_node[i][0])
-        messages = exchange(groups, [pair])[pair]
-        first = first or messages
-        outer[i] = link_of(messages)
-    outer = [outer_link or (outer[min(len(by_node), NODES) - 1] if i else None) for i, outer_link in enumerate(outer)]
-    outer[0] = max(filter(None, outer), key=lambda link: link.bytes_per_s, default=None)
+    times = exchange(groups, list(within.values()))
+    messages = next(iter(times.values()), ())
+    inner: list[Interconnect | None] = [None] * len(by_node)
+    for i, (one, other) in within.items():
+        inner[i] = _slower(link_of(times[one, other]), link_of(times[other, one]))
+    outbound: list[Interconnect | None] = [None] * len(by_node)
+    inbound = list(outbound)
     cards = [1] * len(by_node)
-    if len(by_node) > 1 and outer[1] is not None:
-        pairs = list(zip(by_node[0], by_node[1], strict=False))
-        together = exchange(groups, pairs)
-        alone_s = outer[1].seconds(together[pairs[0]][-1][0])
-        shared_s = max(messages[-1][1] for messages in together.values())
-        cards = [cards_of(len(own), len(pairs), alone_s, shared_s) for own in by_node]
-    return MeasuredLinks(tuple(inner), tuple(outer), tuple(cards), first)
+    for number, games in enumerate(tournament(len(by_node))[:ROUNDS]):
+        times = exchange(groups, [(by_node[a][0], by_node[b][0]) for a, b in games])
+        messages = messages or next(iter(times.values()))
+        for one, other in [*games, *((b, a) for a, b in games)]:
+            link = link_of(times[by_node[one][0], by_node[other][0]])
+            # The slower of two partners limits their link.
+            outbound[one] = _faster(outbound[one], link)
+            inbound[other] = _faster(inbound[other], link)
+        if number < 1 + len(by_node) % 2:  # after which no node has rested in all rounds
+            _count_cards(groups, by_node, games, times, cards)
+    return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
+
+
+def tournament(players: int) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs, in which each pair occurs once; of an odd number, one rests in each round."""
+    even = players + players % 2
+    turning = list(range(1, even))
+    rounds = []
+    for _ in turning:
+        circle = [0, *turning]
+        pairs = zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < players])
+        turning = [turning[-1], *turning[:-1]]
+    return rounds if players > 1 else []
+
+
+def _count_cards(
+    groups: Groups,
+    by_node: Sequence[Sequence[int]],
+    games: Sequence[Pair],
+    alone: Mapping[Pair, Messages],
+    cards: list[int],
+) -> None:
+    """Raise the numbers of cards of these pairs of nodes to what their ranks reach together."""
+    pairs = {(a, b): list(zip(by_node[a], by_node[b], strict=False)) for a, b in games}
+    several = [game for game in games if len(pairs[game]) > 1]
+    if not several:
+        return
+    together = exchange(groups, [pair for game in several for pair in pairs[game]])
+    for game in several:
+        sent = together[pairs[game][0]]
+        alone_s = link_of(alone[pairs[game][0]]).seconds(sent[-1][0])
+        shared_s = max(together[pair][-1][1] for pair in pairs[game])
+        for node in game:
+            cards[node] = max(cards[node], cards_of(len(by_node[node]), len(pairs[game]), alone_s, shared_s))
 
 
 def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
@@ -81,34 +122,53 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Return the messages of disjoint pairs of ranks that exchange at the same time."""
+    """Return the messages of disjoint pairs of ranks, in both directions; all pairs exchange at the same time."""
     rank = groups.world.rank
-    own = next((pair for pair in pairs if rank in pair), None)
-    by_pair: dict[Pair, list[tuple[int, float]]] = {pair: [] for pair in pairs}
-    for size in SIZES if pairs else ():
-        seconds = 0.0 if own is None else round_trip(groups, own, size)
-        everyone = groups.gather(seconds)
-        for pair in pairs:
-            by_pair[pair].append((size, max(everyone[pair[0]], everyone[pair[1]], 1e-9)))
-        if max(everyone) > LONGEST_S:
+    by_pair: dict[Pair, list[tuple[int, float]]] = {way: [] for pair in pairs for way in (pair, pair[::-1])}
+    left = list(pairs)
+    for size in SIZES:
+        if not left:
             break
+        own = next((pair for pair in left if rank in pair), None)
+        ways = [own, own[::-1]] if own is not None else []
+        # The sender's clock counts.
+        seconds = sum(answered(groups, way, size, SIZES[0]) * (rank == way[0]) for way in ways)
+        everyone = groups.gather(seconds)
+        for one, other in left:
+            for way in ((one, other), (other, one)):
+                by_pair[way].append((size, one_way(everyone[way[0]], by_pair[way])))
+        left = [pair for pair in left if max(everyone[pair[0]], everyone[pair[1]]) <= LONGEST_S]
     return {pair: tuple(messages) for pair, messages in by_pair.items()}
+
+
+def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
+    """Return the seconds of a message, from those until its answer.
+
+    Args:
+        before: smaller messages; none: message and answer are alike. Else the answer takes as long as the smallest.
+    """
+    return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
     """Return half the seconds of a round trip of `size` bytes between the ranks of a pair."""
-    message = torch.zeros(size, dtype=torch.uint8, device=groups.world.device)
+    return answered(groups, pair, size, size, repeats) / 2
+
+
+def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> float:
+    """Return the seconds that the first rank of a pair waits for an answer to a message, both of so many bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
+    messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]
     times = []
     for turn in range(repeats + 1):
-        synchronise(message.device)
+        synchronise(groups.world.device)
         began = time.perf_counter()
-        for sender in pair:
+        for sender, message in zip(pair, messages, strict=True):
             work = groups.send(message, other, turn) if sender == rank else groups.receive(message, other, turn)
             groups.wait(work)
-        synchronise(message.device)
-        times.append((time.perf_counter() - began) / 2)
+        synchronise(groups.world.device)
+        times.append(time.perf_counter() - began)
     return median(times[1:])
 
 
@@ -121,3 +181,11 @@ def link_of(messages: Messages) -> Interconnect:
     latency = messages[0][1]
     size, seconds = messages[-1]
     return Interconnect(size / max(seconds - latency, 0.1 * seconds), latency)
+
+
+def _slower(*links: Interconnect | None) -> Interconnect | None:
+    return min(filter(None, links), key=lambda link: link.bytes_per_s, default=None)
+
+
+def _faster(*links: Interconnect | None) -> Interconnect | None:
+    return max(filter(None, links), key=lambda link: link.bytes_per_s, default=None)

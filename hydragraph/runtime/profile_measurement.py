@@ -2,7 +2,9 @@
 
 Each distinct template runs once per kind of stage and micro-batch, forward and backward, with its real collectives;
 stages of any number of layers are sums of these times. All groups of ranks run at once, as in training; a group is as
-slow as its slowest rank, and the median over groups and repetitions counts.
+slow as its slowest rank, and the median over groups and repetitions counts. Templates and kinds take turns, so that
+temporary load affects all alike. Each is repeated until the standard error of its time is below `PRECISE`: a plan
+chosen by such times takes at most about 2 `PRECISE` longer than the best one.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 UPDATED = (1 << 16, 1 << 21)  # elements of timed home shards
 CHAIN = 4  # blocks per measurement, if the model has enough equal ones
+PRECISE = 0.01  # relative standard error of a template's time that ends its repetitions
 USABLE = 0.9  # of a device's memory, because of fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next
@@ -80,7 +83,7 @@ class MeasureSettings:
 
     Attributes:
         schemes: to fit; the ranks of one stage suffice.
-        repeats: of every measurement, after a warm-up.
+        repeats: of every measurement, after a warm-up; of a template's, the most.
         points: number of token counts, from longest / 64 up.
     """
 
@@ -158,24 +161,33 @@ def measure(
     settings.check(program, max(Counter(places).values()))
     devices = _devices(subject, groups, places)
     device = devices[places[world.rank].type]
-    kinds = settings.every_kind
     tell = progress or (lambda done, total, what: None)
     representatives = {block.template: block for block in program.blocks}
-    total = len(kinds) * (len(representatives) + 1) + 2
-    done = 0
-    measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
-    for kind in kinds:
+    timings = []
+    for kind in settings.every_kind:
         bench = _Bench(subject, kind, groups, stages_measured_at_once(places, kind.tp))
         rows = bench.that_fit(settings.micro_batches, list(representatives.values()), device)
-        times: dict[str, dict[str, Measured]] = {}
-        for template, block in [*representatives.items(), (AUX, program.aux)]:
-            tell(done, total, f"{kind.text} {block.name}")
-            for name, measured in bench.measure(block, rows, settings.repeats, device, places).items():
-                times.setdefault(name, {})[template] = measured
-            done += 1
-        for name, of_type in times.items():
-            measurements[name][kind] = Measurements(rows, of_type)
-    tell(done, total, "messages")
+        timings += [bench.timing(block, rows, device, places) for block in [*representatives.values(), program.aux]]
+    total = len(timings) + settings.repeats + 2
+    left = timings
+    for turn in range(settings.repeats + 1):
+        if turn:
+            tell(len(timings) + turn - 1, total, f"repetition {turn} of at most {settings.repeats}")
+        for number, timing in enumerate(left):
+            if not turn:
+                tell(number, total, f"{timing.bench.kind.text} {timing.block.name}")
+            timing.repeat()
+        if turn:
+            left = [timing for timing in left if timing.error >= PRECISE]
+        if not left:
+            break
+    measurements: dict[str, dict[StageKind, Measurements]] = {name: {} for name in devices}
+    for timing in timings:
+        template = AUX if timing.block is program.aux else timing.block.template
+        for name in timing.stages:
+            of_kind = measurements[name].setdefault(timing.bench.kind, Measurements(timing.rows, {}))
+            measurements[name][timing.bench.kind] = replace(of_kind, times={**of_kind.times, template: timing.of(name)})
+    tell(total - 2, total, "messages")
     if messages is None:
         messages = _messages(groups, settings.repeats)
     tell(total - 1, total, "update")
@@ -347,6 +359,16 @@ def _per_element(
     return by_type
 
 
+def standard_error(seconds: Sequence[float]) -> float:
+    """Return the relative standard error of the median of normally distributed times, estimated by their deviations.
+
+    A few outliers, which the median ignores, do not count.
+    """
+    middle = median(seconds)
+    deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
+    return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
+
+
 class _Bench:
     """Runs templates in one kind of stage; ranks outside of stages only take part in gathering."""
 
@@ -361,7 +383,7 @@ class _Bench:
         self._subject = subject
         self._clock = clock
         self._program = subject.program
-        self._kind = kind
+        self.kind = kind
         self._groups = groups
         self._device = groups.world.device
         rank = groups.world.rank
@@ -395,53 +417,26 @@ class _Bench:
         most = min(self._groups.gather(most))
         return tuple(row for row in rows if sum(row) <= most)
 
-    def measure(
-        self, block: Block, rows: Sequence[Lengths], repeats: int, device: PricedDevice, places: Sequence[DevicePlace]
-    ) -> dict[str, Measured]:
+    def timing(
+        self, block: Block, rows: Sequence[Lengths], device: PricedDevice, places: Sequence[DevicePlace]
+    ) -> _Timing:
+        """Return the timing of a block, not begun; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
-        runs = [self._aux_run()] if aux else self._chain(block)
-        links = self._links(piece, rows, device)
-        # Row by row within a repetition: temporary load then affects all rows alike.
-        chains = list(zip(links, rows, strict=True))
-        times = [[self._time(runs[:count], row) for count, row in chains] for _ in range(repeats + 1)][1:]
-        everyone = self._groups.gather((times, piece))
+        stages: dict[str, list[tuple[int, ...]]] = {}
+        for stage in self._stages:
+            stages.setdefault(places[stage[0]].type, []).append(stage)
         reaches = frozenset() if aux else reaches_of(self._program.templates[block.template])
-        by_type = {}
-        for name in dict.fromkeys(place.type for place in places):
-            stages = [stage for stage in self._stages if places[stage[0]].type == name]
-            if stages:
-                by_type[name] = self._gathered(everyone, stages, len(rows), reaches)
-        return by_type
+        pieces = self._groups.gather(piece)
+        return _Timing(self, block, tuple(rows), self._links(piece, rows, device), pieces, stages, reaches)
 
-    def _gathered(
-        self,
-        everyone: Sequence[tuple[Sequence[Sequence[tuple[float, float]]], BlockPiece]],
-        stages: Sequence[tuple[int, ...]],
-        rows: int,
-        reaches: frozenset[Reach],
-    ) -> Measured:
-
-        def of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
-            return median(
-                max(part(everyone[rank][0][turn][row]) for rank in stage)
-                for stage in stages
-                for turn in range(len(everyone[stage[0]][0]))
-            )
-
-        seconds = tuple(of(row, sum) for row in range(rows))
-        forward = tuple(of(row, lambda both: both[0]) for row in range(rows))
-        sizes = [everyone[rank][1] for stage in stages for rank in stage]
-        largest = BlockPiece(
-            Constants(0.0, 0.0, 0.0),
-            max(p.parameters for p in sizes),
-            max(p.kept for p in sizes),
-            max(p.working for p in sizes),
-            max(p.fixed for p in sizes),
-            min(p.frozen for p in sizes),
-            held=next((p.held for p in sizes if p.held), None),
-        )
-        return Measured(largest, seconds, reaches, forward if max(forward, default=0.0) > 0 else ())
+    def turn(self, block: Block, rows: Sequence[Lengths], links: Sequence[int]) -> list[Sequence[tuple[float, float]]]:
+        """Run every micro-batch through chains of a block; return the forward's and backward's seconds by rank."""
+        runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
+        chains = list(zip(links, rows, strict=True))
+        for count, row in chains[:1]:  # its weights are new: memory is used for the first time
+            self._time(runs[:count], row)
+        return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block) -> list[_Run]:
         """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.
@@ -468,7 +463,7 @@ class _Bench:
         self._groups.all_reduce(Channel.COMMIT, torch.zeros(1, device=self._device))
         synchronise(self._device)
         began = between = self._clock()
-        if self._collectives is not None or self._kind.tp == 1:
+        if self._collectives is not None or self.kind.tp == 1:
             backwards = [run(batch, aux) for run in runs]
             synchronise(self._device)
             between = self._clock()
@@ -526,8 +521,8 @@ class _Bench:
     def _sizes(self, block: Block) -> BlockPiece:
         """Return the sizes of a block on this rank: bytes per token, and fixed ones."""
         variant = self._traced.get(block, self._part)
-        small = 1024 * self._kind.tp
-        large = 2048 * self._kind.tp
+        small = 1024 * self.kind.tp
+        large = 2048 * self.kind.tp
         one, two = (footprint(variant, self._part, MicroBatch(n, 1)) for n in (small, large))
 
         def line(first: int, second: int) -> tuple[float, float]:
@@ -538,7 +533,7 @@ class _Bench:
         forward = line(one.forward - one.saved - one.output, two.forward - two.saved - two.output)
         backward = line(one.backward, two.backward)
         names = local_parameters(self._program, block, self._program.templates[block.template])
-        sizes = {p.name: math.prod(p.local_shape(self._kind.tp, self._part.index)) for p in names.values()}
+        sizes = {p.name: math.prod(p.local_shape(self.kind.tp, self._part.index)) for p in names.values()}
         return BlockPiece(
             Constants(0.0, 0.0, 0.0),
             sum(sizes.values()),
@@ -594,3 +589,66 @@ class _Bench:
             return backward
 
         return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Timing:
+    """Repeated timing of a block in one kind of stage.
+
+    Attributes:
+        links: blocks of a chain, by micro-batch.
+        pieces: the block's sizes, by rank.
+        stages: groups of ranks, by type of device.
+        turns: seconds by repetition, rank and micro-batch; the first one warms up.
+    """
+
+    bench: _Bench
+    block: Block
+    rows: tuple[Lengths, ...]
+    links: Sequence[int]
+    pieces: Sequence[BlockPiece]
+    stages: Mapping[str, Sequence[tuple[int, ...]]]
+    reaches: frozenset[Reach]
+    turns: list[Sequence[Sequence[tuple[float, float]]]] = field(default_factory=list)
+
+    def repeat(self) -> None:
+        """Time all micro-batches once."""
+        self.turns.append(self.bench.turn(self.block, self.rows, self.links))
+
+    @property
+    def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
+        """The repetitions that count: the first one only if the second one agreed, so that no third was needed."""
+        return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
+
+    @property
+    def error(self) -> float:
+        """The largest standard error of a repetition's seconds on a type of device, relative to them."""
+        turns = self.turns if len(self.turns) == 2 else self.turns[1:]
+        return max(
+            standard_error(
+                [median(max(sum(map(sum, turn[rank])) for rank in stage) for stage in stages) for turn in turns]
+            )
+            for stages in self.stages.values()
+        )
+
+    def of(self, type_: str) -> Measured:
+        """Return the measurement on a type of device."""
+        stages = self.stages[type_]
+
+        def median_of(row: int, part: Callable[[tuple[float, float]], float]) -> float:
+            return median(max(part(turn[rank][row]) for rank in stage) for stage in stages for turn in self.counted)
+
+        rows = range(len(self.rows))
+        seconds = tuple(median_of(row, sum) for row in rows)
+        forward = tuple(median_of(row, lambda both: both[0]) for row in rows)
+        sizes = [self.pieces[rank] for stage in stages for rank in stage]
+        largest = BlockPiece(
+            Constants(0.0, 0.0, 0.0),
+            max(p.parameters for p in sizes),
+            max(p.kept for p in sizes),
+            max(p.working for p in sizes),
+            max(p.fixed for p in sizes),
+            min(p.frozen for p in sizes),
+            held=next((p.held for p in sizes if p.held), None),
+        )
+        return Measured(largest, seconds, self.reaches, forward if max(forward, default=0.0) > 0 else ())

@@ -17,7 +17,8 @@ INNER, OUTER = Interconnect(1e11, 1e-6), Interconnect(25e6, 1e-4)
 
 def discovered(*reports: DeviceReport, cards: int = 1) -> Discovered:
     nodes = len({report.node for report in reports})
-    links = MeasuredLinks((INNER,) * nodes, (OUTER if nodes > 1 else None,) * nodes, (cards,) * nodes)
+    outer = (OUTER if nodes > 1 else None,) * nodes
+    links = MeasuredLinks((INNER,) * nodes, outer, outer, (cards,) * nodes)
     types = types_of(reports)
     return Discovered(reports, types, links, cluster_of(reports, types, links))
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,13 +26,16 @@ from hydragraph.passes.variants import Variants
 from hydragraph.runtime.link_measurement import SIZES
 from hydragraph.runtime.profile_measurement import (
     CHAIN,
+    PRECISE,
     DevicePlace,
     MeasuredModel,
     MeasureSettings,
     _Bench,
+    _Timing,
     measure,
     memory_shares,
     stages_measured_at_once,
+    standard_error,
 )
 from hydragraph.spec.stage_kind import StageKind
 from tests.models import captured, llama
@@ -80,8 +87,9 @@ def test_everything_asked_for_is_measured_or_failed(ranks: list[tuple[Profile, l
     assert len(profile.blocks) == LAYERS + 2
     for pieces in profile.pieces.values():
         assert set(pieces) == {*profile.blocks, AUX}
-    assert told[0].startswith("0/18 tp1 embed")
-    assert told[-2:] == ["17/18 update", "18/18 "]
+    assert told[0].startswith("0/20 tp1 embed")
+    assert told[16] == "16/20 repetition 1 of at most 2"
+    assert told[-3:] == ["18/20 messages", "19/20 update", "20/20 "]
 
 
 def test_only_layers_have_a_quadratic_part(ranks: list[tuple[Profile, list[str]]]) -> None:
@@ -148,6 +156,47 @@ def test_micro_batches_divide_for_sequence_parallelism() -> None:
 )
 def test_a_share_leaves_out_what_others_hold(found: list[tuple[str, int, int]], share: float) -> None:
     assert min(memory_shares(found)) == share
+
+
+def timing(*seconds: float) -> _Timing:
+    """Return a timing of one micro-batch on one rank, with the seconds of these repetitions."""
+    bench: Any = mock.Mock()
+    bench.turn.side_effect = [[[(each / 3, each * 2 / 3)]] for each in seconds]
+    made = _Timing(bench, mock.Mock(), ((8,),), [1], [BlockPiece(Constants(0.0, 0.0, 0.0))], {"a": [(0,)]}, frozenset())
+    for _ in seconds:
+        made.repeat()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median"),
+    [([9.0, 1.0, 1.2, 9.0], 1.2), ([9.0, 1.2], 1.2), ([1.2, 1.204], 1.202), ([1.2, 1.0], 1.0)],
+)
+def test_a_warm_up_that_takes_another_time_does_not_count(seconds: list[float], median: float) -> None:
+    measured = timing(*seconds).of("a")
+    assert measured.seconds == pytest.approx((median,))
+    assert measured.forward == pytest.approx((median / 3,))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "precise"),
+    [
+        ([1.0, 1.01], True),
+        ([1.0, 1.1], False),
+        ([9.0, 1.0, 1.01], True),  # after a warm-up
+        ([9.0, 1.0, 1.1, 1.0, 1.0], True),  # a temporary load
+        ([9.0, 0.9, 1.0, 1.1, 1.2, 0.8], False),
+        ([0.0, 0.0], True),  # a rank outside all stages
+    ],
+)
+def test_repetitions_end_when_their_error_is_small(seconds: list[float], precise: bool) -> None:
+    assert (timing(*seconds).error < PRECISE) == precise
+
+
+def test_the_error_is_that_of_the_median_of_normal_times() -> None:
+    draw = random.Random(0)
+    samples = [[draw.gauss(1.0, 0.05) for _ in range(15)] for _ in range(2000)]
+    assert mean(map(standard_error, samples)) == pytest.approx(stdev(map(median, samples)), rel=0.1)
 
 
 def test_stages_are_within_a_node_and_a_type() -> None:
