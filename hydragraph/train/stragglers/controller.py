@@ -320,7 +320,8 @@ class Controller:
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
         if saved < given.thrift.gain or not pays:
-            why = f"stays {_text(given.strategies)}: with {what} {terms}; {planned}"
+            other = f"with {what} {terms}" if what != _text(given.strategies) else "it is still the fastest"
+            why = f"stays {_text(given.strategies)}: {other}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)
         why = f"to {what}: {terms}; {planned}{self._waited_for()}"
         if given.switch is None:

@@ -250,6 +250,15 @@ def test_what_does_not_pay_is_told_and_not_done(planner: Answering, why: str) ->
     assert not switched
 
 
+def test_a_plan_that_is_found_again_is_told_without_seconds() -> None:
+    planner = Answering(better=answering(4.0, 4.0, to=RUNNING))
+    planner._at_once = answering(4.0, 4.0, to=RUNNING)
+    controller, monitor = controlled(planner, [])
+    event = run(controller, monitor, {10: 2.57}, 14)[1]
+    assert (event.event, event.done) == ("replan", False)
+    assert "it is still the fastest; planned in" in event.why
+
+
 def test_a_switch_that_pays_back_too_late_is_not_made() -> None:
     switched: list[Replanned] = []
     controller, monitor = controlled(Answering(), switched, cost_s=1000.0)
