@@ -1,8 +1,9 @@
 """Measurement of links, in each node, between nodes, and of all pairs of two nodes at once.
 
 A pair exchanges messages of growing size, and each direction is timed by itself: the receiver answers with the smallest
-message. Pairs of nodes take turns as in a tournament, half of all nodes with the other half at a time. If pairs between
-two nodes are slower together than alone, they share network cards.
+message. The fastest of several counts, as temporary load only slows them down. Pairs of nodes take turns as in a
+tournament, half of all nodes with the other half at once. If pairs between two nodes are slower together than alone,
+they share network cards.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
         own = next((pair for pair in left if rank in pair), None)
         ways = [own, own[::-1]] if own is not None else []
         # The sender's clock counts.
-        seconds = sum(answered(groups, way, size, SIZES[0]) * (rank == way[0]) for way in ways)
+        seconds = sum(min(answered(groups, way, size, SIZES[0])) * (rank == way[0]) for way in ways)
         everyone = groups.gather(seconds)
         for one, other in left:
             for way in ((one, other), (other, one)):
@@ -152,11 +153,11 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
 
 def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) -> float:
     """Return half the seconds of a round trip of `size` bytes between the ranks of a pair."""
-    return answered(groups, pair, size, size, repeats) / 2
+    return median(answered(groups, pair, size, size, repeats)) / 2
 
 
-def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> float:
-    """Return the seconds that the first rank of a pair waits for an answer to a message, both of so many bytes."""
+def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
+    """Return the seconds that the first rank of a pair waits for answers to messages, both of so many bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]
@@ -169,7 +170,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
             groups.wait(work)
         synchronise(groups.world.device)
         times.append(time.perf_counter() - began)
-    return median(times[1:])
+    return times[1:]
 
 
 def link_of(messages: Messages) -> Interconnect:
