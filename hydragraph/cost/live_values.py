@@ -40,6 +40,12 @@ class Alive:
                 self.sums[storage[0]] += self._sizes[storage]
                 self.total += self._sizes[storage]
 
+    def shrink(self, value: str, part: str, size: int) -> None:
+        """Take bytes off a live value's own storage, which another value holds from now on."""
+        self._sizes[part, value] -= size
+        self.sums[part] -= size
+        self.total -= size
+
     def drop(self, *values: str) -> None:
         """End values, and free storages without users."""
         for value in values:

@@ -228,6 +228,7 @@ def rank_memory(
     compiled: VariantOf,
     messages: bool = True,
     home: Home | None = None,
+    over: Mapping[int, Sequence[str]] | None = None,
 ) -> Memory:
     """Estimate a rank's peak in one training iteration.
 
@@ -235,13 +236,14 @@ def rank_memory(
         compiled: returns a block's graphs, like `passes.variants.Variants.get`.
         messages: include pull and push, assumed to be in flight until they must have arrived.
         home: owners of the state; None: equal shares. Without nodes, each rank counts as one.
+        over: exchanges that end earlier; see `Walk`.
 
     Raises:
         ValueError: the arguments do not match.
     """
     blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
-    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of).peak()
+    return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of, over=over).peak()
 
 
 def batch_bytes(own: int, every: int) -> int:
@@ -419,6 +421,7 @@ class Walk:
         names = {"hidden": activation(k - 1, m), "aux": aux(m), "output": activation(k, m)}
         moved, stays = block.offloaded(self._inside_bytes(m))
         self._alive.add(leaving, "activations", 0, saved)
+        self._alive.shrink(saved, "activations", block.small)
         self._alive.add(host, "activations", block.small, saved, named={names[keep] for keep in stays})
         self._on_host[host] = moved
         self._most_on_host = max(self._most_on_host, sum(self._on_host.values()))
@@ -498,7 +501,7 @@ class Walk:
             self._alive.add(aux(m), "activations", self._model.aux_bytes(self._batches[m]))
             return
         block = self._footprint(instruction.target, m)
-        (enters, leaves) = self._borders(instruction.target)
+        enters, leaves = self._borders(instruction.target)
         part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its part of the whole input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
@@ -510,24 +513,27 @@ class Walk:
             self._alive.add(instruction.writes[1], "activations", own, *shared)
 
     def _backward(self, instruction: Instruction) -> Iterator[int]:
-        assert instruction.micro_batch is not None
-        block = self._footprint(instruction.target, instruction.micro_batch)
+        m = instruction.micro_batch
+        assert m is not None
+        block = self._footprint(instruction.target, m)
+        enters, leaves = self._borders(instruction.target)
+        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # its part of the output's whole gradient
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # during the computation
             self._begin_sums(sums)
         work = instruction.work
         if work is Work.BACKWARD:
-            yield block.backward
+            yield block.backward + part
         else:
-            halves = self._model.halves(instruction.target, self._part, self._batches[instruction.micro_batch])
-            yield halves.first if work is Work.INPUT_GRADIENT else halves.second
+            halves = self._model.halves(instruction.target, self._part, self._batches[m])
+            yield halves.first + part if work is Work.INPUT_GRADIENT else halves.second
             if work is Work.INPUT_GRADIENT:
                 self._postpone(instruction, halves)
         self._alive.drop(instruction.reads[0])
         for value in instruction.writes:
             if value.kind is ValueKind.ACTIVATION_GRADIENT:
-                self._hidden(value, whole=not self._part.sequence_parallel or self._borders(instruction.target)[0])
+                self._hidden(value, whole=enters or not self._part.sequence_parallel)
         self._begin_sums([value for value in sums if value not in self._alive])
         yield 0 if work is Work.INPUT_GRADIENT else block.gradients
 

@@ -341,10 +341,10 @@ class Executor:
         return shards
 
     def _backward(self, it: _Iteration, instruction: Instruction) -> None:
-        self._end_ready(it, Stream.PULL, it.serving)
+        ended = self._end_ready(it, Stream.PULL, it.serving)
         self._hand_on(it)
         block = it.prepared.blocks[instruction.target]
-        if block.recompute:
+        if ended or block.recompute:
             self._buffers.trim()
         part = block.halves.get(instruction.work, block.variant)
         kept = restored(it.values[instruction.reads[0]], self._streamed(it, instruction))
@@ -549,13 +549,14 @@ class Executor:
         with it.timing.waiting(Stream.PUSH, value, more=True), self._watch.communicating():
             pending.go_on()
 
-    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> None:
-        if self.streams.queued:
-            return  # they end on their own streams: only the commit waits for them
-        for value in list(under_way):
+    def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
+        """End exchanges that need no wait, in their order; return whether there were any."""
+        before = len(under_way)
+        for value in [] if self.streams.queued else list(under_way):  # queued: only the commit waits for them
             if not under_way[value].ready:
                 break
             self._end(it, stream, under_way, value)
+        return len(under_way) < before
 
     @staticmethod
     def _end(it: _Iteration, stream: Stream, under_way: dict[Value, Pending], value: Value) -> None:

@@ -49,3 +49,13 @@ def test_of_other_values_it_keeps_the_named_storages() -> None:
     assert alive.total == 103
     alive.drop("t")
     assert alive.total == 0
+
+
+def test_bytes_that_another_value_holds_from_now_on_count_once() -> None:
+    alive = Alive()
+    alive.add("s", "activations", 20)
+    alive.shrink("s", "activations", 5)
+    alive.add("o", "activations", 5, "s", named=())
+    assert alive.total == 20
+    alive.drop("s")
+    assert alive.total == alive.sums["activations"] == 5

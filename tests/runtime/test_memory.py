@@ -21,7 +21,7 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Hom
     return [measure(prepared, SMALL, text, home) for text in texts]
 
 
-@only("2-['<tp1,pp2> zb-h1']-equal")
+@only("2-['<tp1,pp2> zb-h1']-equal", "3-['<[0]x1o,[1]x1r> + <[2]x2g>', '<[0,1]x1sw,[2]x1>']-stages")
 @pytest.mark.parametrize(
     ("ranks", "texts", "home"),
     [
@@ -35,6 +35,8 @@ def measured(prepared: tuple[hg.Program, object], texts: list[str], home: hg.Hom
         pytest.param(3, ["<[0]x1,[1,2]x1s> zb-h1", "<[0]x1,[1]x1r> zb-h1"], hg.Home(), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>"], hg.Home([3, 0, 1]), marks=thorough),
         pytest.param(3, ["<[0,1]x1s,[2]x1>", "3*<tp1,pp1>"], hg.Home(copies=2), marks=thorough),
+        (3, ["<[0]x1o,[1]x1r> + <[2]x2g>", "<[0,1]x1sw,[2]x1>"], hg.Home.parse("stages")),
+        pytest.param(3, ["<[0]x1wr,[1]x1> + <[2]x2r0.5>", "<[0]x2w>"], hg.Home.parse("stages"), marks=thorough),
     ],
     ids=str,
 )
@@ -43,10 +45,10 @@ def test_measured_is_expected(ranks: int, texts: list[str], home: hg.Home) -> No
         hg.launch(measured, ranks, texts, home, timeout=LIMIT, prepare=partial(ready, SMALL, texts))
     ):
         for text, one in zip(texts, found, strict=True):
-            assert one.peak >= 0.95 * one.expected.total, f"{text}, rank {rank}: {one}"
-            # An owner of much has messages for many under way while others wait for theirs.
-            most = one.expected if home == hg.Home() else one.at_most
-            assert one.peak <= 1.05 * most.total, f"{text}, rank {rank}: {one}"
+            if rank not in hg.Strategy.parse(text, SMALL.layers).devices:
+                continue  # its peak is the optimizer's update, which the walk leaves out
+            least, most = (one.expected, one.at_most) if home.copies > 1 else (one.walked, one.walked)
+            assert 0.99 * least.total <= one.peak <= 1.01 * most.total, f"{text}, rank {rank}: {one}"
             assert one.at_most.total >= one.checked.total >= one.expected.total
             assert abs(one.difference) <= 0.1, f"{text}, rank {rank}: {one}"
 
