@@ -38,6 +38,7 @@ from hydragraph.planner.price_mini_batches import Varied, mean, settle_best
 from hydragraph.planner.refinements import refined
 from hydragraph.planner.state_shares import home_by_block
 from hydragraph.planner.streamed_data_parallelism import streamed
+from hydragraph.planner.streamed_pipelines import streamed_pipelines
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
@@ -363,6 +364,9 @@ def _extended(
     if streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
+        if math.isinf(below_s):  # nothing fits without streaming
+            of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, Settled))
+            streamed_plans += streamed_pipelines(costs, workload, min(of_one_stage, default=below_s), until)
         settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Settled))
         short = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Shortage))
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)

@@ -30,6 +30,8 @@ from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 Line = tuple[float, float]  # bytes, and bytes per unit share of the state
 
+# Maximum choices of owners for stages that stream.
+STREAMED_ROUNDS = 5
 # Maximum micro-batches moved between pipelines.
 MOVES = 64
 # Usable fraction of a device's memory.
@@ -286,17 +288,23 @@ def owners(
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
     """Return owners chosen for each block, and every rank's peak memory; None if they do not fit.
 
-    Stages that own what they use hold fewer messages than in `owners`, so memory is walked.
+    Stages that own what they use hold fewer messages than in `owners`, so memory is walked. With stages that stream,
+    ranks that lack memory then own less.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
     per = costs.state_bytes + GRADIENT_BYTES
-    room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
-    home = home_by_block(costs, strategy, costs.home, room)
     decisive = _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment), messages=True)
-    memory = _walked_whole(costs.changed(home=home), strategy, decisive)
-    fits = all(total <= limit or not total for total, limit in zip(memory, limits, strict=True))
-    return (home, memory) if fits else None
+    for _ in range(STREAMED_ROUNDS if strategy.streams else 1):
+        room = [(limit - need) / per for limit, need in zip(limits, needed, strict=True)]
+        if strategy.streams and (min(room) < 0 or sum(room) * per < costs.home.copies * state_bytes(costs)):
+            break
+        home = home_by_block(costs, strategy, costs.home, room)
+        memory = _walked_whole(costs.changed(home=home), strategy, decisive)
+        if all(total <= limit or not total for total, limit in zip(memory, limits, strict=True)):
+            return home, memory
+        needed = [need + max(0, m - limit) for need, m, limit in zip(needed, memory, limits, strict=True)]
+    return None
 
 
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:

@@ -44,15 +44,15 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
     for strategy in _strategies(costs):
         if is_late(until) and math.isfinite(below_s):
             break
-        computing = _computing_s(costs, strategy, workload)
-        if max(computing, _traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
+        computing = computing_s(costs, strategy, workload)
+        if max(computing, traffic_s(costs, strategy, [1] * len(strategy.pipelines))) >= below_s:
             continue
         settled = _least(costs, strategy, workload.longest)
         if isinstance(settled, Shortage):
             outcomes.append(settled)
             continue
         owned = costs.changed(home=settled.home)
-        expected = max(computing, _traffic_s(owned, strategy, _micro_batches(owned, strategy, workload)))
+        expected = max(computing, traffic_s(owned, strategy, micro_batches_of_each(owned, strategy, workload)))
         fitting.append((expected, strategy, settled))
     able = 0
     # The longest sequence fits, but a mini-batch may not.
@@ -93,7 +93,8 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
     return last is not None and isinstance(_least(larger, last, longest), Settled)
 
 
-def _strategies(costs: Costs) -> Iterator[Strategy]:
+def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
+    """Yield each kind of stage that every device can run, and groups of its degree within nodes."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -104,11 +105,14 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
             for first in range(0, len(devices) - kind.tp + 1, kind.tp)
         ]
         if groups and costs.sizes.allows(kind.tp):
-            for stream in (GRADIENTS, True):
-                stages = (
-                    Stage(g, costs.outline.layers, kind.sequence_parallel, kind.recompute, stream) for g in groups
-                )
-                yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
+            yield kind, groups
+
+
+def _strategies(costs: Costs) -> Iterator[Strategy]:
+    for kind, groups in groups_by_kind(costs):
+        for stream in (GRADIENTS, True):
+            stages = (Stage(g, costs.outline.layers, kind.sequence_parallel, kind.recompute, stream) for g in groups)
+            yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
 
 
 def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
@@ -120,7 +124,8 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
     return Settled(strategy, choice[0], (assignment,), (math.inf,), choice[1], "streamed", simulated=False)
 
 
-def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
+def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
+    """Return the seconds of an iteration's computation if all pipelines are always full."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -129,24 +134,31 @@ def _computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
     return total_s / len(workload.batches)
 
 
-def _micro_batches(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
+def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) -> list[int]:
+    """Return about how many micro-batches each pipeline runs."""
     tokens = sum(map(sum, workload.batches)) / len(workload.batches) / len(strategy.pipelines)
     limits = [max(pipeline.max_len, workload.longest) for pipeline in pipeline_costs(owned, strategy)]
     return [math.ceil(tokens / limit) for limit in limits]
 
 
-def _traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
+def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
+    """Return the seconds of the slowest stage's pulls and pushes.
+
+    Owners are all ranks for data parallelism, and the ranks that compute a layer for pipelines of equal depth.
+    """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
-    several = len({costs.cluster.node_of(rank) for rank in strategy.devices}) > 1
     slowest = 0.0
-    for pipeline, times in zip(strategy.pipelines, micro_batches, strict=True):
-        (stage,) = pipeline.stages
-        pulls = 2 * times if stage.stream is True else 1
-        moved = (pulls * costs.sizes.itemsize * every + times * GRADIENT_BYTES * learning) / stage.tp
-        node = costs.cluster.node(costs.cluster.node_of(stage.devices[0]))
-        link = node.inner.bytes_per_s
-        if several:
-            link = min(link, node.outer.bytes_per_s * min(1.0, node.cards / node.devices))
-        slowest = max(slowest, (1 - 1 / costs.ranks) * moved / link)
+    for users in zip(*(pipeline.stages for pipeline in strategy.pipelines), strict=True):
+        owners = costs.ranks if len(strategy.pipelines[0].stages) == 1 else sum(stage.tp for stage in users)
+        several = len({costs.cluster.node_of(rank) for stage in users for rank in stage.devices}) > 1
+        for stage, times in zip(users, micro_batches, strict=True):
+            pulls = 2 * times if stage.stream is True else 1
+            moved = (pulls * costs.sizes.itemsize * every + times * GRADIENT_BYTES * learning) / stage.tp
+            node = costs.cluster.node(costs.cluster.node_of(stage.devices[0]))
+            link = node.inner.bytes_per_s
+            if several:
+                link = min(link, node.outer.bytes_per_s * min(1.0, node.cards / node.devices))
+            apart = 1 - (1 if owners == costs.ranks else stage.tp) / owners
+            slowest = max(slowest, apart * moved * stage.layers / costs.outline.layers / link)
     return slowest

@@ -1,0 +1,95 @@
+"""Pipelines whose stages stream, for when no plan fits without streaming.
+
+Stages own what they compute as far as their memory allows, so their pulls and pushes mostly stay on the rank.
+A pipeline takes groups of equal tensor-parallel degree from all nodes, and its layers follow the groups' memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hydragraph.cost.costs import Costs
+from hydragraph.planner.deadline import is_late
+from hydragraph.planner.price_candidate import Settled, Shortage, owners_by_block
+from hydragraph.planner.price_mini_batches import Varied
+from hydragraph.planner.streamed_data_parallelism import (
+    SIMULATED,
+    computing_s,
+    groups_by_kind,
+    micro_batches_of_each,
+    traffic_s,
+)
+from hydragraph.planner.traffic_bound import bytes_by_block
+from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.training_workload import Workload
+
+
+def streamed_pipelines(
+    costs: Costs, workload: Workload, below_s: float, until: float | None
+) -> list[Settled | Shortage]:
+    """Return simulated strategies of several stages that stream, and shortages, as `streamed` does."""
+    varied = Varied(costs, workload.batches)
+    outcomes: list[Settled | Shortage] = []
+    able = 0
+    expected = {strategy: _expected_s(costs, strategy, workload) for strategy in _strategies(costs)}
+    for strategy in sorted(expected, key=expected.__getitem__):
+        if able == SIMULATED or expected[strategy] >= below_s or (is_late(until) and math.isfinite(below_s)):
+            break
+        filled = [2 * len(pipeline.stages) for pipeline in strategy.pipelines]
+        chosen = owners_by_block(costs, strategy, Assignment.even(filled, workload.longest))
+        if chosen is None:
+            continue
+        settled = varied.settle(strategy, "streamed", chosen[0])
+        outcomes.append(settled)
+        if isinstance(settled, Settled) and math.isfinite(settled.seconds):
+            able += 1
+            below_s = min(below_s, settled.seconds)
+    return outcomes
+
+
+def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
+    """Return the larger of the seconds of computation, with the pipelines' bubbles, and of traffic."""
+    each = max(1.0, sum(map(len, workload.batches)) / len(workload.batches) / len(strategy.pipelines))
+    bubble = (len(strategy.pipelines[0].stages) - 1) / each
+    counts = micro_batches_of_each(costs, strategy, workload)
+    return max((1 + bubble) * computing_s(costs, strategy, workload), traffic_s(costs, strategy, counts))
+
+
+def _strategies(costs: Costs) -> Iterator[Strategy]:
+    for kind, groups in groups_by_kind(costs):
+        for depth in range(2, min(len(groups), costs.outline.layers) + 1):
+            count, rest = divmod(len(groups), depth)
+            if rest:
+                continue
+            rows = [groups[first::count] for first in range(count)]
+            layers = [_layers_by_memory(costs, row) for row in rows]
+            for stream in (GRADIENTS, True):
+                yield Strategy(
+                    tuple(
+                        Pipeline(
+                            tuple(
+                                Stage(group, n, kind.sequence_parallel, kind.recompute, stream)
+                                for group, n in zip(row, counts, strict=True)
+                            )
+                        )
+                        for row, counts in zip(rows, layers, strict=True)
+                    )
+                )
+
+
+def _layers_by_memory(costs: Costs, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the layers of each stage, whose weights are about proportional to its memory."""
+    count = costs.outline.layers
+    pulled, _ = bytes_by_block(costs)
+    held = np.cumsum([pulled[slice(*costs.outline.span(layer, layer + 1))].sum() for layer in range(count)])
+    memory = np.cumsum([sum(map(costs.memory_of, group)) for group in groups])
+    ends = [0]
+    for stage, part in enumerate(memory / memory[-1], 1):
+        nearest = int(np.abs(held - part * held[-1]).argmin()) + 1
+        ends.append(min(max(nearest, ends[-1] + 1), count - (len(groups) - stage)))
+    return [end - begin for begin, end in pairwise(ends)]

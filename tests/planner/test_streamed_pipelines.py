@@ -1,0 +1,56 @@
+"""Pipelines whose stages stream: found where nothing else fits, as fast as simulated, and within memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import hydragraph as hg
+from hydragraph.cost.costs import Costs
+from hydragraph.errors import Unsupported
+from hydragraph.planner.price_candidate import Settled
+from hydragraph.planner.streamed_data_parallelism import streamed
+from hydragraph.planner.streamed_pipelines import streamed_pipelines
+from hydragraph.spec.cluster import Interconnect
+from tests.cost import priced
+
+WORKLOAD = hg.Workload(sequences=32, length=1000)
+
+
+def costs_of(*memory: float) -> Costs:
+    """Return costs of two nodes of two devices, whose link is slow; memory is of each node's devices."""
+    profile = priced.that_saves(priced.profile(8, "fast", elements=2_000_000))
+    costs = Costs(profile, priced.cluster(4, 2, outer=Interconnect(1e9, 1e-5)))
+    devices = tuple(replace(d, memory_bytes=int(memory[d.node])) for d in costs.cluster.devices)
+    return costs.changed(cluster=replace(costs.cluster, devices=devices))
+
+
+def test_stages_stream_where_nothing_else_fits() -> None:
+    costs = costs_of(240e6, 168e6)
+    with pytest.raises(Unsupported, match="nothing fits"):
+        hg.plan(costs, WORKLOAD, streaming=False)
+    found = hg.plan(costs, WORKLOAD)
+    alone = [one.seconds for one in streamed(costs, WORKLOAD, math.inf, None) if isinstance(one, Settled)]
+    assert found.strategy.streams
+    assert any(len(pipeline.stages) > 1 for pipeline in found.strategy.pipelines)
+    assert found.seconds < min(alone, default=math.inf)
+    owned = costs.changed(home=found.home)
+    assert found.seconds == pytest.approx(hg.simulate(owned, found.strategy, found.assignment).seconds)
+    walked = [each.total for each in owned.memory(found.strategy, found.assignment)]
+    assert all(size <= costs.memory_of(rank) for rank, size in enumerate(walked))
+
+
+def test_larger_devices_hold_more_layers() -> None:
+    equal, uneven = (streamed_pipelines(costs_of(240e6, size), WORKLOAD, math.inf, None) for size in (240e6, 168e6))
+    assert {tuple(s.layers for s in p.stages) for one in equal for p in one.strategy.pipelines} <= {(4, 4), (2,) * 4}
+    assert {tuple(s.layers for s in p.stages) for one in uneven for p in one.strategy.pipelines} == {(5, 3)}
+
+
+def test_what_takes_longer_than_a_known_plan_is_left_out() -> None:
+    costs = costs_of(240e6, 168e6)
+    found = [one.seconds for one in streamed_pipelines(costs, WORKLOAD, math.inf, None) if isinstance(one, Settled)]
+    assert found
+    assert streamed_pipelines(costs, WORKLOAD, 0.01 * min(found), None) == []
+    assert streamed_pipelines(costs, WORKLOAD, 1e9, until=0.0) == []
