@@ -61,7 +61,8 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         paths: files and directories. Hidden entries, `__pycache__`, links to directories, and other files than Arrow in
             directories saved by `datasets` are skipped.
         suffixes: of the files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
-            .parquet, ...) if there are any, else all that can be read as text.
+            .parquet, ...) if there are any, else all that can be read as text. Of records with a split in their names,
+            such as train-0.parquet and test-0.parquet, those for training are taken.
 
     Raises:
         ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.
@@ -214,6 +215,9 @@ _NO_TEXTS: dict[str, str] = {
 
 
 _ABOUT = ("README", "LICENSE")  # no data by themselves, if there are other files
+# Splits in the names of files and folders, as `datasets` finds them.
+_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+_EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 
 
 def _check_named(path: Path) -> None:
@@ -235,14 +239,22 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
     paths = list(_inside(root, suffixes))
     if suffixes is None:
         texts = [path for path in paths if suffix_of(path) not in _NO_TEXTS]
-        records = [path for path in texts if _has_records(path)]
+        records = _of_training([path for path in texts if _has_records(path)], root)
         beside_data = len(texts) < len(paths) and all(path.stem.upper() in _ABOUT for path in texts)
         paths = records or ([] if beside_data else texts)
     yield from paths
 
 
+def _of_training(paths: list[Path], root: Path) -> list[Path]:
+    """Leave out the splits for evaluation if there is one for training."""
+    names = {path: str(path.relative_to(root)) for path in paths}
+    evaluated = [path for path in paths if _EVALUATION.search(names[path]) and not _TRAIN.search(names[path])]
+    trained = [path for path in paths if path not in evaluated]
+    return trained if any(_TRAIN.search(names[path]) for path in trained) else paths
+
+
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files in directories among `paths` whose type is not read."""
+    """Return the files in directories among `paths` that are not read: of other types, or splits for evaluation."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 

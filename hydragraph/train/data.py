@@ -138,7 +138,8 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         omitted = [str(path) for path in corpus.left_out(paths, source.suffixes)]
         if omitted:
             more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
-            yield f"not read of the data: {', '.join(omitted[:3])}{more}; name the files in paths, or set suffixes"
+            remedy = "name the files in paths or in evaluation, or set suffixes"
+            yield f"not read of the data: {', '.join(omitted[:3])}{more}; {remedy}"
         fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:
             yield f"fields of the data that are not read: {', '.join(fields)}"

@@ -239,6 +239,16 @@ def test_a_folder_of_records_is_read_without_what_lies_beside_them(tmp_path: Pat
     assert list(documents([tmp_path], suffixes=(".md",))) == ["words"]
 
 
+def test_a_folder_with_splits_is_read_without_those_for_evaluation(tmp_path: Path) -> None:
+    names = ["data/train-00000-of-00001.jsonl", "more.jsonl", "data/test-0.jsonl", "validation/a.jsonl", "latest.jsonl"]
+    for name in names:
+        write(tmp_path / name, json.dumps({"text": name}))
+    assert set(documents([tmp_path])) == {names[0], names[1], names[4]}
+    assert {str(path.relative_to(tmp_path)) for path in left_out([tmp_path])} == {names[2], names[3]}
+    assert list(documents([tmp_path / "data/test-0.jsonl"])) == [names[2]]
+    assert list(documents([tmp_path / "validation"])) == [names[3]]
+
+
 def test_fields_of_messages_that_the_template_does_not_name_are_not_read(tmp_path: Path) -> None:
     said = [
         {"role": "user", "content": "Q", "name": "n"},
