@@ -147,7 +147,8 @@ class SourceConfig:
     Attributes:
         paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
             Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
-        suffixes: suffixes of the files to read from a directory; None: all files.
+        suffixes: suffixes of the files to read from a directory; None: records, without test and validation files, or
+            else all texts.
         format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
             its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
             that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
