@@ -416,7 +416,7 @@ def main() -> None:
 def _others(losses: Mapping[int, float], calm: Mapping[int, float]) -> Iterator[str]:
     """Yield the steps whose losses differ from those of the undisturbed run."""
     if far := [step for step, loss in losses.items() if calm.get(step) != loss]:
-        yield f"losses are others at {len(far)} steps, first at {far[0]}"
+        yield f"losses differ at {len(far)} steps, first at {far[0]}"
 
 
 if __name__ == "__main__":

@@ -422,7 +422,7 @@ def wrong(name: str, run: Victim, code: int | None, said: str, calm: Mapping[int
         yield f"it has steps {min(mine, default=0)} to {max(mine, default=0)}"
     far = {step: loss for step, loss in mine.items() if abs(loss - calm[step]) > STAYS * abs(calm[step])}
     if far:
-        yield f"losses are others at {len(far)} steps, first at {min(far)}"
+        yield f"losses differ at {len(far)} steps, first at {min(far)}"
     end = time.monotonic() + 20
     while (left := [pid for pid in run.pids if lives(pid)]) and time.monotonic() < end:
         time.sleep(0.1)

@@ -71,7 +71,7 @@ class TooFewRanks(RuntimeError):  # noqa: N818
     """Too few ranks are left to continue; they have the whole state, and can save it."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}; the state is whole: save it, and continue from there with more ranks")
+        super().__init__(f"{why}; the state is complete: save it, and continue from it with more ranks")
         self.why = why
 
     def __reduce__(self) -> tuple[type[TooFewRanks], tuple[str]]:

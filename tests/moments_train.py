@@ -187,7 +187,7 @@ def struck(plan: Plan, config: TrainConfig, folder: Path, about: dict[str, Any])
     losses = {m.step: m.loss for m in disturbed_run.run(replace(calm, output=str(folder / "calm")), until=last).metrics}
     far = [step for step in range(1, last + 1) if step not in mine or mine[step] != losses.get(step)]
     if far or len(mine) != last:
-        problems.append(f"losses are others, or missing, at {len(far)} of {last} steps, first at {far[:1]}")
+        problems.append(f"losses differ or are missing at {len(far)} of {last} steps, first at {far[:1]}")
     _print(plan, about, load)
     print(f"{last} steps in {time.monotonic() - began:.0f} s")
     for problem in problems:

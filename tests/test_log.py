@@ -99,7 +99,7 @@ def test_what_is_dropped_is_told(caplog: pytest.LogCaptureFixture) -> None:
         buffers.give(buffers.take(250_000))
         buffers.begin()
         buffers.begin()
-    assert caplog.messages == ["dropped a dict, asked for longest ago: 1 are kept", "dropped 1 idle buffers of 1.0 MB"]
+    assert caplog.messages == ["dropped the least recently used dict: 1 are kept", "dropped 1 idle buffers of 1.0 MB"]
 
 
 def test_buffers_are_not_counted_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +151,7 @@ def test_ranks_show_what_their_launcher_shows_and_say_who_they_are() -> None:
         assert lines[1:] == [
             f"{here} 7] {name}: made tensor-parallel communicators of ranks (0, 1)",
             f"{here} 7] {name}: made tensor-parallel communicators of ranks (1, 2)",
-            f"{here} 7] {name}: dropped the communicator of ranks (0, 1), used longest ago: 1 are kept",
+            f"{here} 7] {name}: dropped the least recently used communicator, of ranks (0, 1): 1 are kept",
         ]
 
 

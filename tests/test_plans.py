@@ -124,7 +124,7 @@ def test_costs_of_other_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layers", "lengths", "why"),
     [
-        (6, [[24] * 12], "costs of a model of 6 layers, and this one has 4; measure this model"),
+        (6, [[24] * 12], "costs of a model of 6 layers, but this one has 4; measure this model"),
         (LAYERS, [[], [0, 0]], "mini-batches that hold no tokens; pass lengths="),
         (LAYERS, [[10**9]], "nothing fits"),
     ],

@@ -76,7 +76,8 @@ def make_scratch(path: Path) -> Path:
     """
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
-            f"checkpoint {path}: something else is there, without {MARKER}: choose another path or remove it"
+            f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "
+            "remove it"
         )
     scratch = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     scratch.mkdir(parents=True)

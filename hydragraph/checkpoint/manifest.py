@@ -71,7 +71,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
         remedy = (
             f"rename {aside[0]}, which a crashed save moved aside" if aside else "name a directory that `save` made"
         )
-        raise ValueError(f"checkpoint {path}: there is no {MARKER}, so it is none or incomplete: {remedy}")
+        raise ValueError(f"checkpoint {path}: it has no {MARKER}, so it is incomplete or not a checkpoint: {remedy}")
     try:
         content = json.loads((path / MARKER).read_text())
         version = content["format"]
@@ -126,7 +126,7 @@ def check_model(
     ]
     if different:
         rest = f"; and {len(different) - 3} more" if len(different) > 3 else ""
-        raise ValueError(f"checkpoint {path}: {'; '.join(different[:3])}{rest}: load it into the model that it is of")
+        raise ValueError(f"checkpoint {path}: {'; '.join(different[:3])}{rest}: load it into the model that was saved")
     if optimizer is not None and manifest.optimizer != optimizer:
         raise ValueError(
             f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"

@@ -51,7 +51,7 @@ class Reader(FileSystemReader):
         except Exception as error:  # a damaged pickle may raise anything
             raise Damaged(f"{file} cannot be read as a checkpoint's metadata ({error}): use another one") from error
         if not isinstance(metadata, Metadata):
-            raise Damaged(f"{file} holds a {type(metadata).__name__}, no checkpoint's metadata: use another one")
+            raise Damaged(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata: use another one")
         paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
         if outside := [path for path in paths if path not in self._files]:
             raise Damaged(f"{file} names {outside[0]!r}, which is not a file of this checkpoint: use another one")

@@ -106,8 +106,8 @@ def restore(
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
-            f"{what}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}, which"
-            f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with those it was saved with"
+            f"{what}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}; they"
+            f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the groups that were saved"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(

@@ -91,9 +91,7 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
     """Find the newest complete checkpoint and plan its reads; all ranks call it."""
     nodes, there = _survey(pieces, groups)
     if not there and least is None:
-        raise ValueError(
-            f"{_WHAT}: no place that is left holds any: keep some with Executable.keep, or load a checkpoint"
-        )
+        raise ValueError(f"{_WHAT}: no remaining place holds any: keep some with Executable.keep, or load a checkpoint")
     refusals = []
     for kept in sorted(there, reverse=True):
         if least is not None and kept.step < least:

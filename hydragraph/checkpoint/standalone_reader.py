@@ -26,7 +26,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for name, expected in manifest.files.items():
         file = path / name
         if not file.is_file() or SavedFile.of(file) != expected:
-            raise Damaged(f"checkpoint {path}: {name} is not what was written: export another checkpoint")
+            raise Damaged(f"checkpoint {path}: {name} has changed since it was written: export another checkpoint")
     weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

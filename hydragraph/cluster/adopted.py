@@ -37,7 +37,7 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
         if not dist.is_gloo_available():
             raise ValueError(
                 f"the default process group (backend {dist.get_backend(default)!r}) moves no CPU tensors, and this "
-                "PyTorch has no gloo that would: call init_process_group with a backend for the CPU as well"
+                "PyTorch has no gloo: call init_process_group with a backend for the CPU as well"
             )
         with unbound():
             group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")

@@ -437,7 +437,7 @@ class Groups:
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
             ranks, group = self._tensor_parallel.popitem(last=False)
-            _LOG.info("dropped the communicator of ranks %s, used longest ago: %d are kept", ranks, capacity)
+            _LOG.info("dropped the least recently used communicator, of ranks %s: %d are kept", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
 

@@ -249,7 +249,7 @@ def launch(
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(f"launch: a rank imports this script, which would start ranks itself; {GUARD}")
     if not callable(function):
-        raise ValueError(f"launch: the function is {function!r}: give one, as in launch(train, {ranks})")
+        raise ValueError(f"launch: the function is {function!r}: give a function, as in launch(train, {ranks})")
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks}: give a positive number of ranks")
     if ranks > _MOST:

@@ -56,7 +56,7 @@ class OfferedFile:
         path = Path(self.path)
         check_private(path.parent)
         if OfferedFile.of(path).digest != self.digest:
-            raise ValueError(f"{self.path} is not what was written")
+            raise ValueError(f"{self.path} has changed since it was written")
         return read_value(path)
 
 
@@ -99,7 +99,9 @@ def once_per_machine(
             try:
                 returned.append(theirs.read())  # type: ignore[arg-type]
             except (OSError, ValueError) as refused:
-                _LOG.warning("%s: what rank %d made cannot be read (%s): making it again", what, fellows[-1], refused)
+                _LOG.warning(
+                    "%s: the result of rank %d cannot be read (%s): making it again", what, fellows[-1], refused
+                )
         world.gather(None)  # all ranks have finished reading
     return returned[0] if returned else make()
 

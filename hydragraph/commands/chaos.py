@@ -21,9 +21,9 @@ class ChaosOptions(ConfigOptions):
 
     kills: Annotated[int | None, typer.Option(min=0, help="Ranks to kill; default: 10, but none with --kinds.")] = None
     slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0
-    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then come in their places.")] = 0
+    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then replace them.")] = 0
     kinds: Annotated[
-        str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` says which there are.")
+        str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` lists them.")
     ] = None
     each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3
     seed: Annotated[int, typer.Option(help="Seed that draws the times and the ranks.")] = 0
@@ -71,7 +71,7 @@ def chaos_command(options: ChaosOptions) -> None:
             raise ValueError(f"the run fails even without injected faults: {undisturbed.ending}")
         control = None
         if not config.deterministic:
-            with console.status("training undisturbed on one rank, to see what rounding comes to"):
+            with console.status("training undisturbed on one rank, to measure the effect of rounding"):
                 control = disturbed_run.run(disturbed_run.alone(peaceful, folder), until=last).until(last)
     table = Table(title=f"{len(disturbed.struck)} of {len(strikes)} strikes, seed {options.seed}", show_header=False)
     for name, value in disturbed_run.rows(disturbed, undisturbed):
@@ -87,7 +87,7 @@ def chaos_command(options: ChaosOptions) -> None:
     departed = disturbed_run.departure(disturbed, undisturbed, control)
     if departed is not None:
         rounding = "" if control is None else ", and not by rounding"
-        wrong.append(f"from step {departed} on its losses are others, or missing{rounding}")
+        wrong.append(f"from step {departed} on its losses differ or are missing{rounding}")
     if disturbed.left:
         wrong.append(f"processes {list(disturbed.left)} were left behind")
     wrong += disturbed.problems

@@ -133,7 +133,10 @@ def check_command(options: CheckOptions) -> None:
         if options.cluster is None and options.arch is None and options.profile is None and priced:
             print(default_devices_text(ranks, config))
         if config.objective is not None:
-            print("a step scores its answers first: a forward pass, about a third more, which the seconds leave out")
+            print(
+                "a step first scores its answers in a forward pass: about a third "
+                "more time, which these seconds do not include"
+            )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))
         for fitting, *_ in fits:

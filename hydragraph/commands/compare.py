@@ -103,7 +103,9 @@ def _print(found: RunComparison, corrections: Path) -> None:
 
 def _kinds(found: RunComparison) -> Table:
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
-    table = new_table(f"where the time of {len(found.steps)} steps went, all ranks and each", headings, left=("kind",))
+    table = new_table(
+        f"where the time of {len(found.steps)} steps went, for all ranks and for each", headings, left=("kind",)
+    )
     for together in found.kinds:
         rows = [row for row in found.rows if row.kind is together.kind]
         if together.measured or together.predicted:

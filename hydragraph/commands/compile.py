@@ -52,9 +52,7 @@ class CompileOptions(ConfigOptions):
     strategies: Strategies = None
     home: HomeText = None
     micro_batches: MicroBatches = "2"
-    output: Annotated[Path, typer.Option(help="The folder to write; an earlier compile's is replaced.")] = Path(
-        "compiled"
-    )
+    output: Annotated[Path, typer.Option(help="The folder to write; an earlier one is replaced.")] = Path("compiled")
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's ranks.")] = (
         None
     )
@@ -125,7 +123,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
     if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
         print(
             f"hydragraph: the model's vocabulary is taken to be data.vocab_size, {config.data.vocab_size}: the "
-            "tokenizer is not learned yet. Where it learns fewer tokens, training refuses the folder: compile again "
+            "tokenizer is not learned yet. If it learns fewer tokens, training refuses the folder: compile again "
             "then, or set model.config.vocab_size",
             file=sys.stderr,
         )

@@ -83,9 +83,9 @@ class ModelData:
             }
             return cls(**{**data, "sizes": ModelSizes.from_record(data["sizes"]), "blocks": blocks})
         except FileNotFoundError:
-            raise ValueError(f"{path} is missing: write the folder again by hydragraph compile") from None
+            raise ValueError(f"{path} is missing: write the folder again with hydragraph compile") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}: write the folder again by hydragraph compile") from None
+            raise ValueError(f"{path}: {error}: write the folder again with hydragraph compile") from None
 
     @cached_property
     def outline(self) -> Outline:
@@ -107,7 +107,7 @@ class ModelData:
         for variant in self.blocks[self.templates[name]]:
             if variant.kind == part.kind.text and part.index in variant.indices:
                 return variant
-        raise ValueError(f"{DATA} does not describe {name} in {part}: write the folder again by hydragraph compile")
+        raise ValueError(f"{DATA} does not describe {name} in {part}: write the folder again with hydragraph compile")
 
 
 class RecordedBlocks:

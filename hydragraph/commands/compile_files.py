@@ -82,7 +82,9 @@ def summarise(
 def check_folder(folder: Path) -> None:
     """Raise a ValueError if a folder holds other files."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
-        raise ValueError(f"--output {folder} holds other files: name a new folder, or one by hydragraph compile")
+        raise ValueError(
+            f"--output {folder} holds other files: name a new folder, or one that hydragraph compile wrote"
+        )
 
 
 def write_folder(

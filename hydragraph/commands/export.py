@@ -23,7 +23,7 @@ class ExportOptions(CommonOptions):
         str | None, typer.Option(metavar="N", help="Export the checkpoint after this step; default: the latest.")
     ] = None
     merged: Annotated[
-        bool, typer.Option("--merged", help="Of a run with adapters: the whole model, with them added.")
+        bool, typer.Option("--merged", help="For a run with adapters: export the whole model, with the adapters added.")
     ] = False
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")] = "float32"
 

@@ -34,7 +34,7 @@ ClusterFile = Annotated[
 ]
 DeviceCount = Annotated[
     int | None,
-    typer.Option("--devices", min=1, help="Instead, so many H200s, eight in a node; default: the config's ranks."),
+    typer.Option("--devices", min=1, help="Instead, a number of H200s, eight in a node; default: the config's ranks."),
 ]
 HealthFile = Annotated[
     Path | None,
@@ -45,7 +45,7 @@ ProfileFile = Annotated[
 ]
 Efficiency = Annotated[
     float | None,
-    typer.Option(help="Without a profile: the part of the FLOP/s that computation reaches; default: a roofline."),
+    typer.Option(help="Without a profile: the fraction of the FLOP/s that computation reaches; default: a roofline."),
 ]
 CorrectionsFile = Annotated[
     Path | None,
@@ -58,7 +58,7 @@ LogLevel = Annotated[
     typer.Option(
         "--log-level",
         metavar="|".join(LEVELS),
-        help="Say on stderr, rank by rank, what happens: captures, plans, checkpoints, ... (info), every step (debug).",
+        help="Log on stderr, rank by rank: captures, plans, checkpoints, ... (info), every step (debug).",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

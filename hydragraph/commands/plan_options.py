@@ -83,7 +83,8 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             metavar=METHODS,
-            help="Search for differences of types (mixed), of speed (straggler), for data parallelism by stage "
+            help="Search for device types that differ (mixed), for speeds that differ "
+            "(straggler), for data parallelism by stage "
             "(search; metis: by improved Metis's own memory-aware order), or for all of them (auto, the default).",
         ),
     ] = None

@@ -20,8 +20,8 @@ from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
-T is the number of tokens of what passes between blocks (under sequence parallelism, of a rank's part of it), S the
-number of sequences and one more. When values are freed is left out."""
+T is the number of tokens that pass between blocks (under sequence parallelism, of a rank's part of them), S the
+number of sequences and one more. Frees are left out."""
 _HEAD = """import torch
 
 import hydragraph.kernels.varlen_attention  # registers torch.ops.hydragraph

@@ -64,7 +64,8 @@ class ShowOptions(CommonOptions):
         str | None, typer.Option(help="Differences from another folder, or from another strategy of this one.")
     ] = None
     passes: Annotated[
-        bool, typer.Option("--passes", help="List the passes; with a config, what each makes of blocks and ranks.")
+        bool,
+        typer.Option("--passes", help="List the passes; with a config, also what each does to blocks and programs."),
     ] = False
     overrides: Set = None
 
@@ -229,7 +230,7 @@ def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
         for i, rank_program in enumerate(programs):
             if rank in (None, i):
                 print(to_text(rank_program), end="\n\n")
-        print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and come to their end")
+        print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and terminate")
 
 
 def _show_passes(config: TrainConfig, options: ShowOptions) -> None:

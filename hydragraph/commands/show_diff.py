@@ -34,7 +34,7 @@ def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
     if one.data.home != other.data.home:
         yield f"  home: {one.data.home} -> {other.data.home}"
     if (one.path / "program.txt").read_bytes() != (other.path / "program.txt").read_bytes():
-        yield "  program.txt differs: the captured model is another one"
+        yield "  program.txt differs: the captured models differ"
 
 
 def _graphs(one: Path, other: Path) -> Iterator[str]:

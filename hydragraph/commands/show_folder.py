@@ -62,7 +62,7 @@ class ShownStrategy:
             return read()
         except FileNotFoundError as error:
             missing = Path(str(error.filename)).name
-            raise ValueError(f"{self.folder}: {missing} is missing: write it again by hydragraph compile") from None
+            raise ValueError(f"{self.folder}: {missing} is missing: write it again with hydragraph compile") from None
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}") from None
 

@@ -29,7 +29,7 @@ def memory_lines(
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
     yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
-    yield "  activations: what forwards save; working: within a graph; messages: under way"
+    yield "  activations: what forwards save; working: within a graph; messages: in flight"
     if any(strategy.strategy.offloads for strategy in strategies):
         yield "  host: what is offloaded, not included in all"
     if limit:
@@ -43,7 +43,7 @@ def memory_lines(
         if rank is not None:
             yield from _when(folder, strategy, rank, tokens)
         elif folder.summary.ranks > FEW:
-            yield "  the first rank of each kind of program stands for those of its kind; --rank N walks another one"
+            yield "  the first rank of each kind of program stands for the others; --rank N shows another one"
 
 
 def _rows(

@@ -58,7 +58,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
         if low < high and rank in (None, owner):
             owned.append((owner, low - start, high - start, copy))
     if not owned:
-        yield "  it owns no part of it" if rank is not None else "  no rank owns it"
+        yield "  this rank owns no part of it" if rank is not None else "  no rank owns it"
     # Neighbours of equal shares are one line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
@@ -76,7 +76,7 @@ def _users(
     holders = dict(placement.holders).get(bucket.name, ())
     stages = [placement.stage_of[ranks[0]] for ranks in holders if rank is None or rank in ranks]
     if not stages:
-        yield "  it computes without it" if rank is not None else "  no rank computes with it"
+        yield "  this rank does not compute with it" if rank is not None else "  no rank computes with it"
     for stage in stages:
         yield from _stage(stage, parameter, folder.data.sizes.itemsize, rank)
 

@@ -121,9 +121,7 @@ class SimulateOptions(StepOptions):
             "--what-if", help='Also simulate with one number changed: "device 3 x2.57", "between_nodes x0.5".'
         ),
     ] = None
-    critical: Annotated[bool, typer.Option("--critical-path", help="Tell what the best strategy's end waited for.")] = (
-        False
-    )
+    critical: Annotated[bool, typer.Option("--critical-path", help="Print the best strategy's critical path.")] = False
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None
 

@@ -290,7 +290,7 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
             "torchrun (--nproc-per-node 1) or with RANK and WORLD_SIZE set"
         )
     if nodes is not None and config.ranks < nodes.count:
-        raise ValueError(f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: each node has one at least")
+        raise ValueError(f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: each node needs at least one")
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 
 

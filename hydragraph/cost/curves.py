@@ -135,7 +135,7 @@ class Table:
         most = max(row[1] for row in self.rows)
         if tokens > BEYOND * most:
             raise Unsupported(
-                f"a micro-batch of {tokens:.0f} tokens, where at most {most} were measured",
+                f"a micro-batch of {tokens:.0f} tokens, but at most {most} were measured",
                 where="profile",
                 remedy="measure larger micro-batches, or cut this one",
             )

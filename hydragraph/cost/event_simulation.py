@@ -143,7 +143,7 @@ class Engine:
             at = next(i for i, end in enumerate(self.times[a].end) if end < 0 and i not in program.before)
         where = " ".join(instruction_text(program.instructions[at]).split())
         return (
-            f"rank {actor.ranks[0]} never ends: verify() these programs, it names who waits for whom; "
+            f"rank {actor.ranks[0]} never ends: verify() these programs, which names the ranks that wait; "
             f"instruction {at}, {where!r}, has not begun"
         )
 

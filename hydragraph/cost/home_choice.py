@@ -227,7 +227,7 @@ class _Choice:
 
     def _fits(self, classes: Sequence[BucketClass], parts: dict[str, Parts]) -> bool:
         room = self._question.room
-        assert room is not None, "asked where memory is known"
+        assert room is not None, "called only with known memory"
         owned = sum(
             (self._copied(b) * parts[b.name] for bucket_class in classes for b in bucket_class.buckets),
             np.zeros(self.ranks),

@@ -150,13 +150,13 @@ class Profile:
             if other.blocks != first.blocks:
                 raise ValueError(
                     f"profiles {first.name} and {other.name} are of different models ({len(first.blocks)} and "
-                    f"{len(other.blocks)} blocks, or others): measure one model on every type of device"
+                    f"{len(other.blocks)} blocks, or unequal ones): measure one model on every type of device"
                 )
         types = [profile.type for profile in every]
         for name in types:
             if types.count(name) > 1:
                 raise ValueError(
-                    f"two profiles of device type {name!r}: name the types (hydragraph profile --type), each once"
+                    f"two profiles of device type {name!r}: give each its own type (hydragraph profile --type)"
                 )
         return replace(first, others=tuple(every[1:]))
 
@@ -174,7 +174,7 @@ class Profile:
         measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
         more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
         raise self._unsupported(
-            f"device type {type_!r} was not measured" if type_ else "the cluster has devices of no type",
+            f"device type {type_!r} was not measured" if type_ else "the cluster's devices have no type",
             remedy=f"use {measured} in the cluster{more}",
         )
 
@@ -304,7 +304,8 @@ class Profile:
         if self.memory is None:
             raise self._unsupported(
                 f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
-                remedy="of a profile with blocks ask hg.Costs(profile, cluster), or add it to the profile's limits",
+                remedy="with a profile that has blocks use hg.Costs(profile, "
+                "cluster), or add it to the profile's limits",
             )
         if scheme[0] not in self.memory.activation:
             raise self._unsupported(

@@ -136,7 +136,9 @@ def read_trace(path: Path) -> Trace:
         steps = tuple(_step(record) for record in content["otherData"]["steps"])
         ranks = _events(content["traceEvents"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: no trace of a run ({error!r}): write one with hydragraph train --trace") from error
+        raise ValueError(
+            f"{path}: not a trace of a run ({error!r}): write one with hydragraph train --trace"
+        ) from error
     if not steps:
         raise ValueError(f"{path} does not say what was run: write the trace of a run with hydragraph train --trace")
     return Trace(steps, ranks)

@@ -102,7 +102,8 @@ class DocumentEncoder:
         odd = next((i for i in tokens.ids if not 0 <= i < most), None)
         if odd is not None:
             raise ValueError(
-                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to theirs"
+                f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to the "
+                "one that made them"
             )
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
@@ -126,7 +127,7 @@ class DocumentEncoder:
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
-            raise ValueError(f"{place}: what the assistant says has no token: leave it out")
+            raise ValueError(f"{place}: the assistant's text has no token: leave the conversation out")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
             # The end directly follows the model's output, without blanks of the template.
             kept = len(targets) - targets[::-1].index(True)

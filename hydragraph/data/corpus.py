@@ -224,7 +224,7 @@ def _check_named(path: Path) -> None:
     """Refuse a named file whose format would be trained on as plain bytes."""
     way = _NO_TEXTS.get(suffix_of(path))
     if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
-        raise ValueError(f"corpus file {path}: tables are not read compressed as a whole: unpack it")
+        raise ValueError(f"corpus file {path}: a compressed table cannot be read: unpack it")
     if way is not None:
         raise ValueError(f"corpus file {path} would be read as plain text, byte by byte: {way}")
 

@@ -66,7 +66,7 @@ class ChatTemplate:
             raise ValueError(f"{place}: no message of the assistant (only of {roles}): leave it out")
         trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
         if not trained:
-            raise ValueError(f"{place}: what the assistant says has weight 0: leave it out")
+            raise ValueError(f"{place}: all messages of the assistant have weight 0: leave the conversation out")
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
@@ -322,7 +322,7 @@ class _Written:
 
     def _untold(self, i: int) -> ValueError:
         return ValueError(
-            f"{self._place}: what the chat template writes for messages[{i}] cannot be told from the rest: mark it "
+            f"{self._place}: the text that the chat template writes for messages[{i}] cannot be located: mark it "
             "with {% generation %} in a template of your own (data.chat_template), or set data.train_on to last"
         )
 

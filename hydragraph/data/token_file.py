@@ -260,8 +260,8 @@ def encode_texts(
             encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         except TypeError as error:
             raise ValueError(
-                f"one of the documents {done} to {done + len(batch) - 1} is not Unicode text (a lone surrogate, or no "
-                "str): read them with corpus.documents, which leaves such documents out"
+                f"one of the documents {done} to {done + len(batch) - 1} is not Unicode text (a lone surrogate, or not "
+                "a str): read them with corpus.documents, which leaves such documents out"
             ) from error
         done += len(batch)
         every = (encoding.ids for encoding in encodings)

@@ -237,8 +237,8 @@ def _checked_options(
         raise ValueError(f"compile: push_dtype is {push_dtype}: give torch.float32 or torch.bfloat16")
     if deterministic and push_dtype != torch.float32:
         raise ValueError(
-            f"compile: push_dtype {push_dtype} rounds each rank's sum, which depends on the ranks there are: leave it "
-            "out with deterministic"
+            f"compile: push_dtype {push_dtype} rounds each rank's sum, so results depend on the number of ranks: "
+            "leave it out with deterministic"
         )
     if type(seed) is not int:
         raise ValueError(f"compile: seed is {seed!r}: give an integer")
@@ -263,7 +263,7 @@ def _given(source: _Source, program: Program | None, folder: str | Path | None, 
         if program is None:
             return
         if folder is not None:
-            raise ValueError("compile: a program and a compiled folder were given, and either stands for a capture")
+            raise ValueError("compile: a program and a compiled folder were given: give one of them")
         check_loss_of(program, source.loss)
         _check_origin(program, source)
 
@@ -353,7 +353,7 @@ def _check_origin(program: Program, source: _Source) -> None:
         raise ValueError(f"program: it was captured from another model than this {name}: capture this one")
     without_buffers = source.loss is not None and not loss_buffers(source.loss)
     if source.example is not None or without_buffers or source.dtype not in (torch.float32, program.dtype):
-        raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss to `capture` alone")
+        raise ValueError(f"program: it computes in {program.dtype}; give dtype, example and loss only to `capture`")
 
 
 @own_modes("precompile")

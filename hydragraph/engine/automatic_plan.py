@@ -213,7 +213,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     if not all(type_profile.pieces for type_profile in every):
         reasons = "; ".join(dict.fromkeys(why for type_profile in every for why in type_profile.unfit.values()))
         _LOG.warning("measured times cannot be fitted (%s): operations are counted instead", reasons)
-        source = f"by operations at the measured speed of products, because {reasons[:80]}"
+        source = f"from operation counts at the measured speed of matrix products, because {reasons[:80]}"
         profile = datasheet(subject.program, found.cluster, 1.0, degrees, Variants(subject.program).get)
     elif groups.world.rank == 0:
         for name, key in keys.items():

@@ -98,12 +98,16 @@ class Beforehand:
             if status:
                 raise RuntimeError(f"its process ended with status {status}")
             self._offer = OfferedFile.of(folder / "made")
-            _LOG.info("made what is coming in %.1f s beside training", time.monotonic() - began)
+            _LOG.info("prepared coming strategies in %.1f s alongside training", time.monotonic() - began)
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             if self._process is not None:
                 self._process.kill()
             if not self._closed:
-                _LOG.warning("what is coming cannot be made beside training, so ranks make it then: %s", error)
+                _LOG.warning(
+                    "coming strategies cannot be prepared alongside training, so "
+                    "ranks prepare them when they switch: %s",
+                    error,
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +134,9 @@ class Readying:
         try:
             prepared = offer.read()
         except (OSError, ValueError, RuntimeError) as error:
-            _LOG.warning("what was made for coming strategies cannot be read, so this rank makes it: %s", error)
+            _LOG.warning("the graphs of coming strategies cannot be read, so this rank compiles them: %s", error)
             return ""
-        assert isinstance(prepared, Made), "a process has made it"
+        assert isinstance(prepared, Made), "a preparing process writes Made"
         if prepared.variants is not None:
             self.variants.adopt(prepared.variants)
         if self.check is not None:

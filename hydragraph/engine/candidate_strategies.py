@@ -208,7 +208,7 @@ def planned_for(
 
     if costs.profile.layers not in (None, program.layers):
         raise Unsupported(
-            f"costs of a model of {costs.profile.layers} layers, and this one has {program.layers}",
+            f"costs of a model of {costs.profile.layers} layers, but this one has {program.layers}",
             where="compile",
             remedy="measure this model: hydragraph profile",
         )
@@ -286,7 +286,7 @@ def request_of(
         for strategy in strategies:
             if strategy.shares:
                 raise Unsupported(
-                    "its pipelines share stages, and the profile knows constants of whole pipelines only",
+                    "its pipelines share stages, but the profile has constants of whole pipelines only",
                     where=f"strategy {strategy}",
                     remedy="measure the model with hydragraph profile, or compile without a profile",
                 )

@@ -131,7 +131,7 @@ class Executable(Membership):
             raise Unsupported(
                 "this rank does not plan",
                 where="choose_from",
-                remedy="call it on rank 0, of what was compiled with a profile or with several strategies",
+                remedy="call it on rank 0 of an executable compiled with a profile or several strategies",
             )
         for strategy in strategies:
             self.check(strategy, self.world.ranks)
@@ -359,7 +359,7 @@ class Executable(Membership):
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
         if changed:
-            _LOG.warning("save: %s; the checkpoint has what was trained, without this change", changed)
+            _LOG.warning("save: %s; the checkpoint has the trained state without this change", changed)
         self._session.saver.wait()
         save = self._session.saver.start if asynchronous else save_and_load.save
         entry = {

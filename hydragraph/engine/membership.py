@@ -161,7 +161,7 @@ class Membership(IterationRunner):
                 with self._calling("leave"):
                     self._stop_handover()
             except RankFailure as failure:
-                _LOG.info("state did not come beside the steps: %s", failure)
+                _LOG.info("state did not move alongside the steps: %s", failure)
         for groups in self._holding.groups:
             groups.close()
 

@@ -153,7 +153,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     arriving = OwnedState.empty(session.home, route.columns, own)
     received = carry(route, own, arriving, groups)
     if session.optimizer is not None:
-        assert meeting.leader is not None, "nothing is lost, so somebody has it"
+        assert meeting.leader is not None, "no state is lost, so a rank holds it"
         parts = [plains[meeting.leader], *(plain for plain in plains if plain is not None)]
         plain = merged([Plain(**part) for part in parts])
         optimizer = session.optimizer
@@ -179,7 +179,7 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
         lo, hi = intervals[0]
         raise ValueError(
             f"move: no rank that is left has elements [{lo}, {hi}) of bucket {name} ({gone / size:.0%} of it; "
-            f"{len(route.lost)} of {len(route.buckets)} buckets lack something): keep copies=2 in the home, or give a "
+            f"{len(route.lost)} of {len(route.buckets)} buckets are incomplete): keep copies=2 in the home, or give a "
             "checkpoint as restore"
         )
     return read(session, restore)

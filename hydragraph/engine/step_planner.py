@@ -136,5 +136,5 @@ class IterationPlanner:
         chosen = self._last if reach[self._last] >= longest else reach.index(max(reach))
         assignment = assign_pipelines(request.candidates[chosen], lengths)
         waited = time.perf_counter() - began
-        _LOG.info("plan not there after %.2g s: strategy %d, assigned longest first", waited, chosen)
+        _LOG.info("plan not ready after %.2g s: strategy %d, assigned longest first", waited, chosen)
         return IterationPlan(chosen, assignment, 0.0, 0.0, waited, late=True)

@@ -131,9 +131,9 @@ class Chooser:
         """
         if self._ready:
             raise Unsupported(
-                "what was asked for before has just got ready, and is chosen from in the next step",
+                "the strategies of an earlier call have just become ready, and the next step chooses among them",
                 where="choose_from",
-                remedy="ask again after that step",
+                remedy="call it again after that step",
             )
         self._change = _Change(strategies, request, static, ready_first)
         self.refused = ""

@@ -86,7 +86,7 @@ def _refuse_difference(first: list[str] | None, second: list[str] | None, where:
     if first is None or second is None or first == second:
         return
     differing = next((b for a, b in zip(first, second, strict=False) if a != b), "it runs other operators")
-    what = f"its forward does something else in each call ({differing[:120]}), and a graph does the same always"
+    what = f"its forward differs between calls ({differing[:120]}), but a graph always does the same"
     remedy = "compute from its arguments alone: no counters, clocks or random numbers of Python"
     raise Unsupported(what, where=where, remedy=remedy)
 

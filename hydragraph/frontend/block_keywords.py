@@ -33,6 +33,6 @@ def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
         problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"
-        remedy = "use a model that hands its keyword arguments on to its layers"
+        remedy = "use a model that passes its keyword arguments on to its layers"
         raise Unsupported(problem, where=where, remedy=remedy)
     return bounds, longest

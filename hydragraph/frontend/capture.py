@@ -259,7 +259,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
         hidden, others = node_inputs(node)
         if previous is not None and hidden is not previous:
             remedy = "move it into the block, or name another nn.ModuleList with blocks='path.to.list'"
-            raise Unsupported("something stands between two blocks", where=str(node.args[2]), remedy=remedy)
+            raise Unsupported("there is computation between two blocks", where=str(node.args[2]), remedy=remedy)
         outputs += [o for o in others if o not in outputs]
         feeds[str(node.args[2])] = [outputs.index(o) for o in others]
         previous = node

@@ -185,7 +185,7 @@ class _Module:
                 continue
             freed = tensor.is_meta or not tensor.numel()
             if not (part.meta or freed or is_trained(part, tensor)):
-                what = "it was replaced or edited after hg.compile, and training has values of its own"
+                what = "it was replaced or edited after hg.compile, and training uses its own copy"
                 raise _refused(part.name, what)
             part.tensor, part.state = weakref.ref(tensor), _state(tensor)
 

@@ -28,6 +28,6 @@ def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, di
         return lambda module, batch: module(batch)
     if missing or not names:
         what = f"its forward wants {missing[0]!r}" if missing else "its forward takes none of the batch's fields"
-        remedy = f"name its parameters after the fields ({', '.join(fields)}), or bring your own with example="
+        remedy = f"name its parameters after the fields ({', '.join(fields)}), or pass your own with example="
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return lambda module, batch: module(**{name: batch[name] for name in names})

@@ -32,23 +32,23 @@ _TWO_DEVICES = ("device", "meta", "cpu")
 # Substring of a PyTorch message -> what the model did to cause it, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
-        "forward writes in place into what it is given, or into a parameter",
+        "forward writes in place into its arguments, or into a parameter",
         "write into a copy (.clone()), or out of place (x = x + y)",
     ),
     "dynamic but your code specialized it": (
-        "it holds for one number of tokens or sequences only: their count, or what bounds them, becomes a number of "
-        "Python's, or it computes with a tensor that is kept from another call or block",
-        "compute with tensors as they come: no .tolist(), int() or loops over tokens; hand tensors on as arguments",
+        "it holds for one number of tokens or sequences only: their count, or a bound on it, becomes a Python "
+        "number, or it uses a tensor kept from another call or block",
+        "keep tensors as tensors: no .tolist(), int() or loops over tokens; pass tensors as arguments",
     ),
     "satisfy the generated guard": (
-        "it does something else for few tokens or sequences than for many, as slices along them do",
-        "compute with all tokens of a row: x[:, 1:] meets other sequences, and labels stand already where they are "
-        "predicted",
+        "it behaves differently for few tokens or sequences than for many, as slices along them do",
+        "compute with all tokens of a row: x[:, 1:] crosses into other sequences, and labels are already where they "
+        "are predicted",
     ),
     "fake tensor in the exported program": (
-        "it computes with a tensor that the trace has no part in: read through .data, kept from another call or block, "
-        "or made within torch.func",
-        "read parameters as they are, or with .detach(); hand tensors on as arguments; write out what torch.func does",
+        "it computes with a tensor that the trace does not see: one read through .data, kept from another call or "
+        "block, or made within torch.func",
+        "read parameters as they are, or with .detach(); pass tensors as arguments; write out what torch.func does",
     ),
 }
 _NAMED = 4  # maximum number of attributes in an error
@@ -73,7 +73,7 @@ def _refusal(error: Exception, module: nn.Module, where: str) -> Unsupported:
     if all(part in text for part in _TWO_DEVICES):
         named = f"a tensor that is not a parameter or buffer{_of_attributes(module)}"
         remedy = "register it (register_buffer, nn.ModuleList), or make it in forward with device=x.device"
-        return Unsupported(f"it computes with {named}, on the CPU alone", where=where, remedy=remedy)
+        return Unsupported(f"it computes with {named}, which is on the CPU only", where=where, remedy=remedy)
     explanation = next((words for part, words in _KNOWN.items() if part in text), None)
     what, remedy = explanation or (
         f"torch.export cannot trace it with T tokens in N sequences ({_reason(error)})",
@@ -147,7 +147,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
 def _refuse_writes(graph: fx.GraphModule, targets: dict[fx.Node, str], how: str, where: str) -> None:
     if _changed(graph, targets):
         remedy = "write into a copy (x.detach().clone()), or out of place"
-        raise Unsupported(f"it writes in place {how}, whose gradient does not know of it", where=where, remedy=remedy)
+        raise Unsupported(f"it writes in place {how}, whose gradient ignores the write", where=where, remedy=remedy)
 
 
 def _refuse_changes(exported: ExportedProgram, where: str) -> None:
@@ -160,11 +160,11 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
     changed_input = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
     if changed_input:
-        what = f"forward writes in place into what it is given, {changed_input.removeprefix('batch_')!r}"
+        what = f"forward writes in place into its argument {changed_input.removeprefix('batch_')!r}"
         raise Unsupported(what, where=where, remedy="write into a copy (.clone()), or out of place")
     for node in _nodes(graph):
         if AUTOCAST in str(node.target) and node.args[2]:
-            remedy = "cast by hand (x.to(dtype)), or pass dtype= alone"
+            remedy = "cast by hand (x.to(dtype)), or only pass dtype="
             raise Unsupported("a torch.autocast region", where=where, remedy=remedy)
 
 
@@ -201,7 +201,7 @@ def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
         # Attention with dropout is rejected later, with a more helpful error.
         attends = "scaled_dot_product" in str(node.target)
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
-            what = f"{node.target} draws random numbers, and each rank would draw others"
+            what = f"{node.target} draws random numbers, and each rank would draw different ones"
             remedy = "draw with torch.nn.functional.dropout, or train without: model.eval(), or model.dropout: false"
             raise Unsupported(what, where=where, remedy=remedy)
     return graph

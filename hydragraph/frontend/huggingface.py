@@ -56,7 +56,7 @@ def attention(
     limits = {"sink": options.pop("s_aux", None), "cap": options.pop("softcap", None)}
     for name, option in options.items():
         if isinstance(option, Tensor) and name not in _IGNORED:
-            what = f"its attention takes a tensor {name!r}, which packed attention has no use for"
+            what = f"its attention takes a tensor {name!r}, which packed attention does not use"
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
@@ -125,7 +125,7 @@ def _refuse_shared_values(model: nn.Module) -> None:
         for name, read in settings.items():
             value = getattr(getattr(module, "config", None), name, None)
             if type(value) is int and value > 0:
-                what = f"{name}={value}: layers read {read}, and only the hidden state goes from layer to layer"
+                what = f"{name}={value}: layers read {read}, but only the hidden state goes from layer to layer"
                 remedy = f"choose a model whose config has {name}=0"
                 raise Unsupported(what, where=type(module).__name__, remedy=remedy)
 
@@ -245,7 +245,7 @@ def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
 def refuse_own_positions(model: str, fields: Collection[str]) -> None:
     """Raise Unsupported if a model counts positions itself."""
     if "position_ids" not in fields:
-        what = "it takes no position_ids, so positions would run on through packed sequences"
+        what = "it takes no position_ids, so positions would continue across packed sequences"
         raise Unsupported(what, where=model, remedy="choose a model that computes positions from position_ids")
 
 

@@ -20,7 +20,7 @@ _PREFIX = "_hydragraph_loss."
 def refuse_trained(loss: Loss | None) -> None:
     """Raise Unsupported for a loss module with parameters, which no rank would own or update."""
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
-        what = f"a loss with the parameter {name!r}, and only the model's parameters are trained and saved"
+        what = f"a loss with the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = "register the parameter in the model, and have its forward return it along with the logits"
         raise Unsupported(what, where=f"loss {type(loss).__name__}", remedy=remedy)
 

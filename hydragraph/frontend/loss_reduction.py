@@ -67,7 +67,7 @@ class _TokenSums:
             return False
         if any(n in self._summed for n in node.all_input_nodes):
             if any(n in rows for n in node.all_input_nodes) or not stays_a_sum(node, self._summed):
-                return "takes a sum over tokens, behind which only sums and factors may stand"
+                return "takes a sum over tokens, which only sums and factors may follow"
         elif not sums_rows(node, rows):
             return False
         self._summed.add(node)

@@ -23,7 +23,7 @@ _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 _DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
 _DIRECTIONS = "_hydragraph_directions"  # attribute of our copy of a config: in which directions its masks let look
-_OTHER = "choose a model whose layers attend to all that came before, or to all"
+_OTHER = "choose a model whose layers attend to all earlier tokens, or to all tokens"
 
 Pattern = Callable[..., Any]
 
@@ -113,7 +113,7 @@ def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
     smallest_limits = {name: min(tokens for other, tokens in limits if other == name) for name, _ in limits}
     named = {"window": "a sliding window", "chunk": "chunks"}
     kind = " and ".join(f"{named[name]} of {tokens}" for name, tokens in smallest_limits.items())
-    ways = "in both directions, and the layer's attention is causal" if both_ways else "that looks back only"
+    ways = "in both directions, but the layer's attention is causal" if both_ways else "that looks back only"
     return Marker(f"{kind} {ways}", _DIRECTION, both_ways, **smallest_limits)
 
 

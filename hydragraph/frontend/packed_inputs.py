@@ -54,7 +54,7 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
         field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
             what = f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}"
-            remedy = f"pass what a packed batch has ({', '.join(described)}), or [1, T, ...] under a name that is free"
+            remedy = f"pass what a packed batch has ({', '.join(described)}), or [1, T, ...] under an unused name"
             raise Unsupported(what, where=where, remedy=remedy)
         fields[name] = field
     return fields

@@ -77,8 +77,8 @@ class FlatBlock(nn.Module):
             output = forward(*arguments, **keywords)
         hidden = hidden_output(output, call.name)[0]
         if call.form != form_of(output):
-            what = "it returns something else than a block that differs from it only by its index"
-            raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state alike")
+            what = "its result has another form than that of a block that differs only by its index"
+            raise Unsupported(what, where=call.name, remedy="let all blocks return their hidden state in the same form")
         return hidden.unsqueeze(0) if call.flat_tokens else hidden
 
 
@@ -88,7 +88,7 @@ def hidden_output(output: Any, where: str) -> tuple[Tensor, Callable[[Tensor], A
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(tensors) != 1:
         form = f"{len(tensors)} tensors" if tensors else "no tensor"
-        what = f"the block returns {form} ({_outline(output)}), and one, its hidden state, goes from block to block"
+        what = f"the block returns {form} ({_outline(output)}), but only its hidden state goes from block to block"
         remedy = "return the hidden state alone: switch off router logits and caches, and torch.cat other tensors to it"
         raise Unsupported(what, where=where, remedy=remedy)
     (position,) = tensors
@@ -131,7 +131,7 @@ class TracedModel(nn.Module):
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             why = f"{_outline(outputs)} ({type(error).__name__}: {error})"
             what = f"the loss cannot compute with what the model returns, {why}"
-            remedy = "pass loss=, a function of just that and of the packed batch (a dict)"
+            remedy = "pass loss=, a function of these outputs and of the packed batch (a dict)"
             raise Unsupported(what, where=type(self.model).__name__, remedy=remedy) from error
         return _summed(loss, type(self.model).__name__)
 
@@ -262,7 +262,9 @@ class _FusedBlocks:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
         elif hidden is not self.passed:
-            raise Unsupported("something stands between two blocks", where=name, remedy="trace the blocks themselves")
+            raise Unsupported(
+                "there is computation between two blocks", where=name, remedy="trace the blocks themselves"
+            )
         places = {id(other): i for i, other in enumerate(self.others)}
         for other in others:
             if id(other) not in places:
@@ -341,7 +343,7 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
         kinds = ("", "") if hidden is None or hidden.dtype == result.dtype else (f" {hidden.dtype}", f" {result.dtype}")
         sizes = [] if hidden is None else list(hidden.shape)
         what = f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}"
-        remedy = "blocks must keep shape and dtype of the hidden state, the first argument that is floating"
+        remedy = "blocks must keep shape and dtype of the hidden state, the first floating-point argument"
         raise Unsupported(what, where=where, remedy=remedy)
     # Stages always exchange [1, T, H], even if a block reshapes it.
     sizes = list(hidden.shape)

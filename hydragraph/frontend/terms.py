@@ -37,9 +37,9 @@ _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
 """)
-_WHOLE_ROW = "weighs tokens by where they stand in the packed row, which depends on what is packed together"
+_WHOLE_ROW = "weighs tokens by their position in the packed row, which depends on what is packed together"
 _ACROSS = "computes a term from several tokens or sequences"
-_BEHIND = "takes a sum over tokens, behind which only sums and factors may stand"
+_BEHIND = "takes a sum over tokens, which only sums and factors may follow"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
 _ADDED = aten_operators("add.Tensor sub.Tensor stack cat")

@@ -68,7 +68,7 @@ _POINTWISE_LOSSES = aten_operators("""
 _MIXES = "mixes the tokens of packed sequences"
 _COUNTS = "counts through a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on what is packed together"
-_ROUTED = "tells where in a packed row tokens are sent, outside of sending them there and back"
+_ROUTED = "uses the order that tokens are permuted to for more than permuting them there and back"
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 

@@ -89,7 +89,7 @@ def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
             what = "its attention takes sequence bounds that are not the packed batch's"
-            raise Unsupported(what, where=where, remedy="hand cu_seqlens to hydragraph.varlen_attention as it is")
+            raise Unsupported(what, where=where, remedy="pass cu_seqlens to hydragraph.varlen_attention unchanged")
 
 
 def field_of(node: fx.Node) -> str | None:

@@ -31,7 +31,7 @@ def refuse_other_dtypes(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
-            raise Unsupported("a tensor that waits for a first input to have a shape", where=name, remedy=remedy)
+            raise Unsupported("a tensor that has no shape before the first input", where=name, remedy=remedy)
     for name, parameter in model.named_parameters():
         if type(parameter) is nn.Parameter and parameter.numel() == 0:
             raise Unsupported("a parameter without elements", where=name, remedy="remove it from the model")

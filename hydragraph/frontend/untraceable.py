@@ -44,7 +44,7 @@ def refuse_unseen(model: nn.Module) -> None:
             raise _hook(kind, hook, name)
         own = own_functions_of(tensor)
         if own is not None:
-            what = f"a tensor of the class {own}, which computes in a way of its own"
+            what = f"a tensor of the class {own}, which overrides operators"
             remedy = "make it an nn.Parameter or a plain buffer, and write what the class does into forward"
             raise Unsupported(what, where=name, remedy=remedy)
     _refuse_common_memory(model)
@@ -55,7 +55,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
     learnt = dict(parameters)
     for name, parameter in parameters:
         if shares_elements_with_itself(parameter):
-            raise _in_common(name, "itself: it was expanded, and its elements are one")
+            raise _in_common(name, "itself: it was expanded, so its elements are one")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
     # Sorted by memory, a tensor overlaps with an earlier one only if it overlaps with the one that ends last.
     end, furthest = 0, ""
@@ -118,12 +118,12 @@ def watched(where: str, module: nn.Module) -> Iterator[None]:
         users = _is_own(module.get_submodule(name.rpartition(".")[0]))  # library modules may add any state
         if numbers.get(name, None if users else number) != number:
             change = f"from {numbers.get(name, 'nothing')} to {number}"
-            what = f"forward changes {name!r} {change}, and a graph computes with one of them"
+            what = f"forward changes {name!r} {change}, but a graph computes with one of them"
             remedy = "compute from its arguments alone: keep no state in attributes"
             raise Unsupported(what, where=where, remedy=remedy)
     changed = [name for name, text in _kept_state(module).items() if state.get(name, text) != text]
     if changed:
-        what = f"forward or loss changes {changed[0]!r}, and a graph does the same always"
+        what = f"forward or loss changes {changed[0]!r}, but a graph always does the same"
         remedy = "compute from its arguments alone: keep no counters, iterators or generators"
         raise Unsupported(what, where=where, remedy=remedy)
     if _random_state() != random_before:

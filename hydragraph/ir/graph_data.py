@@ -119,14 +119,16 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
     if node.op == "get_attr":
         constant = operator.attrgetter(str(node.target))(graph)
         if not isinstance(constant, Tensor):
-            raise ValueError(f"{node.target}: a graph holds a {type(constant).__name__}, which data cannot say")
+            raise ValueError(
+                f"{node.target}: a graph holds a {type(constant).__name__}, which graph data cannot represent"
+            )
         return [str(node.target), *_constant(constant)]
     if is_operator(node.target):
         return full_name(node.target)
     if isinstance(node.target, str):
         return node.target
     if node.target not in _NAMES:
-        raise ValueError(f"{node.name}: the target {node.target}, which data cannot say")
+        raise ValueError(f"{node.name}: the target {node.target}, which graph data cannot represent")
     return _NAMES[node.target]
 
 
@@ -163,7 +165,7 @@ def _argument(value: Any) -> Any:
             return {"device": str(value)}
         case torch.SymInt() if value.node.is_constant():
             return int(value)
-    raise ValueError(f"an argument {value!r} of type {type(value).__name__}, which data cannot say")
+    raise ValueError(f"an argument {value!r} of type {type(value).__name__}, which graph data cannot represent")
 
 
 def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
@@ -196,7 +198,9 @@ def known_target(name: str) -> Callable[..., Any]:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)  # type: ignore[no-any-return]
     except AttributeError as error:
-        raise ValueError(f"a graph's data calls {name}, which this PyTorch has not: capture the model again") from error
+        raise ValueError(
+            f"a graph's data calls {name}, which this PyTorch does not have: capture the model again"
+        ) from error
 
 
 _FORMATS = (torch.dtype, torch.memory_format, torch.layout)

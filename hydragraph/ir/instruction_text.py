@@ -98,7 +98,7 @@ def parse_instruction(line: str, number: int) -> Instruction:
         raise ValueError(f"line {number}: expected a stream ({streams}), found {name!r}") from None
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
-        raise ValueError(f"line {number}: expected values behind 'after', such as 'h1.0, W.head', found {after!r}")
+        raise ValueError(f"line {number}: expected values following 'after', such as 'h1.0, W.head', found {after!r}")
     # No statement matches two forms.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)

@@ -302,7 +302,7 @@ def _check_home(
             " below 0, and some above"
         )
     if len(nodes) != len(ranks):
-        raise ValueError(f"home layout: nodes {list(nodes)} for {len(ranks)} ranks: say of each which node it is on")
+        raise ValueError(f"home layout: nodes {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
     owning = {node for node, weight in zip(nodes, weights.tolist(), strict=True) if weight}
     if copies not in (1, 2) or copies > len(owning):
         raise ValueError(

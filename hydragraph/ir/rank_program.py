@@ -166,7 +166,7 @@ def _parse_header(line: str, number: int) -> RankProgram:
         return RankProgram(rank, ranks, strategy, (), (), (), ())
     tp = tuple(map(int, header["tp_ranks"].split()))
     if len(tp) != int(header["tp"]):
-        raise ValueError(f"line {number}: expected {header['tp']} ranks behind 'tp {header['tp']}', found {len(tp)}")
+        raise ValueError(f"line {number}: expected {header['tp']} ranks following 'tp {header['tp']}', found {len(tp)}")
     places = [tuple(map(int, re.findall(r"\d+", role))) for role in header["roles"].split(" + ")]
     counts = [_parse_count(count) for count in header["micro_batches"].split(" + ")]
     if len(places) != len(counts):

@@ -48,8 +48,8 @@ class SharedPrograms(Sequence[RankProgram]):
         for header, kind, peers in zip(self.headers, self.kinds, self.peers, strict=True):
             if len(set(peers)) != len(peers) or len(peers) != counts[kind]:
                 raise ValueError(
-                    f"rank {header.rank}: its peers are {list(peers)}: its kind of program has {counts[kind]}, all"
-                    " different"
+                    f"rank {header.rank}: its peers are {list(peers)}: its kind of program has {counts[kind]} peers, "
+                    "all different"
                 )
         object.__setattr__(self, "_places", places)
 

@@ -22,7 +22,7 @@ from hydragraph.spec.home_text import consecutive
 
 TABLE = "ranks.txt"
 _LEGEND = """\
-# {ranks} ranks run {kinds} kinds of program; a row says who a rank is in the text of its kind:
+# {ranks} ranks run {kinds} kinds of program; a row identifies a rank in the text of its kind:
 #   kind    which one: program_KIND.txt
 #   P       its pipeline, or those that share its stage, in the order of that text
 #   T       the ranks of its stage, in tensor-parallel order

@@ -287,14 +287,14 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"it names {twice} twice")
         for value in instruction.reads:
             if value not in alive:
-                why = f"instruction {freed[value]} freed it" if value in freed else "nothing here has made it"
+                why = f"instruction {freed[value]} freed it" if value in freed else "it was not made here"
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
-            raise _fail(program, index, f"it should wait for what other streams make of its reads: {expected}")
+            raise _fail(program, index, f"it should wait for those of its reads that other streams make: {expected}")
         if instruction.op is Op.FREE:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
@@ -371,7 +371,7 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
             over.append(under_way.popleft())
         if [value for value in instruction.after if value not in instruction.reads] != over:
             expected = ", ".join(over) or "none"
-            raise _fail(program, index, f"of earlier ones that are under way it should wait for: {expected}")
+            raise _fail(program, index, f"it should wait for these earlier ones in flight: {expected}")
         under_way.append(named(instruction.target))
 
 
@@ -483,4 +483,4 @@ def _check_end_of_all(programs: Sequence[RankProgram]) -> None:
     ended = ", which has ended" if deadlock.chain[-1] not in deadlock.waits else ""
     chain = " -> ".join(f"rank {rank}" for rank in deadlock.chain) + ended
     first = deadlock.chain[0]
-    raise _fail(programs[first], deadlock.at[first], f"deadlock: {chain}. All that wait: {stuck}")
+    raise _fail(programs[first], deadlock.at[first], f"deadlock: {chain}. All waiting ranks: {stuck}")

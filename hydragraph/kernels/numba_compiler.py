@@ -56,7 +56,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
     try:
         dispatcher._cache = _Cache(function, quick)
     except (RuntimeError, OSError):
-        _say("numba finds no place to keep what it compiles: every process compiles again (set NUMBA_CACHE_DIR)")
+        _say("numba finds no folder for compiled code: every process compiles again (set NUMBA_CACHE_DIR)")
     return dispatcher
 
 
@@ -78,7 +78,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _load_data(self, name: str) -> Any:
         data = Path(self._data_path(name)).read_bytes()
         if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
-            raise ValueError(f"{name} is not what was written")
+            raise ValueError(f"{name} has changed since it was written")
         return super()._load_data(name)
 
 

@@ -77,7 +77,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     for node in graph.graph.nodes:
         for number in _numbers([node.args, node.kwargs]) if node.op.startswith("call") else ():
             if any(_recalls(number, size) for size in unlike):
-                what = f"{node.target} takes {number}, which recalls the number of tokens or sequences of an example"
+                what = f"{node.target} takes {number}, which may come from an example's number of tokens or sequences"
                 raise Recalled(what, where=where, remedy=_REMEDY)
     if hints:
         _Elsewhere(graph, {symbol: size * _ELSEWHERE + 1 for symbol, size in hints.items()}, where).check()

@@ -27,7 +27,7 @@ class LRU(Generic[K, V]):
             self._values[key] = make()
             if len(self._values) > self._capacity:
                 _, dropped = self._values.popitem(last=False)
-                _LOG.info("dropped a %s, asked for longest ago: %d are kept", type(dropped).__name__, self._capacity)
+                _LOG.info("dropped the least recently used %s: %d are kept", type(dropped).__name__, self._capacity)
         self._values.move_to_end(key)
         return self._values[key]
 

@@ -116,7 +116,7 @@ class Variants:
             if variant is None:
                 variant = _shared[key] = self._made(spec)
             else:
-                _LOG.info("took %s for %s from what this process has compiled", block.name, _form(part))
+                _LOG.info("reused %s for %s, which this process had compiled", block.name, _form(part))
             return variant
 
         variant = self._known.get(key, make)

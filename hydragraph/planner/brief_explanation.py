@@ -39,7 +39,7 @@ def _in_words(costs: Costs, plan: Plan) -> str:
     counts = Counter(pipeline_text(costs, pipeline) for pipeline in plan.strategy.pipelines)
     pipelines = " + ".join(f"{count} x [{text}]" if count > 1 else f"[{text}]" for text, count in counts.items())
     more = len(plan.strategies) - 1
-    also = f", or {more} other{'s' * (more > 1)} where a mini-batch suits it better" if more else ""
+    also = f", or {more} other{'s' * (more > 1)} for mini-batches that it suits better" if more else ""
     idle = sorted(set(range(costs.ranks)) - set(plan.strategy.devices))
     if not idle:
         return f"{plan.strategy.name}: {pipelines}{also}"

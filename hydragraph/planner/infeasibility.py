@@ -37,7 +37,8 @@ def check_labels(costs: Costs, workload: Workload) -> None:
         lost = ", ".join(f"{rank}: inf" for rank in small)
         without = f"run without ranks {listed} (in the health: {{{lost}}}), or " if len(small) < len(running) else ""
         raise Unsupported(
-            f"nothing fits: every rank holds the labels of all, {least / 1e9:.3g} GB, and these have less: {listed}",
+            f"nothing fits: every rank holds the labels of all sequences, {least / 1e9:.3g} GB, and these ranks have "
+            f"less: {listed}",
             where=f"plan of {costs.ranks} devices for {workload}",
             remedy=f"{without}give smaller mini-batches",
         )
@@ -60,8 +61,9 @@ def nothing_fits(
         first = f"give that rank {nearest.bytes / 1e9:.3g} GB more, "
     else:
         why = (
-            "no pipeline of these devices holds the model, whose state alone takes "
-            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, beside weights, gradients and activations of stages"
+            "no pipeline of these devices holds the model: its state alone takes "
+            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, besides the weights, gradients and activations of "
+            "stages"
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)

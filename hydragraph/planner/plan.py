@@ -551,9 +551,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
             rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
-        why = (
-            f"would take about {more:.1%} longer" if more >= 0 else "was not looked at exactly: others were taken first"
-        )
+        why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated: others were taken first"
         rivals.append(Rival(proposal.strategy, proposal.expected_s, proposal.origin, why))
     rivals += [Rival(shortage.strategy, math.inf, "", f"does not fit: {shortage}") for shortage in looked.short]
     return tuple(rivals)

@@ -97,7 +97,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return node if node is None or asking.partition(".")[0] == "torch" else _HookedNode(node, hook)
 
-    enter, cast = "__enter__", "cast by hand (x.to(dtype)), or pass dtype= alone"
+    enter, cast = "__enter__", "cast by hand (x.to(dtype)), or only pass dtype="
     saved, unhook = "hooks on what autograd saves, which are not traced", "remove saved_tensors_hooks from forward"
     inference = "a torch.inference_mode() region"
     with (

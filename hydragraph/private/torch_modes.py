@@ -24,7 +24,7 @@ def own_modes(where: str) -> Iterator[None]:
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):
         if kind != "meta" and torch.is_autocast_enabled(kind):
             what = f"it is called under torch.autocast for {torch.get_autocast_dtype(kind)}"
-            remedy = "leave autocast around it: what the model computes in is said once, by compile's dtype="
+            remedy = "call it outside of autocast: only compile's dtype= sets what the model computes in"
             raise Unsupported(what, where=where, remedy=remedy)
     if torch.get_default_dtype() is not torch.float32:
         remedy = "set it back with torch.set_default_dtype(torch.float32) once the model is built, and pass dtype="

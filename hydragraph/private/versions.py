@@ -26,7 +26,7 @@ def check_torch(version: str = str(torch.__version__)) -> None:
     if release in TESTED:
         return
     if _number(release) < _number(TESTED[0]):
-        remedy = f"install torch>={TESTED[0]}: its graphs of older versions hold for one number of tokens only"
+        remedy = f"install torch>={TESTED[0]}: graphs of older versions hold for one number of tokens only"
         raise Unsupported(f"version {version}", where="PyTorch", remedy=remedy)
     if os.environ.get("RANK", "0") == "0":
         _LOG.warning(

@@ -11,10 +11,10 @@ from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse,
 
 ROWS = 8  # rows of the table without --explain
 MEANING = {
-    "work": "device time of the sequences over all devices, as if it could be divided at will",
-    "waiting": "work of the slowest pipeline above that; below zero where its bubble makes it the slowest",
-    "fixed": "what its micro-batches cost whatever their tokens",
-    "bubble": "what it waits for its own stages: to fill, to drain, and for each other",
+    "work": "device time of the sequences, divided evenly over all devices",
+    "waiting": "work of the slowest pipeline beyond that; negative if its bubble makes it the slowest",
+    "fixed": "cost of its micro-batches that does not depend on their tokens",
+    "bubble": "time in which its stages wait: to fill, to drain, and for each other",
     "sync": "pull, push, commit and update",
 }
 

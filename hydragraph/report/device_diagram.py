@@ -49,7 +49,7 @@ def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
     kept = tuple(row for row in rows if not row.parts or any(part.pipeline not in twins for part in row.parts))
     note = f"{len(twins)} of {len(shape)} pipelines are like one of those shown." if twins else ""
     if len(kept) > MOST_ROWS:
-        note = f"{note} {len(kept) - MOST_ROWS} rows more are left out.".strip()
+        note = f"{note} {len(kept) - MOST_ROWS} more rows are left out.".strip()
     return Diagram(strategy.layers, kept[:MOST_ROWS], note)
 
 

@@ -25,7 +25,7 @@ WORDS = {
     "weights": "weights of the stage",
     "gradients": "gradients of the stage",
     "activations": "activations",
-    "working": "what a block makes and drops again",
+    "working": "temporary tensors of a block",
     "messages": "messages under way",
     "host": "offloaded to host memory",
 }
@@ -172,7 +172,7 @@ def _more(found: MemoryFit) -> str:
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: the stage's own weights and gradients are too much"
     ranks = math.ceil(memory.home * len(found.memory) / room) + 1
-    return f"more ranks, at least {ranks}, which share the state: what is held at home alone is too much"
+    return f"more ranks, at least {ranks}, which share the state: the home state alone is too much"
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:

@@ -89,7 +89,7 @@ def sections(report: ReportContents) -> Iterator[Section]:
         yield Section("against", "Predicted and measured", _against(report.against))
     if report.words:
         text = tag("pre", "\n".join(report.words))
-        yield Section("words", "In words", section("words", "In words", "The plan, as it explains itself.", text))
+        yield Section("words", "In words", section("words", "In words", "The plan's own explanation.", text))
 
 
 def _strategies(report: ReportContents) -> Markup:
@@ -104,7 +104,7 @@ def _strategies(report: ReportContents) -> Markup:
     more = f"{len(rows) - MOST_ROWS} more are left out." if len(rows) > MOST_ROWS else ""
     intro = "The best first. Shares are of the iteration, on average over ranks."
     if not shares:
-        intro = "The best first: what was looked at, and what each lost by."
+        intro = "The best first: the other candidates, and why each lost."
     return section("strategies", "Strategies", f"{intro} {more}".strip(), shown)
 
 
@@ -256,7 +256,7 @@ def _critical(course: IterationView) -> Markup | None:
         if step.seconds >= least
     ][:MOST_STEPS]
     left = len(course.critical) - len(rows)
-    waited_for = "what the end waited for"
+    waited_for = "step of the critical path"
     return tag(
         "details",
         tag("summary", tag("b", "Critical path: "), ", ".join(shares)),
@@ -281,7 +281,7 @@ def _memory(held: Sequence[RankMemory], seconds: float, note: str) -> Markup:
         cards.append(tag("div", tag("b", name), tag("span", text), picture, meter, class_=f"card{full}"))
     intro = f"Bytes held over the iteration; the bar below is the peak as a part of the limit. {note}".strip()
     if not any(memory.points for memory in held):
-        intro = "What each rank holds when it holds most, as a part of what it may hold."
+        intro = "Peak memory of each rank, as a part of its limit."
     return _block("Memory", intro, tag("div", cards, class_="cards"), _memory_table(held))
 
 

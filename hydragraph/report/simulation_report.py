@@ -55,7 +55,7 @@ def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
         Fact("best strategy", best.strategy.name, f"on {costs.ranks} devices"),
         Fact("iteration", number_format.seconds(timeline.seconds), f"{best.tokens:,} tokens"),
         Fact("tokens/s", number_format.rate(best.tokens_per_s), "of all ranks"),
-        Fact("the end waits for", kind, f"{number_format.share(most / timeline.seconds)} of the critical path"),
+        Fact("largest part", kind, f"{number_format.share(most / timeline.seconds)} of the critical path"),
         Fact("idle", number_format.share(timeline.bubble), "of ranks that compute"),
         Fact(
             "most memory",

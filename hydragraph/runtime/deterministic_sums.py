@@ -90,7 +90,8 @@ class Deterministic:
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(
-                        f"a stage on devices {list(stage.devices)}: sums over more than two go by their numbers",
+                        f"a stage on devices {list(stage.devices)}: sums over more than two are in the order of "
+                        "their numbers",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="name a stage's devices in ascending order",
                     )
@@ -105,7 +106,7 @@ class Deterministic:
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(
-                f"a mini-batch of {sequences} sequences, and sums are exact for {most}",
+                f"a mini-batch of {sequences} sequences, but sums are exact for at most {most}",
                 where=_WHERE,
                 remedy="use smaller mini-batches, or train without deterministic",
             )
@@ -115,7 +116,7 @@ class Deterministic:
         # PyTorch's fused CPU kernels use another formula for the remainder after whole vectors.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
-                "with fused=True the last elements of each shard are rounded otherwise than others",
+                "with fused=True the last elements of each shard are rounded differently",
                 where=f"{_WHERE}, optimizer {type(optimizer).__name__}",
                 remedy="leave fused out, or use hydragraph.AdamW",
             )

@@ -642,7 +642,7 @@ class Executor:
         if added > exact_sums.LARGEST and math.isfinite(of_home):
             raise agreed(
                 FloatingPointError(
-                    f"a sequence's gradient has a norm of {added:.4g}, and deterministic sums go to "
+                    f"a sequence's gradient has a norm of {added:.4g}, but deterministic sums hold at most "
                     f"{exact_sums.LARGEST:.4g}: nothing was updated; lower the learning rate, or train without "
                     "deterministic"
                 )

@@ -307,7 +307,7 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
     for name, shard in named:
         if shard.numel() and of_shards.get(name) != of_whole.get(name):
             raise Unsupported(
-                f"it treats {name!r} otherwise where it has its whole shape {list(state.pieces[name].parameter.shape)} "
+                f"it treats {name!r} differently with its whole shape {list(state.pieces[name].parameter.shape)} "
                 f"than as the shard of shape {list(shard.shape)} that this rank holds",
                 where=f"optimizer {type(optimizer).__name__}",
                 remedy=_BY_SHAPE,

@@ -78,7 +78,9 @@ class CurveFit:
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
             return f"the linear part is below the noise: measure more token counts {numbers}"
         if not self.residual <= WORST_RESIDUAL:
-            return f"the measurements are {self.residual:.0%} off the model: measure on a quieter machine {numbers}"
+            return (
+                f"the measurements differ from the model by {self.residual:.0%}: measure on a quieter machine {numbers}"
+            )
         return None
 
     @property
@@ -237,7 +239,7 @@ def fit_profile(
     pieces = {}
     for kind, measured in found.items():
         if len(measured.rows) < measured.constants:
-            unfit[kind] = "the device's memory holds micro-batches of so few tokens only that nothing can be fitted"
+            unfit[kind] = "the device's memory holds only micro-batches of too few tokens for a fit"
             continue
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
@@ -247,7 +249,7 @@ def fit_profile(
         if fit.failure is not None:
             unfit[kind] = f"the fit failed: {fit.failure}"
         elif noisy:
-            unfit[kind] = f"the fit of {noisy[0]} failed: noise hides what attention takes"
+            unfit[kind] = f"the fit of {noisy[0]} failed: noise hides the cost of attention"
         else:
             pieces[kind] = fitted
         # Only plain stages have their own UtilLen; other kinds share it by degree.
@@ -309,7 +311,7 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     if link is None:
         return [*notes, "messages take no longer the more bytes they have: no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
-        notes.append(f"messages are {link.residual:.0%} off latency + bytes / bandwidth: see their own times")
+        notes.append(f"messages differ from latency + bytes / bandwidth by {link.residual:.0%}: see their own times")
     return notes
 
 

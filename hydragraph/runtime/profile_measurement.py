@@ -233,7 +233,7 @@ def stage_timer(
     bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
     if any(other.template != block.template for other in subject.program.blocks[1:-1]):
-        raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number says too little")
+        raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number is not enough")
     runs = [bench._block_run(block) for _ in range(layers)]
     return lambda count, row: count * sum(bench._time(runs[:count], row))
 

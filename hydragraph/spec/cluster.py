@@ -358,7 +358,7 @@ class Cluster:
     def _occupied(self) -> list[Node]:
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
-            raise ValueError(f"ranks are on nodes {numbers}, and those of a file count through its nodes in order")
+            raise ValueError(f"ranks are on nodes {numbers}, but a file numbers ranks node by node")
         sizes = Counter(numbers)
         return [replace(self.nodes[i], devices=n, cards=min(n, self.nodes[i].cards)) for i, n in sizes.items()]
 
@@ -371,8 +371,8 @@ class Cluster:
     def _machines(self) -> Mapping[int, Node]:
         if self.nodes:
             return dict(enumerate(self.nodes))
-        assert self.within_node is not None, "without nodes there are two links"
-        assert self.between_nodes is not None, "without nodes there are two links"
+        assert self.within_node is not None, "a cluster without nodes has two links"
+        assert self.between_nodes is not None, "a cluster without nodes has two links"
         sizes = Counter(d.node for d in self.devices)
         types = {d.node: d.type for d in self.devices}
         return {

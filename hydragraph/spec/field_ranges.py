@@ -35,7 +35,7 @@ class FieldRange:
         if self.field == "position_ids":
             if len(sequence) > self.high:
                 raise ValueError(
-                    f"sequence {index} has {len(sequence)} tokens, and {self.where} has {self.high} positions; "
+                    f"sequence {index} has {len(sequence)} tokens, but {self.where} has {self.high} positions; "
                     "cut the sequence, or build the model with more positions"
                 )
             return

@@ -132,8 +132,8 @@ class Home:
             owning = {node for node, share in zip(placed.nodes, shares, strict=True) if share}
             if len(owning) < placed.copies:
                 raise ValueError(
-                    f"home {self}: {name}: all owners are on node {owning.pop()}, so a second one on another node"
-                    " cannot be: give ranks of another node a share, or use copies 1"
+                    f"home {self}: {name}: all owners are on node {owning.pop()}, so there is none on another"
+                    " node: give ranks of another node a share, or use copies 1"
                 )
         return placed
 

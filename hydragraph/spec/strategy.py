@@ -384,7 +384,7 @@ class Strategy:
         if isinstance(text, str) and text.startswith("{"):
             return from_record(cls, parse_yaml(text))
         if isinstance(text, str) and "<" not in text and Path(text).is_file():
-            raise ValueError(f"{text} is a file: of a strategy it is YAML, and its name ends in .yaml")
+            raise ValueError(f"{text} is a file: a strategy's file is YAML, and its name ends in .yaml")
         return cls.parse(text, layers)
 
     @classmethod

@@ -109,7 +109,7 @@ def _check_positions(given: Any, ids: Any, index: int) -> None:
     plain = isinstance(given, Tensor) and not _form(given) and isinstance(ids, Tensor) and given.shape == ids.shape
     if not plain or not torch.equal(given.detach().cpu().long(), torch.arange(given.numel())):
         raise Unsupported(
-            f"position_ids are {reprlib.repr(given)}, and the tokens of a sequence are at positions 0, 1, 2, ...",
+            f"position_ids are {reprlib.repr(given)}, but the tokens of a sequence are at positions 0, 1, 2, ...",
             where=f"sequence {index}",
             remedy="leave position_ids out; pass sequences that are packed together as separate sequences",
         )

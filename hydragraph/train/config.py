@@ -244,7 +244,7 @@ class DataConfig(SourceConfig):
             if self.paths:
                 raise ValueError("give paths, or a mixture of several corpora, each with paths of its own")
             if self.max_samples is not None:
-                raise ValueError("max_samples beside a mixture: give it to the corpora of the mixture")
+                raise ValueError("max_samples next to a mixture: give it to the corpora of the mixture")
             object.__setattr__(self, "paths", ())
         check_fields(self, *(["paths"] if self.mixture else []))
         for name, value in self.evaluation.items():
@@ -602,11 +602,13 @@ class TrainConfig:
         if self.objective is None:
             return
         if self.label_smoothing:
-            raise ValueError("label_smoothing is of cross-entropy: leave it out; DPO has objective.dpo.label_smoothing")
+            raise ValueError(
+                "label_smoothing applies to cross-entropy: leave it out; DPO has objective.dpo.label_smoothing"
+            )
         for source in (data, *data.sources, *data.evaluation.values()):
             if source.format not in ("auto", "preference"):
                 raise ValueError(
-                    f"data.format is {source.format}, and the objective compares two answers: leave format out, and "
+                    f"data.format is {source.format}, but the objective compares two answers: leave format out, and "
                     "give records with a prompt, chosen and rejected"
                 )
         if 2 * data.max_length > data.tokens_per_step:

@@ -54,7 +54,7 @@ def check_settings(config: TrainConfig, ranks: int) -> None:
     positions = positions_of(model)
     if positions is not None and positions[0] < config.data.max_length:
         raise ValueError(
-            f"data.max_length is {config.data.max_length}, and the model has {positions[0]} positions "
+            f"data.max_length is {config.data.max_length}, but the model has {positions[0]} positions "
             f"({positions[1]}): lower data.max_length, or build a model with more"
         )
 

@@ -67,7 +67,7 @@ class Tokens:
         return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
 
 
-_NO_TEXT = "the corpus holds no text: look into data.paths, data.suffixes and data.text_field"
+_NO_TEXT = "the corpus holds no text: check data.paths, data.suffixes and data.text_field"
 
 
 def check_data(config: TrainConfig) -> None:
@@ -83,7 +83,7 @@ def check_data(config: TrainConfig) -> None:
         formats = corpus.formats(*_read_from(source))
         if source.format in ("chat", "completion") and "text" in formats:
             raise ValueError(
-                f"data.format is {source.format}, which .jsonl files and tables hold, and there are text files: leave "
+                f"data.format is {source.format}, which .jsonl files and tables hold, but there are text files: leave "
                 "format out, or take only the others by data.suffixes"
             )
         holds |= formats
@@ -120,7 +120,7 @@ def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
                 f"answer of theirs has {'its prompt only' if config.data.overlong == 'cut' else 'no room'}"
             )
         if longer and config.data.overlong == "cut":
-            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and end there"
+            yield f"{longer:,} of {len(file):,} answers{where} are longer than data.max_length, and are cut there"
 
 
 def _splits(data: DataConfig) -> tuple[Split, ...]:
@@ -139,7 +139,7 @@ def data_remarks(config: TrainConfig) -> Iterator[str]:
         if omitted:
             more = f" and {len(omitted) - 3} more" if len(omitted) > 3 else ""
             remedy = "name the files in paths or in evaluation, or set suffixes"
-            yield f"not read of the data: {', '.join(omitted[:3])}{more}; {remedy}"
+            yield f"data that is not read: {', '.join(omitted[:3])}{more}; {remedy}"
         fields = corpus.unread(paths, source.suffixes, source.fields, template)
         if fields:
             yield f"fields of the data that are not read: {', '.join(fields)}"
@@ -213,7 +213,7 @@ def _without_text(data: DataConfig, name: str) -> str:
     fields = dict(zip(_token_files(data), (*training, *(f"data.evaluation.{n}" for n in data.evaluation)), strict=True))
     if fields[name] == "data":
         return _NO_TEXT
-    return f"{fields[name]} holds no text: look into its paths, suffixes and text_field"
+    return f"{fields[name]} holds no text: check its paths, suffixes and text_field"
 
 
 def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path, progress: Progress) -> None:

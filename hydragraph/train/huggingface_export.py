@@ -60,9 +60,9 @@ def export_checkpoint(
         raise ValueError(f"{folder.path} is not a run: it has no {folder.config.name}: name a run's output folder")
     chosen = folder.chosen(step)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"--to {directory} is not empty: name a directory that is, or does not exist")
+        raise ValueError(f"--to {directory} is not empty: name an empty or new directory")
     if not (folder.tokenizer / "tokenizer.json").is_file():
-        raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: it is not whole, so nothing can be exported")
+        raise ValueError(f"{folder.tokenizer} holds no tokenizer.json: it is incomplete, so nothing can be exported")
     write_model(folder, chosen.path, directory, merged, dtype)
     return chosen
 

@@ -107,7 +107,7 @@ def train(
             owned.enter_context(folder.owned())
             return last
 
-        last = together(world, "taking the run's folder", world.rank == 0, own)[0]
+        last = together(world, "locking the run's folder", world.rank == 0, own)[0]
         _refuse_apart(world, folder)
         start = _Start(begin, step, last)
         return _session(config, start, compile, watcher, trace, world, folder, stopping, owned)
@@ -124,7 +124,7 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
     mark = together(world, "marking the run's folder", world.rank == 0, lambda: leave_mark(folder.path))[0]
     assert mark is not None
     try:
-        together(world, "looking into the run's folder", True, lambda: see(mark, f"output {folder.path}", world.rank))
+        together(world, "reading the run's folder", True, lambda: see(mark, f"output {folder.path}", world.rank))
     finally:
         if world.rank == 0:
             mark.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ def _session(
     leader = watcher if world.rank == 0 else None
     together(world, "checking the config", world.local_rank == 0, lambda: check_settings(config, world.ranks))
     together(world, "checking the places of pieces", world.local_rank == 0, lambda: check_places(config))
-    together(world, "looking into the data", world.local_rank == 0, lambda: check_data(config))
+    together(world, "reading the data", world.local_rank == 0, lambda: check_data(config))
     tokens = shared_tokens(config, world, watcher)
     prepared = _RunInputs.of(config, tokens, _model(config, tokens), world.ranks, folder)
     batches = prepared.anew()
@@ -208,7 +208,7 @@ def _session(
         changed = folder.changes(config) if leader is not None and start.last is not None else ""
         # after all checks, because it may remove an earlier run
         begin = partial(folder.begin, config, start.begin, start.step)
-        last = together(world, "beginning the run's folder", world.rank == 0, begin)[0]
+        last = together(world, "creating the run's folder", world.rank == 0, begin)[0]
         if leader is not None:
             tokenizer.copy(tokens.directory, folder.tokenizer)
         if stop := _score(prepared, executor, start, world, stopping, leader):

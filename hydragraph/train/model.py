@@ -266,7 +266,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
             raise  # the directory's own code may have raised it
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
-            f"{where}: transformers cannot read it ({said}): name a whole directory that save_pretrained wrote"
+            f"{where}: transformers cannot read it ({said}): name a complete directory that save_pretrained wrote"
         ) from error
 
 

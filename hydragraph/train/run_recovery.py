@@ -229,7 +229,7 @@ def resumed(
         redone = "" if undone is None else f", {lost} steps before"
         places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in (read or {}).items() if size)
         source = f" (read in pieces: {places})" if places else ""
-        state = f"state was lost, so all went back to the checkpoint after step {survived.restored}{redone}{source}"
-    why = f"{ranks} ranks go on after step {step} with {strategies}; {state}"
+        state = f"state was lost, so all returned to the checkpoint after step {survived.restored}{redone}{source}"
+    why = f"{ranks} ranks continue after step {step} with {strategies}; {state}"
     numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read or {})}
     return RunEvent(step, "resumed", tuple(range(ranks)), seconds, why, **numbers)

@@ -154,8 +154,8 @@ def write_spans(run: Run) -> None:
     if run.watcher is not None:
         write_events(per_rank, run.folder.trace, run.traced)
         run.watcher.note(
-            f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or hold it "
-            "against the cost model with hydragraph compare"
+            f"{run.folder.trace}: the times of all instructions; open it at https://ui.perfetto.dev, or compare it "
+            "with the cost model by hydragraph compare"
         )
 
 

@@ -170,7 +170,7 @@ def test_an_error_in_the_background_is_everybodys_and_loses_nothing(tmp_path: Pa
     told = ("RankFailure", f"rank 0 failed at `save checkpoint {path}`: PermissionError: {said}")
     assert denied == (("PermissionError", said), told)
     assert {kind for kind, _ in other} == {"ValueError"}
-    assert all("something else is there" in text for _, text in other)
+    assert all("so it is not a checkpoint" in text for _, text in other)
     assert [kind for kind, _ in memory] == ["RankFailure", "MemoryError"]
 
 

@@ -17,7 +17,7 @@ def test_only_a_checkpoint_is_replaced(tmp_path: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="notes: something else is there"):
+    with pytest.raises(ValueError, match="notes: it exists, but has no"):
         save_and_load.save(tmp_path / "notes", home, optimizer, {}, groups)
     assert (tmp_path / "notes" / "thesis.txt").exists()
     for number in (1, 2):

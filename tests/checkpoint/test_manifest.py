@@ -41,7 +41,7 @@ def test_a_corrupt_byte_is_found_in_every_file(made: Path, groups: Groups) -> No
 
 def test_an_incomplete_checkpoint_is_refused(made: Path, groups: Groups) -> None:
     home, optimizer = make(ALONE)
-    with pytest.raises(ValueError, match=r"no-such: there is no complete.json"):
+    with pytest.raises(ValueError, match=r"no-such: it has no complete.json"):
         save_and_load.load(made.parent / "no-such", home, optimizer, groups)
     (made / "complete.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match=r"complete.json is damaged"):
@@ -73,5 +73,5 @@ def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> No
         save_and_load.load(made, *make(ALONE, model=renamed), groups)
     with pytest.raises(ValueError, match="holds the state of AdamW, not of SGD"):
         save_and_load.load(made, *make(ALONE, sgd), groups)
-    with pytest.raises(ValueError, match=r"has 2 parameter groups, this one 1, which differ in \['layer.0.norm'\]"):
+    with pytest.raises(ValueError, match=r"has 2 parameter groups, this one 1; they differ in \['layer.0.norm'\]"):
         save_and_load.load(made, *make(ALONE, torch.optim.AdamW), groups)

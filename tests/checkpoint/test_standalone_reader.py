@@ -28,9 +28,9 @@ def test_weights_are_those_that_were_saved(tmp_path: Path) -> None:
     data = bytearray(shards.read_bytes())
     data[len(data) // 2] ^= 1
     shards.write_bytes(data)
-    with pytest.raises(Damaged, match=r"is not what was written: export another checkpoint"):
+    with pytest.raises(Damaged, match=r"has changed since it was written: export another checkpoint"):
         read_weights(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"there is no complete\.json"):
+    with pytest.raises(ValueError, match=r"it has no complete\.json"):
         read_weights(tmp_path)
 
 

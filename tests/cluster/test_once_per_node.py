@@ -168,7 +168,7 @@ def tampered() -> Found:
 def test_a_file_that_is_not_what_was_written_is_not_read() -> None:
     found = launch(tampered, 2)
     assert [value["values"][0].item() for value, _, _ in found] == [0.0, 1.0]
-    assert "is not what was written" in found[0][2][0]
+    assert "has changed since it was written" in found[0][2][0]
 
 
 def test_a_folder_of_others_is_not_read(tmp_path: Path) -> None:

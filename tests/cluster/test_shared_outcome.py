@@ -30,7 +30,7 @@ def test_every_rank_gets_what_each_has_made() -> None:
 def test_an_error_of_another_rank_is_raised_here() -> None:
     world: Any = Pair(Failure.of(ValueError("data: no such file")))
     with pytest.raises(ValueError, match=r"data: no such file"):
-        together(world, "looking into the data", True, lambda: "mine")
+        together(world, "reading the data", True, lambda: "mine")
 
 
 def test_an_own_error_is_raised_as_it_is() -> None:
@@ -41,5 +41,5 @@ def test_an_own_error_is_raised_as_it_is() -> None:
         raise error
 
     with pytest.raises(FileNotFoundError) as raised:
-        together(world, "looking into the data", True, fails)
+        together(world, "reading the data", True, fails)
     assert raised.value is error

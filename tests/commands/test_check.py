@@ -72,7 +72,7 @@ def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_n
     assert "/nowhere" in elsewhere.stderr
     pairs = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]", "--set", "objective=simpo")
     assert pairs.exit_code == 1, pairs.output
-    assert "a step scores its answers first" in pairs.stdout
+    assert "a step first scores its answers" in pairs.stdout
 
 
 def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_who_holds_a_parameter(folder: Path) -> None:
     assert lines[-1] == "  pipeline 0, stage 0: ranks 0-1 [150, 16] each"
     one = shown(folder, "--parameter", "model.embed_tokens.weight", "--strategy", "2", "--rank", "1")
     assert "rank 1 is 1 of 2: [150, 16], elements [2,400, 4,800), 9.6 kB" in one
-    assert "it computes without it" in shown(folder, "--parameter", NORM, "--strategy", "2", "--rank", "0")
+    assert "this rank does not compute with it" in shown(folder, "--parameter", NORM, "--strategy", "2", "--rank", "0")
 
 
 def test_differences_are_told_in_words(folder: Path, tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_a_mistake_is_a_sentence(folder: Path, arguments: tuple[str, ...], sente
     ("name", "sentence"),
     [
         ("summary.json", "no summary.json in it: name a folder that hydragraph compile --output wrote"),
-        ("strategies/model.json", "model.json is missing: write the folder again by hydragraph compile"),
+        ("strategies/model.json", "model.json is missing: write the folder again with hydragraph compile"),
         ("strategies/*/ranks.txt", "ranks.txt is missing"),
         ("strategies/*/program_0.txt", "program_0.txt is missing"),
-        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write it again by hydragraph compile"),
+        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write it again with hydragraph compile"),
     ],
 )
 def test_a_file_that_is_missing_is_named(folder: Path, tmp_path: Path, name: str, sentence: str) -> None:

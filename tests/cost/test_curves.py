@@ -64,7 +64,7 @@ def test_micro_batches_of_one_length_are_joined_by_lines() -> None:
     assert found.seconds([2048] * 16) == pytest.approx(8.5)  # twice the largest
     assert found.seconds([1024]) == pytest.approx(0.75)
     assert found.seconds([]) == 0
-    with pytest.raises(Unsupported, match="34816 tokens, where at most 16384 were measured"):
+    with pytest.raises(Unsupported, match="34816 tokens, but at most 16384 were measured"):
         found.seconds([2048] * 17)
 
 

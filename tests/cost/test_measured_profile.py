@@ -73,7 +73,7 @@ def test_a_pipeline_that_constants_do_not_cover_is_refused() -> None:
     failed = measured(schemes={}, failed={(1, 1): "noise"})
     with pytest.raises(hg.Unsupported, match="noise"):
         failed.pipeline_of(pipeline((1, 4)), 1)
-    with pytest.raises(hg.Unsupported, match=r"ask hg.Costs\(profile, cluster\)"):
+    with pytest.raises(hg.Unsupported, match=r"use hg.Costs\(profile, cluster\)"):
         measured(limits={}).max_len((1, 1), 1)
 
 

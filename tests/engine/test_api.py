@@ -68,9 +68,11 @@ def test_the_program_of_another_model_is_refused(other: object) -> None:
 
 def test_what_capture_was_told_is_not_told_again() -> None:
     program, model = captured("llama")
-    with pytest.raises(ValueError, match=r"it computes in torch.float32; give dtype, example and loss to `capture`"):
+    with pytest.raises(
+        ValueError, match=r"it computes in torch.float32; give dtype, " "example and loss only to `capture`"
+    ):
         hg.compile(model, STRATEGY, dtype=torch.bfloat16, program=program)
-    with pytest.raises(ValueError, match="give dtype, example and loss to `capture` alone"):
+    with pytest.raises(ValueError, match="give dtype, example and loss only to `capture`"):
         hg.compile(model, STRATEGY, loss=lambda outputs, batch: outputs.logits.sum(), program=program)
 
 

@@ -118,7 +118,7 @@ def test_a_late_plan_gives_the_quick_one(caplog: pytest.LogCaptureFixture) -> No
         plan = planner.plan(BATCHES[0])
         assert plan.late
         told = f" s: strategy {plan.candidate}, assigned longest first"
-        assert any(m.startswith("plan not there after ") and m.endswith(told) for m in caplog.messages)
+        assert any(m.startswith("plan not ready after ") and m.endswith(told) for m in caplog.messages)
         flat = [i for p in plan.assignment.micro_batches for m in p for i in m]
         assert sorted(flat) == [i for i, n in enumerate(BATCHES[0]) if n]
         for pipeline, p in zip(SETTING.candidates[plan.candidate], plan.assignment.micro_batches, strict=True):

@@ -117,7 +117,7 @@ def counting(block: Any, x: Tensor) -> float:
 def test_state_outside_of_a_block_is_refused() -> None:
     model = Own(layers=1)
     model.stack = nn.ModuleList([Scaled(0, counted)])
-    with pytest.raises(Unsupported, match=r"layer.0: its forward does something else in each call"):
+    with pytest.raises(Unsupported, match=r"layer.0: its forward differs between calls"):
         capture(model, blocks="stack")
 
 

@@ -78,7 +78,10 @@ def test_a_model_in_evaluation_has_only_what_it_asks_for() -> None:
     ("kind", "message"),
     [
         ("weight", r"layer.0: dropout of a value of sizes \['16', '16'\], .*; set that dropout probability to 0"),
-        ("channels", "draws random numbers, and each rank would draw others; draw with torch.nn.functional.dropout"),
+        (
+            "channels",
+            "draws random numbers, and each rank would draw different ones; draw with torch.nn.functional.dropout",
+        ),
     ],
 )
 def test_dropout_without_tokens_is_refused(kind: str, message: str) -> None:

@@ -46,11 +46,11 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("does", "message"),
     [
-        (lambda block, y, x: x.add_(y), "writes in place into what it is given, or into a parameter, at .*x.add_"),
-        (lambda block, y, x: F.silu(x, inplace=True) + y, "writes in place into what it is given.*; write into a copy"),
+        (lambda block, y, x: x.add_(y), "writes in place into its arguments, or into a parameter, at .*x.add_"),
+        (lambda block, y, x: F.silu(x, inplace=True) + y, "writes in place into its arguments.*; write into a copy"),
         (lambda block, y, x: block.up.bias.mul_(2).sum() + y, "writes in place into .*, or into a parameter, at "),
-        (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace has no part in.*read through"),
-        (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace has no part in"),
+        (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace does not see.*read through"),
+        (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace does not see"),
         (kept_from_another_block, "one number of tokens or sequences only.*kept from another call or block"),
         (counted, "one number of tokens or sequences only.*; compute with tensors as they come"),
         (
@@ -74,7 +74,7 @@ def test_labels_that_a_loss_shifts_again_are_refused_in_a_sentence() -> None:
         return F.cross_entropy(logits[0, :-1], given["labels"][0, 1:], reduction="sum")
 
     with pytest.raises(
-        Unsupported, match=r"Own: it does something else for few tokens .*; .* labels stand already where"
+        Unsupported, match=r"Own: it behaves differently for few tokens .*; .* labels are already where"
     ):
         capture(Own(), loss=shifted)
 
@@ -195,7 +195,7 @@ def test_tensors_that_are_no_part_of_the_model_are_refused_by_the_name_of_their_
 
     block.forward = forward  # type: ignore[method-assign]
     with pytest.raises(
-        Unsupported, match=rf"not a parameter or buffer{re.escape(named)}, on the CPU alone; register it"
+        Unsupported, match=rf"not a parameter or buffer{re.escape(named)}, which is on the CPU only; register it"
     ):
         capture(model, blocks="stack")
 
@@ -225,7 +225,7 @@ class Clamped(nn.Module):
     ("module", "said"),
     [
         (Kept(), "changes 'seen', and what it writes would be lost"),
-        (Clamped(), "writes in place into what it is given, 'x'"),
+        (Clamped(), "writes in place into its argument 'x'"),
     ],
 )
 def test_what_is_written_outside_of_the_graph_is_refused_however_it_is_given(module: nn.Module, said: str) -> None:

@@ -61,7 +61,7 @@ def model(cast: Callable[[Casting, Tensor], Tensor], kind: torch.dtype) -> Own:
 def test_casts_to_a_fixed_dtype_are_refused_with_the_parameter(
     kind: torch.dtype, dtype: torch.dtype, cast: Callable[[Casting, Tensor], Tensor]
 ) -> None:
-    said = rf"^layer.0: aten.linear.default gets {kind} \(\w+\) and {dtype} \(gate.weight\).*cast what meets gate"
+    said = rf"^layer.0: aten.linear.default gets {kind} \(\w+\) and {dtype} \(gate.weight\).*cast the operands of gate"
     with pytest.raises(Unsupported, match=said):
         capture(model(cast, kind), dtype=dtype)
 

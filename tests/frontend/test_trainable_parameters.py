@@ -102,6 +102,6 @@ def test_what_has_no_shape_yet_is_refused(lazy: nn.Module) -> None:
     model = Own(layers=1)
     model.norm = lazy  # type: ignore[assignment]
     with pytest.raises(
-        hg.Unsupported, match=r"norm\.\w+: a tensor that waits for a first input.*; call the model once"
+        hg.Unsupported, match=r"norm\.\w+: a tensor that has no shape before the first input.*; call the model once"
     ):
         hg.compile(model, hg.Strategy.parse("<tp1,pp1>", 1), None, device="cpu")

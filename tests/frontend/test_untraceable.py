@@ -435,7 +435,7 @@ class Changing(Own):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("calls", r"Changing: its forward does something else in each call"),
+        ("calls", r"Changing: its forward differs between calls"),
         ("sequences", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
         ("tokens", r"Changing after its last block: aten.mul.Tensor computes with cu_seqlens or max_length"),
         ("bounds", r"layer.0: its attention takes sequence bounds that are not the packed batch's"),
@@ -453,7 +453,7 @@ def test_a_loss_that_does_something_else_in_each_call_is_refused() -> None:
         calls[0] += 1
         return logits.logsumexp(-1).sum() * (1 - 0.9 ** calls[0])
 
-    with pytest.raises(Unsupported, match=r"Own: its forward does something else in each call"):
+    with pytest.raises(Unsupported, match=r"Own: its forward differs between calls"):
         capture(own(), blocks="stack", loss=warming)
 
 

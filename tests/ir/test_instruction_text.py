@@ -135,7 +135,7 @@ def test_round_trip(program, comments):
         ("send h2.0 ->", "send h2.0 to", r"line 6: expected 'send VALUE -> rank RANK', found 'send h2.0 to rank 3'"),
         ("+= backward", "= backward", r"line 8: expected 'VALUES \+= backward BLOCK"),
         ("link W.head home ->", "link W.head ->", r"line 3: expected 'W.BUCKET = link home -> here' or 'link W"),
-        ("  after h2.0", "  after (h2.0)", r"line 6: expected values behind 'after'.* found '\(h2.0\)'"),
+        ("  after h2.0", "  after (h2.0)", r"line 6: expected values following 'after'.* found '\(h2.0\)'"),
         ("compute  update", "compute  rest", r"line 14: expected .*'update', found 'rest'"),
         (EXAMPLE, "# nothing\n", r"line 2: expected a header .* found the end"),
     ],

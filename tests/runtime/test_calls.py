@@ -204,7 +204,9 @@ def ends_early(ready: Ready) -> None:
 
 @thorough
 def test_a_rank_whose_data_ends_early_is_named() -> None:
-    with pytest.raises(hg.RankFailure, match=r"rank 1 failed at `close after step 2`: it went no further"):
+    with pytest.raises(
+        hg.RankFailure, match=r"rank 1 failed at `close after step 2`: it " "stopped while others continued"
+    ):
         hg.launch(ends_early, RANKS, small_llama(), timeout=LIMIT)
 
 
@@ -290,7 +292,7 @@ def stand_still(ready: Ready, busy: bool, folder: Path) -> None:
 
 @pytest.mark.parametrize("busy", first([True], [False, True]))
 def test_a_rank_that_stands_still_is_named_with_every_ranks_stack(busy: bool, tmp_path: Path) -> None:
-    with pytest.raises(hg.RankFailure, match=r"no rank has moved on for 2 s \(progress_s\)") as caught:
+    with pytest.raises(hg.RankFailure, match=r"no rank has made progress for 2 s \(progress_s\)") as caught:
         hg.launch(stand_still, RANKS, small_llama(), busy, tmp_path, timeout=LIMIT)
     assert caught.value.rank == 1
     waiting, standing = ((tmp_path / f"{rank}.stderr").read_text() for rank in (0, 1))

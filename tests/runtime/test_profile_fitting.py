@@ -104,7 +104,7 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_a_bad_residual_is_a_failure() -> None:
     found = fit_work(ROWS, seconds(1e-9, 1e-6, 1e-4, noise=0.9, seed=3))
-    assert "off the model" in (found.failure or "")
+    assert "differ from the model" in (found.failure or "")
 
 
 def test_a_quadratic_part_within_the_noise_is_doubted() -> None:
@@ -228,7 +228,7 @@ def test_profiles_say_what_is_doubtful() -> None:
     assert one.notes == ("one rank has no links: no message was measured",)
     odd = [(4**n, (1 + n % 2) * (1e-5 + 4**n / 1e9)) for n in range(5, 12)]
     two = fit_profile("odd", BLOCKS, [(1, 1)], PricedDevice("toy", 1e9, 60, 4), {StageKind(1): measurements(1.0)}, odd)
-    assert "off latency + bytes / bandwidth" in two.notes[0]
+    assert "differ from latency + bytes / bandwidth" in two.notes[0]
 
 
 def test_long_micro_batches_count_by_their_seconds() -> None:

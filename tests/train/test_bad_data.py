@@ -19,7 +19,7 @@ DEEP = "[" * 100_000
 
 # A file's name, what is in it, other settings of data -> what is said.
 CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
-    "an empty file": ("a.txt", "", {}, "the corpus holds no text: look into data.paths"),
+    "an empty file": ("a.txt", "", {}, "the corpus holds no text: check data.paths"),
     "an empty jsonl": ("a.jsonl", "\n \n", {}, "the corpus holds no text"),
     "only bytes": ("a.bin", b"\xff\xfe\x00", {}, "the corpus holds no text"),
     "a directory that is empty": ("folder/", "", {}, "no corpus file in .*folder.*: name a file"),
@@ -76,10 +76,10 @@ def test_what_is_wrong_with_data_is_a_sentence(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"evaluation": {"held": {"paths": ["EMPTY"]}}}, "data.evaluation.held holds no text: look into its paths"),
+        ({"evaluation": {"held": {"paths": ["EMPTY"]}}}, "data.evaluation.held holds no text: check its paths"),
         (
             {"paths": [], "mixture": [{"paths": ["FULL"]}, {"paths": ["EMPTY"]}]},
-            r"data.mixture\[1\] holds no text: look into its paths",
+            r"data.mixture\[1\] holds no text: check its paths",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_missing_gpu_is_told() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("empty.txt", "", "the corpus holds no text: look into data.paths"),
+        ("empty.txt", "", "the corpus holds no text: check data.paths"),
         (
             "chat.jsonl",
             '{"messages": [{"role": "user", "content": "hi"}]}',

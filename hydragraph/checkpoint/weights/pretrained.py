@@ -196,8 +196,8 @@ def _refuse_misfit(
         *([f"of another shape: {shortened(wrong)}"] if wrong else ()),
     ]
     if faults:
-        more = "" if missing or wrong else "; or drop them once: from_pretrained and save_pretrained of your class"
-        remedy = f"build the model that the files are of{_class(path)}{more}"
+        more = "" if missing or wrong else "; or drop them once with from_pretrained and save_pretrained of your class"
+        remedy = f"build the model that the files belong to{_class(path)}{more}"
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")
 
 

@@ -187,7 +187,7 @@ def check(shell: Shell | None, merged: bool) -> Shell:
     """
     if shell is None:
         raise Unsupported(
-            "a model that is none of transformers'",
+            "a model that is not from transformers",
             where="save_pretrained",
             remedy="write the tensors of full_state_dict() yourself, with torch.save or safetensors",
         )

@@ -84,7 +84,7 @@ class Judge:
                 return Accusation(rank, ENDED)
         # Leaving is a failure only if a rank still waited for it.
         for rank in sorted(self._left):
-            return Accusation(rank, "its process ended by itself while other ranks went on")
+            return Accusation(rank, "its process ended by itself while other ranks continued")
         return self._longest(stopped_s)
 
     def _longest(self, limit_s: float) -> Accusation | None:
@@ -122,6 +122,6 @@ class Stall:
         # If all wait, a link may be cut: do not accuse the first rank, which may reach all others.
         return Accusation(
             min(busy) if busy else max(waits),
-            f"no rank has moved on for {progress_s:g} s (progress_s), and {how}",
+            f"no rank has made progress for {progress_s:g} s (progress_s), and {how}",
             True,
         )

@@ -114,9 +114,7 @@ class _Others:
             beat = self.beats[machine]
             stayed = [int(rank) for rank, (*_, left) in beat["ranks"].items() if not left]
             if silent_s >= SILENT_S and stayed:
-                error = (
-                    f"nothing has been heard of its machine for {SILENT_S:g} s: it is lost, or the link to it is down"
-                )
+                error = f"its machine has been silent for {SILENT_S:g} s: it is lost, or the link to it is down"
                 return Accusation(min(stayed), error), beat["host"]
         return None
 

@@ -119,7 +119,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         if ranks > 1:
-            assert store is not None, "ranks that are several have met at a store"
+            assert store is not None, "several ranks have a store"
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
@@ -145,7 +145,7 @@ class Watch:
         try:
             self._first = self._asker.ask(meet, _MEETING)
         except Unanswered:
-            raise RankFailure(self.rank, "join", "the store that ranks meet at does not answer", self._host) from None
+            raise RankFailure(self.rank, "join", "the rendezvous store does not answer", self._host) from None
         stack_dump.answer()
         atexit.register(self._end_of_process)
         self._thread = threading.Thread(target=self._run, name="hydragraph-watch", daemon=True)
@@ -390,7 +390,7 @@ class Watch:
             time.sleep(_POLL.total_seconds() / 2)
         # Perhaps a rank has closed its executable.
         if self._fault is None and (closed := self._closed()) is not None:
-            self._accuse(Accusation(closed, "it went no further, while others did: let every rank make the same calls"))
+            self._accuse(Accusation(closed, "it stopped while others continued: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
@@ -490,7 +490,7 @@ class Watch:
     def _cut_off(self, how: str) -> None:
         """Record a local fault, as a rank that is cut off cannot inform others."""
         where = self._instruction(self.rank)
-        self._fault = Fault(self.rank, self._step, where, f"the store that the ranks met at {how}", self._host)
+        self._fault = Fault(self.rank, self._step, where, f"the rendezvous store {how}", self._host)
 
     def _accuse(self, accused: Accusation) -> None:
         progress = self._board.read(accused.rank)
@@ -528,7 +528,7 @@ class Watch:
         if self.rank == min(others, default=fault.rank):
             for member in self._members:
                 if member.rank == fault.rank:
-                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which stands still,"
+                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which makes no progress,"
                     stack_dump.ask(member.process.pid, who)
 
     def _place(self, index: int | None) -> None:

@@ -28,7 +28,7 @@ def kept(what: str, key: str, make: Callable[[], T]) -> T:
             check_private(folder)
             return read_value(folder / key)  # type: ignore[no-any-return]
         except (OSError, ValueError, RuntimeError) as refused:
-            _LOG.warning("%s: what the first ranks made cannot be read (%s): making it again", what, refused)
+            _LOG.warning("%s: the first ranks' result cannot be read (%s): making it again", what, refused)
     return make()
 
 

@@ -49,7 +49,7 @@ class SharedFile:
             except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"launch: what `prepare` returned cannot be sent to ranks ({error}): "
-                    "return models, programs, what `precompile` gave, and data; no open files"
+                    "return models, programs, results of `precompile` and data, but no open files"
                 ) from error
 
     @staticmethod
@@ -102,7 +102,7 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
                 raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
             stopped = stops.look([member], others_run=True)
             if stopped is not None:
-                raise RuntimeError(f"launch: of the process that prepares for ranks, {stopped[1]}")
+                raise RuntimeError(f"launch: the process that prepares for ranks: {stopped[1]}")
         member.outcome = outcome_of(member)
         if isinstance(member.outcome, Died):
             raise RuntimeError(f"launch: the process that prepares for ranks failed: {member.outcome.how}")

@@ -48,7 +48,7 @@ class _Limit:
         """Sleep briefly; raise a TimeoutError after the limit."""
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
-            raise TimeoutError(f"join: {missed} {after}: look at what those ranks wrote, and start all again")
+            raise TimeoutError(f"join: {missed} {after}: read those ranks' output, and start all again")
         time.sleep(_POLL_S)
 
 

@@ -165,7 +165,7 @@ class Member:
         while True:
             orders = self._place.orders()
             if orders.over or self.number in orders.out:
-                raise Dismissed(orders.over or "other ranks have gone on without this one")
+                raise Dismissed(orders.over or "other ranks have continued without this one")
             if self.leaving and said.after and not said.leaving and not said.agreed:
                 said = replace(said, leaving=True)
                 self._place.say(self.number, said)
@@ -206,7 +206,7 @@ class Member:
             except (OSError, dist.DistError) as error:
                 if self._moving is None:
                     raise
-                raise RankFailure(rank, "join", f"the store that ranks meet at is lost ({error})") from error
+                raise RankFailure(rank, "join", f"the rendezvous store is lost ({error})") from error
 
     def _moved(self) -> None:
         """Fail the calls of the current generation: its communicators were made over the store that is lost."""

@@ -273,7 +273,7 @@ class Link:
         self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self.silent_s >= self._patience_s:
-            self.down = f"nothing has been heard of it for {self._patience_s:g} s"
+            self.down = f"it has been silent for {self._patience_s:g} s"
         if now - self._sent >= BEAT_S:
             self.send(Heartbeat())
         return message
@@ -430,7 +430,7 @@ class Hub:
             ended = {n: list(self._posts[n].processes.values()) for n in dropped}
         for node, processes in ended.items():
             both = f"both reach node {self.nodes.number}"
-            how = f"node {node} is dropped: it and node {dropped[node]} do not reach each other, but {both}"
+            how = f"node {node} is dropped: it and node {dropped[node]} cannot reach each other, but {both}"
             _LOG.warning("%s", how)
             for process in processes:
                 if process.is_alive():
@@ -498,9 +498,9 @@ class Hub:
             self._posts[hello.node] = post
             self._news.add(hello.node)
         if before is not None and not before.link.down:
-            before.link.send(Over(f"node {hello.node} was started a second time, and that one goes on"))
-            before.link.close("it was started anew")
-        _LOG.info("node %d is there", hello.node)
+            before.link.send(Over(f"node {hello.node} was started a second time, and the second one continues"))
+            before.link.close("it was started again")
+        _LOG.info("node %d has arrived", hello.node)
         while not link.down:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
@@ -560,7 +560,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         term = 0
         text = book.get("leader") if book.check(["leader"]) else ""
     if not text:
-        raise ConnectionError(f"the {'leading' if term else 'first'} node's supervisor has not begun")
+        raise ConnectionError(f"the {'leading' if term else 'first'} node's supervisor has not started")
     place = json.loads(text)
     patience_s = _ASK_S if nodes.election is None else _ELECTED_S
     try:
@@ -577,7 +577,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
     except (EOFError, multiprocessing.AuthenticationError) as error:
-        raise ConnectionError(f"the first node's supervisor is another by now ({error})") from None
+        raise ConnectionError(f"the first node's supervisor has been replaced ({error})") from None
     link = Link(connection, UNREACHABLE_S, term)
     link.send(Hello(nodes.number, members or {}))
     return link

@@ -207,7 +207,7 @@ class Deputy:
                     self._back = False
                     link.send(Back())
                 if self._drained(link):
-                    link.close("it was taken away")
+                    link.close("its node was asked to leave")
                     over = Over()
                 if self._election is not None and self._election.standing.lease.term != link.term:
                     link.close("another node leads")
@@ -229,7 +229,7 @@ class Deputy:
 
         def tell(nodes: tuple[int, ...]) -> None:
             names = ", ".join(map(str, nodes))
-            _LOG.warning("nodes that do not reach this one: %s", names or "none any more")
+            _LOG.warning("nodes that cannot reach this one: %s", names or "none any more")
             link.send(Unheard(nodes))
 
         probe = LinkProbe(self._nodes.number, host_of(link), tell)
@@ -303,7 +303,7 @@ class Deputy:
             return False
         if not self._told:
             self._told = True
-            self._say("this node is asked to end: its ranks hand over what only they have")
+            self._say("this node is asked to end: its ranks hand over the state that only they hold")
             link.send(Leaving())
             for member in self._live():
                 member.process.terminate()

@@ -428,7 +428,7 @@ class Supervisor:
         for member in self._live():
             how = ""
             if self._waited.get(member.rank, 0.0) >= limit:
-                how = f"did not come to meet the others for {limit:g} s (progress_s), and was ended"
+                how = f"did not join the rendezvous within {limit:g} s (progress_s), and was ended"
             elif self._readying.get(member.rank, 0.0) >= _READYING * limit:
                 how = f"was not ready after {_READYING * limit:g} s ({_READYING} times progress_s), and was ended"
             if how:
@@ -448,4 +448,4 @@ def _told(before: Orders, after: Orders) -> None:
         generation = after.proposal
         _LOG.info("generation %d: processes %s, without %s", generation.number, generation.members, generation.lost)
     if after.over and not before.over:
-        _LOG.info("nobody meets any more: %s", after.over)
+        _LOG.info("no further rendezvous: %s", after.over)

@@ -113,11 +113,11 @@ class BenchLinkOptions(BenchOptions):
     """Options of `hydragraph bench link`."""
 
     source: Annotated[
-        str, typer.Option("--from", help="The strategy whose step ends: a text, a YAML file, or home.")
+        str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home.")
     ] = "home"
-    target: Annotated[str, typer.Option("--to", help="The strategy whose step begins, likewise.")] = "<tp2,pp1>"
-    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, whose model it is.")] = "7b"
-    dtype: Annotated[str, typer.Option(help="That weights are pulled in: bfloat16 or float32.")] = "bfloat16"
+    target: Annotated[str, typer.Option("--to", help="The strategy to switch to, likewise.")] = "<tp2,pp1>"
+    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, for its model.")] = "7b"
+    dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
         Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight in a node.")
     ] = None
@@ -154,7 +154,7 @@ def link_command(options: BenchLinkOptions) -> None:
         measure = model in SHAPES and SHAPES[model].hidden <= 256
     if measure and dtype != "float32":
         dtype = "float32"
-        _tell("local CPU ranks compute in float32, so weights are pulled in that (--no-measure keeps bfloat16)")
+        _tell("local CPU ranks compute in float32, so weights are pulled in it (--no-measure keeps bfloat16)")
     settings = LinkSettings(
         model,
         options.source,
@@ -255,7 +255,7 @@ def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]
         in_sentences: wraps a command so that its errors become a sentence and an exit code.
     """
     app = typer.Typer(
-        help="Measure kernels, links and training steps, and other ways to do the same; small sizes on a CPU.",
+        help="Measure kernels, links and training steps against alternatives; small sizes on a CPU.",
         no_args_is_help=True,
     )
     for name, function, example in _COMMANDS:

@@ -130,7 +130,9 @@ def _ranks(settings: LinkSettings, strategies: Sequence[Strategy]) -> int:
     ranks = 1 + max(device for strategy in strategies for device in strategy.devices)
     if settings.cluster is not None and len(settings.cluster.devices) != ranks:
         has = len(settings.cluster.devices)
-        raise ValueError(f"--cluster has {has} devices, but the strategies are of {ranks} ranks: give one for each")
+        raise ValueError(
+            f"--cluster has {has} devices, but the strategies have {ranks} ranks: give one device per rank"
+        )
     if settings.measure and ranks > MEASURED_RANKS:
         raise ValueError(f"--measure runs up to {MEASURED_RANKS} local ranks, not {ranks}: use --no-measure")
     return ranks
@@ -163,7 +165,7 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
     what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
         f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "
-        "own layouts, a rank takes what it holds from itself.",
+        "own layouts, a rank reads its own part locally.",
         f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens for "
         "every pipeline. Alone: without computation; exposed: what it adds to the step; overlapped: 1 - "
         "exposed / alone. Computation takes its FLOPs at 45 % of the datasheet's rate; streams share ports and cards.",

@@ -177,7 +177,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
     for name, value in values.items():
         for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
             if not abs(a - b) <= tolerance * abs(b):
-                raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} of the eager model on packed batches")
+                raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} for the eager model on packed batches")
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
@@ -227,9 +227,9 @@ def _report(
     title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
-        f"Ceilings, measured in this run: {ceilings}. MFU is of {ceilings.peak_name}, by the operations that "
-        "training_flops counts: causal halving, sum of squared lengths, without recomputation.",
-        f"Lengths {settings.shortest} to {settings.longest}, other ones every round; medians of {settings.rounds} "
+        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}, with the operations "
+        "that training_flops counts: causal halving, sum of squared lengths, without recomputation.",
+        f"Lengths {settings.shortest} to {settings.longest}, new ones every round; medians of {settings.rounds} "
         "rounds in which all sides take turns; tokens/s counts no padding.",
         _precision(settings),
         f"Pull {linked[0] * 1e3:.3g} ms and push {linked[1] * 1e3:.3g} ms, measured alone: {share:.2f} % of a step.",

@@ -37,13 +37,13 @@ MODES = ("auto", "full", "off")
 TOGETHER = 32_000_000
 
 REMEDY = (
-    "its graph is not what the model computes: look for what a trace loses (hooks, Python state, masks or positions of "
+    "its graph differs from the model: look for things that a trace loses (hooks, Python state, masks or positions of "
     "the model's own, tokens that meet outside of attention), or report it with the model's config; check='off' trains "
     "with the graph as it is"
 )
 _OF_LOSS = (
-    "mask by labels != -100 whatever the loss adds up, have no terms across sequences, and keep no state in the loss; "
-    f"where that is so, {REMEDY}"
+    "mask every term of the loss by labels != -100, let no term combine sequences, and keep no state in the loss; "
+    f"if that is so, {REMEDY}"
 )
 
 
@@ -321,9 +321,9 @@ class _Comparer:
         )
         tokens = " and ".join(map(str, difference.tokens))
         return Unsupported(
-            f"packed and captured, {what} is {difference.relative:.2g} times {itself} off what the model computes of "
-            f"each sequence alone (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of {tokens} "
-            f"tokens in {attempt.kind})",
+            f"packed and captured, {what} is off by {difference.relative:.2g} times {itself} from what the model "
+            f"computes for each sequence alone (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of "
+            f"{tokens} tokens in {attempt.kind})",
             where=where,
             remedy=REMEDY if self.subject.loss is token_cross_entropy else _OF_LOSS,
         )

@@ -49,7 +49,7 @@ REMEDY = (
     "run it with another tensor-parallel degree, without sequence parallelism or recomputation, and report this with "
     "the model's config; check='off' trains with the graphs as they are"
 )
-_ANEW = "write the folder anew with hydragraph compile, and find out who changed it"
+_ANEW = "write the folder again with hydragraph compile, and find out who changed it"
 
 
 class StageCheck:
@@ -327,5 +327,5 @@ def _refusal(
         why = f"{type(difference).__name__}: {(str(difference).splitlines() or [''])[0][:200]}"
         return Unsupported(f"its graphs do not run ({why})", where=where, remedy=remedy)
     what = difference.parameter if difference.parameter.startswith(_OUT) else f"the gradient of {difference.parameter}"
-    off = f"{difference.relative:.2g} times its norm off what the whole block computes (in {attempt.kind})"
+    off = f"{difference.relative:.2g} times its norm off the whole block's (in {attempt.kind})"
     return Unsupported(f"{what} is {off}", where=where, remedy=remedy)

@@ -108,10 +108,10 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
             raise ValueError(f"it calls {name} with {len(given) + len(by_name)} arguments; that takes {takes}")
         return
     if name.rpartition(".")[0] not in ALLOWED:
-        raise ValueError(f"it calls {name}, which is not on the list of what a compiled folder may call")
+        raise ValueError(f"it calls {name}, which a compiled folder may not call")
     signature = signature_of(known_target(name))
     if not signature.pure:
-        raise ValueError(f"it calls {name}, which writes into what it is given")
+        raise ValueError(f"it calls {name}, which writes into its arguments")
     if len(given) > signature.positional:
         raise ValueError(f"it calls {name} with {len(given)} arguments; that takes {signature.positional}")
     present = {*signature.names[: len(given)], *by_name}

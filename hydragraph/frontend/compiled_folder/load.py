@@ -107,7 +107,7 @@ def load(
     if ranks is not None and manifest.ranks not in (None, ranks):
         again = f"hydragraph compile CONFIG --ranks {ranks} --output {folder}"
         remedy = f"start {manifest.ranks}, or write it anew: {again}"
-        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, and there are {ranks}", remedy)
+        raise Refused(folder, f"it was compiled for {manifest.ranks} ranks, but there are {ranks}", remedy)
     contents = {path: read_file(folder, path, manifest.files) for path in manifest.files}
     missing = {PROGRAM, *(entry.file for entry in manifest.variants.values())} - contents.keys()
     if missing:
@@ -117,14 +117,14 @@ def load(
     except ValueError as error:
         raise Refused(folder, f"{PROGRAM}: {error}") from None
     if dtype not in (None, program.dtype):
-        remedy = f"pass dtype={program.dtype}, or write the folder anew with the other one"
-        raise Refused(folder, f"it computes in {program.dtype}, and dtype is {dtype}", remedy)
+        remedy = f"pass dtype={program.dtype}, or write the folder again with the other dtype"
+        raise Refused(folder, f"it computes in {program.dtype}, but dtype is {dtype}", remedy)
     _refuse_more(folder, manifest)
     graphs = {entry.file: contents[entry.file] for entry in manifest.variants.values()}
     if trust and FILE in contents:
         load_code(contents[FILE], folder, manifest.versions.get(GPU))
     elif FILE in contents:
-        _LOG.info("%s is code, and is left alone: --trust, or trust=True, loads it", folder / FILE)
+        _LOG.info("%s is code and was not loaded: --trust, or trust=True, loads it", folder / FILE)
     seconds = time.perf_counter() - began
     count = len(manifest.variants)
     _LOG.info("loaded %s from %s, %d variants, in %.2f s", program.model, folder, count, seconds)
@@ -133,7 +133,7 @@ def load(
 
 def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelRecord) -> None:
     if manifest.model is None:
-        raise Refused(folder, "it does not say which model it is of: a process wrote it for others beside it")
+        raise Refused(folder, "it does not name its model: a process wrote it for others on its machine")
     mismatches = differences(manifest.model, model)
     if mismatches:
         more = f", and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
@@ -158,6 +158,6 @@ def _refuse_stale(folder: Path, manifest: FolderManifest) -> None:
     for name, version in manifest.versions.items():
         here = version_of(name)
         if here != version:
-            raise Refused(folder, f"it was compiled with {name} {version}, and here is {here or 'none'}")
+            raise Refused(folder, f"it was compiled with {name} {version}, but here is {here or 'none'}")
     if manifest.code != own_code():
         raise Refused(folder, "the files of hydragraph that make graphs were changed since it was compiled")

@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> FolderManifest:
     try:
         data = read_json(written, NAME)
         if isinstance(data, dict) and data.get("format") != FORMAT:
-            raise Refused(folder, f"its format is {data.get('format')!r:.40}, and this hydragraph reads {FORMAT}")
+            raise Refused(folder, f"its format is {data.get('format')!r:.40}, but this hydragraph reads {FORMAT}")
         names = [field.name for field in fields(FolderManifest)]
         data = record_schema.fields(data, ["format", *names, "sha256"], NAME)
         manifest = record_schema.record(FolderManifest, {name: data[name] for name in names}, NAME)
@@ -182,7 +182,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
     except OSError as error:
         raise Refused(folder, f"{path} cannot be read ({error.strerror or error})") from None
     if _expected(content) != expected:
-        raise Refused(folder, f"{path} was changed after it was written: its SHA-256 is another")
+        raise Refused(folder, f"{path} was changed after it was written: its SHA-256 differs")
     return content
 
 

@@ -40,11 +40,11 @@ def path_of(
     try:
         record = model_record(model, loss, example, blocks)
     except Unsupported as error:
-        _LOG.info("the program is not kept: %s", error)
+        _LOG.info("the program is not cached: %s", error)
         return None
     code = LibraryCode(model)
     if code.foreign:
-        _LOG.info("the program is not kept: %s", code.foreign[0])
+        _LOG.info("the program is not cached: %s", code.foreign[0])
         return None
     key = json.dumps([record, str(dtype), versions(), own_code(), sorted(code.values)], sort_keys=True)
     return user_cache.folder(PROGRAMS) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"

@@ -67,7 +67,7 @@ def program_of(value: object) -> Program:
     )
     _check_program(program)
     if program.fingerprint != data["fingerprint"]:
-        raise Malformed(f"program: its fingerprint is {program.fingerprint}, and it says {data['fingerprint']!r:.80}")
+        raise Malformed(f"program: its fingerprint is {program.fingerprint}, but it states {data['fingerprint']!r:.80}")
     return program
 
 
@@ -80,7 +80,7 @@ def _check_program(program: Program) -> None:
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
         if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
-            raise Malformed(f"{where}: its names are not as many as its template takes")
+            raise Malformed(f"{where}: the number of its names is not its template's")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
             raise Malformed(f"{where}: there is no parameter {min(unknown)}")
@@ -91,7 +91,7 @@ def _check_program(program: Program) -> None:
     if sorted(bucketed_names) != sorted(program.parameters):
         raise Malformed("program: its buckets do not hold every parameter once")
     if 0 in program.heads:
-        raise Malformed("program: it has a number of heads that is 0")
+        raise Malformed("program: a number of heads is 0")
     program.outline  # noqa: B018  it checks names of blocks and buckets
 
 
@@ -202,19 +202,19 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         raise Malformed(f"{where}: its inputs are not those of the template")
     saved = saved_names(len(_output_of(variant.forward)) - variant.outputs)
     if len(_placeholders(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
-        raise Malformed(f"{where}: its forward takes or returns another number of values than it says")
+        raise Malformed(f"{where}: its forward takes or returns another number of values than stated")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
         raise Malformed(f"{where}: its backward needs {', '.join(set(variant.needs) - takes) or 'something twice'}")
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
-        raise Malformed(f"{where}: it has gradients of what does not learn, or two of one parameter")
+        raise Malformed(f"{where}: it has a gradient of something that is not trained, or two of one parameter")
     if "hidden" in variant.added:
-        raise Malformed(f"{where}: the hidden state's gradient is added up")
+        raise Malformed(f"{where}: the hidden state's gradient is accumulated")
     if len(_placeholders(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
-        raise Malformed(f"{where}: its backward takes another number of values than it says")
+        raise Malformed(f"{where}: its backward takes another number of values than stated")
     if len(_output_of(variant.backward)) != len(variant.gradients):
-        raise Malformed(f"{where}: its backward returns another number of gradients than it says")
+        raise Malformed(f"{where}: its backward returns another number of gradients than stated")
 
 
 def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None:
@@ -224,7 +224,7 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
         shape = parameter.local_shape(spec.part.tp, spec.part.index)
         value = node[5]
         if not isinstance(value, list) or value[:2] != ["tensor", dtype] or value[3] != list(shape):
-            raise Malformed(f"{where}: {name} is {value!r:.60}, and a rank's shard of it {dtype} {list(shape)}")
+            raise Malformed(f"{where}: {name} is {value!r:.60}, but a rank's shard of it {dtype} {list(shape)}")
 
 
 # --- graphs that were checked -----------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
         return decode(data)
     except Exception as error:  # FX raises it for a graph that it cannot print
         first = (str(error).splitlines() or [""])[0]
-        raise Malformed(f"{where}: no graph can be built of it ({type(error).__name__}: {first:.200})") from error
+        raise Malformed(f"{where}: no graph can be built from it ({type(error).__name__}: {first:.200})") from error
 
 
 def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:

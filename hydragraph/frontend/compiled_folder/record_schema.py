@@ -212,7 +212,7 @@ class _Graph:
 
     def _node(self, name: str, kind: object, target: Any, args: Any, kwargs: Any, value: Any) -> None:
         if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise Malformed("its arguments are not a list, or those by name not a mapping")
+            raise Malformed("its arguments are not a list, or its keyword arguments not a mapping")
         checks: Mapping[object, Callable[[Any, list[Any], Mapping[str, Any]], None]] = {
             "placeholder": self._placeholder,
             "get_attr": self._constant,
@@ -257,7 +257,7 @@ class _Graph:
         if takes is None:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
-            raise Malformed(f"it calls the method {target} with other arguments than that takes")
+            raise Malformed(f"it calls the method {target} with arguments that it does not take")
         # The runtime's objects are the placeholders with reserved names, and what their start methods return.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
@@ -267,7 +267,7 @@ class _Graph:
         if target != "output" or kwargs or len(args) != 1 or not isinstance(args[0], dict) or set(args[0]) != {"tuple"}:
             raise Malformed("an output takes one tuple")
         if not all(output is None or (isinstance(output, dict) and "node" in output) for output in args[0]["tuple"]):
-            raise Malformed("an output returns something else than nodes")
+            raise Malformed("an output returns something that is not a node")
 
     def _argument(self, value: Any) -> None:
         if isinstance(value, list):

@@ -80,7 +80,7 @@ def search(
     if order == "exact":
         return exact(problem, bool(mixed_tp), groups or "all")
     if groups is not None:
-        raise ValueError(f"groups is {groups!r}: the orders 'naive' and 'memory' walk Metis's own")
+        raise ValueError(f"groups is {groups!r}: the orders 'naive' and 'memory' walk Metis's own groups")
     return walked(problem, MEMORY if order == "memory" else NAIVE, mixed_tp is None or mixed_tp)
 
 

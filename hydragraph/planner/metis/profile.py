@@ -80,7 +80,9 @@ class MetisProfile:
     def __post_init__(self) -> None:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
-            raise ValueError(f"measurements are of {sorted(depths)} layers: give some, all of one number of layers")
+            raise ValueError(
+                f"measurements are of {sorted(depths)} layers: give at least one, all of the same number of layers"
+            )
 
     @cached_property
     def layers(self) -> int:
@@ -183,7 +185,7 @@ def _entries(file: Path, layers: int | None) -> Iterator[_Entry]:
 def _own(name: str, record: Mapping[str, Any]) -> _Entry:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name}: a file of one measurement is named like DeviceType.A100_tp1_bs1.json")
+        raise ValueError(f"{name}: name a file of one measurement like DeviceType.A100_tp1_bs1.json")
     times = record["execution_time"]
     parameters = record["model"]["parameters"]["parameters_per_layer_bytes"]
     measurement = Measurement(
@@ -252,7 +254,7 @@ def _by_number_of_layers(record: Mapping[str, Any], layers: int | None) -> Itera
 def _degree_and_size(key: str) -> tuple[int, int]:
     match = _KEY.fullmatch(key)
     if match is None:
-        raise KeyError(f"{key!r}: a measurement is called like tp2_bs4")
+        raise KeyError(f"{key!r}: name a measurement like tp2_bs4")
     return int(match[1]), int(match[2])
 
 

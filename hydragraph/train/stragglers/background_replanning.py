@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 DEADLINE_S = 20.0  # then the best plan so far is taken
 ATTEMPTS = 2  # per question: the system may kill the process when memory is exhausted
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
-_NONE_FITS = "no strategy fits the ranks there are"
+_NONE_FITS = "no strategy fits the remaining ranks"
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class Controller:
             self._cost_s = report.preparing_s
             self._seconds.clear()
             self._lateness.switched()
-            ready = f"ready beside {report.step - coming.event.step - 1} steps"
+            ready = f"prepared during {report.step - coming.event.step - 1} steps"
             event = replace(event, seconds=report.preparing_s, why=f"{event.why}; {ready}")
         self._ask(report.step)
         return event
@@ -270,7 +270,7 @@ class Controller:
     def _ask(self, step: int) -> None:
         """Request another plan if rates or costs have changed, or if the last one was found in a hurry."""
         replanning = self._replanning
-        assert replanning is not None, "asked of those that plan"
+        assert replanning is not None, "only a controller that replans asks"
         health = self.health
         if replanning.planner.busy:
             return
@@ -316,7 +316,7 @@ class Controller:
         gained = f"saves {left * (now_s - after_s):.3g} s in the {left} steps that are left"
         cost = f"preparing takes about {self._cost_s:.2g} s and no state moves"
         terms = f"steps of {now_s:.3g} s would take {after_s:.3g} s ({saved:.0%} less), which {gained}; {cost}"
-        planned = f"planned in {answer.took_s:.2g} s beside {step - self._asked_at} steps"
+        planned = f"planned in {answer.took_s:.2g} s during {step - self._asked_at} steps"
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
         if saved < given.thrift.gain or not pays:

@@ -114,11 +114,14 @@ def rehoming(
     if fits and (not fitting or (before - after) * steps <= GAIN * moving):
         return None
     slow = ", ".join(f"rank {rank} {rate:.2f}x" for rank, rate in health.rates.items())
-    waited = f"owners wait for {slow or 'the one with most'}"
+    waited = f"owners wait for {slow or 'the one with the largest share'}"
     if question is not None and not slow:
-        waited = "other strategies run than the state lies for"
-    cause = waited if fits else "a rank has no memory for what it owns"
-    why = f"{cause}: {before:.4f} s of a step become {after:.4f} s for {moving:.2f} s of moving, {steps} steps to come"
+        waited = "the state is placed for other strategies than those that run"
+    cause = waited if fits else "a rank has too little memory for its share"
+    why = (
+        f"{cause}: {before:.4f} s of each step become {after:.4f} s, for "
+        f"{moving:.2f} s of moving; {steps} steps are left"
+    )
     return Rehoming(home, before, after, moving, why)
 
 

@@ -182,7 +182,7 @@ class Following:
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:
         went = sum(received(self.home, home, self._ranks, self._buckets))
-        why = f"state goes to shares {home} in {len(parts)} parts beside steps: {better.why}"
+        why = f"state moves to shares {home} in {len(parts)} parts during steps: {better.why}"
         if self._dry_run:
             why = f"dry run, not done: {why}"
         else:

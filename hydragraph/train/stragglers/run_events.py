@@ -121,4 +121,4 @@ def _parse(line: str, place: str) -> RunEvent:
         record["rates"] = {int(rank): float(rate) for rank, rate in record.get("rates", {}).items()}
         return RunEvent(**{f.name: record[f.name] for f in fields(RunEvent) if f.name in record})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{place}: no event ({error}): delete the line") from None
+        raise ValueError(f"{place}: not an event ({error}): delete the line") from None

@@ -377,7 +377,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "missing": (
         in_file(drop),
         "ValueError",
-        "missing in the files: model.norm.weight: build the model that the files are of, GemmaForCausalLM with",
+        "missing in the files: model.norm.weight: build the model that the files belong to, GemmaForCausalLM with",
     ),
     "unknown": (
         in_file(add),

@@ -36,7 +36,7 @@ def test_a_process_that_ended_is_accused_unless_it_had_left() -> None:
     assert looks(left, {0: seen(), 2: seen(GONE, left=True)}, 100) is None
     blamed = left.suspect(1.5)
     assert blamed is not None
-    assert (blamed.rank, "while other ranks went on" in blamed.error) == (2, True)
+    assert (blamed.rank, "while other ranks continued" in blamed.error) == (2, True)
 
 
 def test_a_stopped_process_is_accused_after_its_time_and_a_pause_is_none() -> None:
@@ -82,7 +82,7 @@ def test_a_rank_that_holds_the_others_up_is_named() -> None:
     accused = found[20]
     assert accused is not None
     assert (accused.rank, accused.stalled) == (1, True)
-    assert "no rank has moved on for 10 s (progress_s), and the others wait for this one" in accused.error
+    assert "no rank has made progress for 10 s (progress_s), and the others wait for this one" in accused.error
 
 
 @pytest.mark.parametrize("kind", ["moves", "nobody waits", "stopped"])

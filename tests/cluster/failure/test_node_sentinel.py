@@ -112,7 +112,7 @@ def test_a_machine_that_falls_silent_is_lost_and_a_pause_is_nothing(world: World
     silent.send_signal(signal.SIGCONT)
     assert fault is not None
     assert (fault.rank, fault.host) == (1, "host1")
-    assert "nothing has been heard of its machine for 8 s" in fault.error
+    assert "its machine has been silent for 8 s" in fault.error
 
 
 @pytest.mark.thorough

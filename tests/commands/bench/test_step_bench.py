@@ -74,7 +74,9 @@ def test_packed_batches_are_those_of_the_strategy() -> None:
 
 def test_a_side_that_differs_is_named() -> None:
     check_same({"hydragraph": (2.0, 1.0), "eager, packed": (2.00001, 1.0)}, 1e-4)
-    with pytest.raises(ValueError, match=r"hydragraph: gradient norm 1\.1, but 1 of the eager model on packed batches"):
+    with pytest.raises(
+        ValueError, match=r"hydragraph: gradient norm 1\.1, but 1 for the " "eager model on packed batches"
+    ):
         check_same({"hydragraph": (2.0, 1.1), "eager, packed": (2.0, 1.0)}, 1e-4)
     with pytest.raises(ValueError, match="loss nan"):
         check_same({"hydragraph": (float("nan"), 1.0), "eager, packed": (2.0, 1.0)}, 1e-4)

@@ -237,7 +237,7 @@ def test_rates_that_change_again_come_before_a_better_plan_for_the_old_ones() ->
     ("planner", "why"),
     [
         (Answering(4.0, 3.9), "less"),  # too little
-        (Answering(4.0, 2.0, "no strategy fits the ranks there are"), "no strategy fits"),
+        (Answering(4.0, 2.0, "no strategy fits the remaining ranks"), "no strategy fits"),
     ],
 )
 def test_what_does_not_pay_is_told_and_not_done(planner: Answering, why: str) -> None:

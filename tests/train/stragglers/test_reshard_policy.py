@@ -43,7 +43,7 @@ def test_a_slow_rank_gives_state_away_in_parts_and_gets_it_back() -> None:
     assert event.before_s is not None
     assert event.after_s is not None
     assert event.after_s < event.before_s
-    assert "parts beside steps" in event.why
+    assert "parts during steps" in event.why
     parts = 0
     while (home := following.next) is not None:
         following.begun()
@@ -73,7 +73,7 @@ def test_state_goes_to_where_the_strategies_of_late_use_it_if_that_pays() -> Non
     for step in range(1, MIX):
         assert moving.stepped(step, Health(), 100.0, [pipeline, both]) == (), "too few steps to tell"
     (event,) = moving.stepped(MIX, Health(), 100.0, [pipeline, both])
-    assert "other strategies run than the state lies for" in event.why
+    assert "the state is placed for other strategies than those that run" in event.why
     assert moving.target == of_stages
     moving.begun()
     events = [e for step in range(MIX + 1, 4 * MIX) for e in moving.stepped(step, Health(), 100.0, [both, pipeline])]
