@@ -107,7 +107,7 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that name a file which is written after all the work.
+# Options that name an output file, which is written last.
 _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 

@@ -179,7 +179,7 @@ class Collectives:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
         parts = list(x.chunk(self.size, dim))
         if self.size == 1 or not self.native:
-            # At every size: gloo's transfers no less, and this adds in a fixed order.
+            # At every size: gloo's own transfers as many bytes, and this one adds in a fixed order.
             return self._exchange(parts, _sum)
         assert self.group is not None
         # The group's order is ascending, not the stage's.

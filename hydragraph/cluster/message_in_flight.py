@@ -60,7 +60,7 @@ class Staging:
     """Copies tensors to temporary host memory and back.
 
     Args:
-        device: of the tensors; for a GPU the host memory is page-locked.
+        device: device of the tensors; for a GPU the host memory is page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:

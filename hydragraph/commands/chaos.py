@@ -39,8 +39,8 @@ def chaos_command(options: ChaosOptions) -> None:
     right after a step (evaluate), or while the plan switches or state moves because it is slow. With preempt the ranks
     run on two simulated machines, and one is taken away with its disk, at once or 30 s after a notice.
 
-    With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, tells how far rounding
-    alone takes the losses apart.
+    With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, shows how much the
+    losses differ by rounding alone.
     """
     from hydragraph.train.chaos import disturbed_run
 

@@ -89,8 +89,8 @@ def check_command(options: CheckOptions) -> None:
     Peak memory comes from a walk of every rank's program with the sizes of its compiled graphs and of the optimizer's
     state; advice is checked in the same way. MFU is the model's operations, without recomputation, relative to what the
     devices could compute in that time. To check a GPU run without GPUs, add --set device=cuda, which --arch implies; it
-    also predicts which part of the computation starts kernels, and below how many tokens that is most of it. The exit
-    code is 1 if a strategy does not fit, or if training here would end because of its data.
+    also predicts the share of kernel launches in the computation, and below how many tokens they are most of it. The
+    exit code is 1 if a strategy does not fit, or if training here would end because of its data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text

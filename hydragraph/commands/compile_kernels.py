@@ -62,7 +62,7 @@ class GraphRecord:
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
         library_launches: operators that Inductor did not compile.
-        flops: of products, attention and the fused head.
+        flops: operations of products, attention and the fused head.
         library_bytes: device memory read and written by products, lookups, attention and the fused head.
     """
 

@@ -43,7 +43,7 @@ def restarted() -> int:
 
 
 def first_seen(began: float) -> float:
-    """Return when the run began that this torchrun job's first attempt found in the folder; `began`: found now.
+    """Return when the run in the folder began, as this torchrun job's first attempt found it; `began`: as found now.
 
     torchrun's store outlives its ranks: the first attempt writes the time there. Without a shared store, the age of
     torchrun's process decides: a run that began earlier belongs to another job.

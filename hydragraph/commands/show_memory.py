@@ -24,7 +24,7 @@ def memory_lines(
     """Yield each rank's peak by kind, or of many ranks the first of each kind's.
 
     Args:
-        tokens: of a micro-batch's single sequence.
+        tokens: tokens of a micro-batch's single sequence.
         limit: bytes of a device; None: unknown.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"

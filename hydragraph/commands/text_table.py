@@ -12,7 +12,7 @@ def new_table(title: str, headings: Sequence[str], left: Collection[str] = ("str
     """Return a table without rows.
 
     Args:
-        headings: of columns, aligned right unless in `left`.
+        headings: headings of columns, aligned right unless in `left`.
     """
     table = Table(title=escape(title), title_justify="left")
     for heading in headings:

@@ -159,7 +159,7 @@ def train_command(options: TrainOptions) -> None:
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
     if outcome is None:
-        return  # another machine led at the end, and says it
+        return  # another machine led at the end, and reports the outcome
     if outcome.stopped:
         if elected or leads():
             _print_stop(outcome, config)

@@ -27,7 +27,7 @@ class TimeKind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting it, and waiting for it; likewise PUSH and P2P
+    PULL = "pull"  # starting it, and waiting for it; PUSH and P2P are alike
     PUSH = "push"
     P2P = "send/receive"
     OFFLOAD = "offload"  # starting copies to and from host memory, and waiting for them

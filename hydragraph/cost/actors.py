@@ -26,7 +26,7 @@ class StageMessage(NamedTuple):
     """A message between stages: a hidden state (ahead) or its gradient (back).
 
     Attributes:
-        position: of the block that made the hidden state.
+        position: position of the block that made the hidden state.
     """
 
     ahead: bool
@@ -123,9 +123,9 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline, or of its interleaved stages.
+        roles: roles of its stage in every pipeline, or of its interleaved stages.
         layers: half-open range of each interleaved stage.
-        program: of one rank of an equal actor.
+        program: program of one rank of an equal actor.
         of: returns the instructions of each of its ranks.
     """
 
@@ -203,7 +203,7 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        # Beats determine the order of instructions; for interleaved stages, so does which neighbours are the same.
+        # Beats determine the order of instructions; for interleaved stages, equal neighbours also do.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())

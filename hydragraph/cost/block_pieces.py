@@ -25,7 +25,7 @@ class MemoryLines:
     Each line is (bytes, bytes per token); see `cost.footprint.Footprint` for their meaning.
 
     Attributes:
-        output, saved, forward, backward: of the footprint.
+        output, saved, forward, backward: as in the footprint.
         keeps: the inputs that it saves unchanged.
         added: whether products accumulate gradients in place.
     """
@@ -43,7 +43,7 @@ class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: of forward and backward together for one micro-batch; approximate if those are tables.
+        seconds: seconds of forward and backward together for one micro-batch; approximate if those are tables.
         parameters: elements of its weights on the rank.
         kept: bytes per token, from a forward to its backward.
         working, fixed: bytes of temporary values, per token and in addition.
@@ -95,7 +95,7 @@ class PricedDevice:
 
     Attributes:
         memory: bytes that a rank may use, without the margin.
-        elements: of the whole model's parameters.
+        elements: number of elements of the whole model's parameters.
         itemsize: bytes of an element in the compute dtype.
         frozen: elements of parameters without gradient and moments.
     """

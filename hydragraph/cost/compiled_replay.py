@@ -85,10 +85,10 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
     """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
 
     Args:
-        table: of at least `stages` stages and `count` micro-batches; further ones are skipped.
+        table: table for at least `stages` stages and `count` micro-batches; further ones are skipped.
         rows: seconds by micro-batch number [M, S, 5].
         order: micro-batch number at each position; the first `count` are read.
-        scratch: likewise.
+        scratch: buffers for at least as many.
     """
     work, micro_batch, skip, stage = table
     actions = work.shape[1]

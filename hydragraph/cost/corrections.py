@@ -44,7 +44,7 @@ class Corrections:
     """Correction factors from the samples of past steps.
 
     Attributes:
-        types: of each rank's device; empty: no measurements.
+        types: type of each rank's device; empty: no measurements.
         samples: measured / predicted seconds of the last steps, the newest last.
     """
 
@@ -150,8 +150,8 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     Transfers are not part of the profile: `Costs` corrects their bytes.
 
     Args:
-        corrections: of runs priced with it.
-        type_: of device; None: all.
+        corrections: corrections of runs priced with it.
+        type_: type of device; None: all.
     """
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
     if all(factor == 1 for factor in factors.values()):

@@ -47,13 +47,13 @@ class Costs(Pricing):
     """Costs of strategies on a cluster.
 
     Args:
-        profile: of the model, for every type of device of the cluster.
+        profile: profile of the model, for every type of device of the cluster.
         cluster: one device per rank.
         health: rates of ranks; None: those of the corrections.
         home: owners of weights and optimizer state. A rule chooses them for the priced strategy (`of_strategies`), as
             in a run; None: the rule "auto". Without nodes of its own, copies use the cluster's nodes.
         blocks: exact memory of compiled graphs; None: the profile's lines.
-        state_bytes: of weight and optimizer state, per trained element.
+        state_bytes: bytes of weight and optimizer state, per trained element.
         push_itemsize: bytes of a pushed gradient's element.
         corrections: from runs priced with these costs (`hydragraph compare`).
 
@@ -118,7 +118,7 @@ class Costs(Pricing):
         """Return the costs under the home chosen for some strategies; unchanged if the home has no rule.
 
         Args:
-            tokens: of the largest micro-batch, whose memory is reserved; default: as many as use a device well.
+            tokens: tokens of the largest micro-batch, whose memory is reserved; default: as many as use a device well.
         """
         if self.home.rule is None:
             return self
@@ -226,7 +226,7 @@ class Costs(Pricing):
         Micro-batches in flight are those of the default schedule.
 
         Args:
-            strategy: of the pipeline; pipelines that share its stages are assumed to have micro-batches as long.
+            strategy: the pipeline's; pipelines that share its stages are assumed to have micro-batches as long.
             beside: additional bytes that every rank must have free.
         """
         return self._longest.max_len(pipeline, strategy, beside)
@@ -235,7 +235,7 @@ class Costs(Pricing):
         """Return the bytes that each rank needs in addition to its state.
 
         Args:
-            tokens: of the longest micro-batch of each pipeline.
+            tokens: tokens of the longest micro-batch of each pipeline.
         """
         return self._longest.beside(strategy, tokens)
 

@@ -33,7 +33,7 @@ class PathStep:
     Attributes:
         kind: "computing", "pulling weights", ...
         begin_s, end_s: seconds from the start of the iteration.
-        op: of its first instruction.
+        op: operation of its first instruction.
     """
 
     kind: str

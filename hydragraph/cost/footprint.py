@@ -58,7 +58,7 @@ class Footprint:
         saved: by the forward, beyond inputs and output.
         keeps: values saved unchanged: "hidden", "aux" or "output".
         forward, backward: peaks of the graphs' own values, results included.
-        gradients: of its parameters.
+        gradients: bytes of its parameters' gradients.
         small: the part of `saved` that stays on the device if the stage offloads.
     """
 

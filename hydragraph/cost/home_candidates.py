@@ -33,7 +33,7 @@ def candidates(
 
     Args:
         users: by strategy number, the stages that use the bucket.
-        ability, nodes: of each rank [ranks].
+        ability, nodes: ability and node of each rank [ranks].
         wide: whether to consider more candidates than those by need.
     """
     ranks = len(ability)

@@ -26,7 +26,7 @@ class Alive:
 
         Args:
             part: attribute of Memory for its own storage.
-            size: of its own storage.
+            size: size of its own storage.
             shared: values whose storages it keeps.
             named: keep only storages started by these values; None: all.
         """

@@ -27,7 +27,7 @@ class LongestMicroBatch:
     """Maximum tokens that fit the ranks of a cluster.
 
     Args:
-        other: of costs with the same profile, types and number of ranks; its peaks are reused.
+        other: instance for costs with the same profile, types and number of ranks; its peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:

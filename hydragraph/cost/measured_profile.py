@@ -103,8 +103,8 @@ class Profile:
         device: on which the pieces were measured.
         link, messages: between two ranks, fitted to (bytes, seconds) of messages.
         residuals: root mean square relative error of each scheme's constants.
-        type: of device, as named by clusters; "": any.
-        sizes: of the model; None: derived from the pieces as far as possible (`model_sizes`).
+        type: type of device, as named by clusters; "": any.
+        sizes: sizes of the model; None: derived from the pieces as far as possible (`model_sizes`).
         update: seconds of an optimizer step: constant, and per element of a rank's home shard.
         commit_s: seconds of the agreement before it.
         norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.

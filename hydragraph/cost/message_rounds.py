@@ -17,12 +17,12 @@ class LinkTable(NamedTuple):
     """Links by index: 2 (a K + b) + across, for kinds a, b of the two nodes, and whether the nodes differ.
 
     Attributes:
-        node, kind, card: of each rank [R].
+        node, kind, card: those of each rank [R].
         kinds: K, the number of kinds of nodes.
         handling: each rank's factor on latency [R].
-        latency_s, bytes_per_s: of each link [2 K K].
+        latency_s, bytes_per_s: latency and bandwidth of each link [2 K K].
         first: index of each link's first measured point, then the total [2 K K + 1]; a link may have none.
-        logs, speeds: of each point, log of the message's bytes, and bytes per second.
+        logs, speeds: for each point, the log of the message's bytes, and bytes per second.
     """
 
     node: Ints

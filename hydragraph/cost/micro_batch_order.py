@@ -108,7 +108,7 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
 
     Args:
         costs: seconds of each micro-batch on a stage [V].
-        table: of the pipeline's schedule.
+        table: table of the pipeline's schedule.
         climb: maximum rounds of swaps for each.
     """
     count = len(costs)

@@ -19,7 +19,7 @@ class ModelSizes:
     """A model's blocks and buckets.
 
     Attributes:
-        hidden_bytes: of one token's hidden state.
+        hidden_bytes: bytes of one token's hidden state.
         itemsize: bytes of an element in the compute dtype.
         heads: query head counts; a tensor-parallel degree must divide each of them.
     """

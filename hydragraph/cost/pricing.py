@@ -33,7 +33,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
 MESSAGE_BYTES = 1 << 20  # of a typical message, for comparing links
-RING_TOKENS = 2048  # of a typical micro-batch, likewise
+RING_TOKENS = 2048  # of a typical micro-batch, for comparing links
 
 
 class Pricing:

@@ -15,7 +15,7 @@ class ProfileBlocks:
     """Memory of blocks from a profile.
 
     Args:
-        types: of device; a block needs the same memory on all.
+        types: type of device; a block needs the same memory on all.
         push_itemsize: bytes of a pushed gradient's element.
         pieces: (type of device, kind of stage) -> pieces.
     """

@@ -8,7 +8,7 @@
 
 Formulas of Hydraulis -> functions, for a device of the first stage, the fullest one:
 
-    layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the embedding's likewise    `MemoryModel.states_bytes`
+    layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the same for the embedding    `MemoryModel.states_bytes`
     (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
     MaxLen(P), the length l that fills the device's memory less a margin              `MemoryModel.max_len`
 """

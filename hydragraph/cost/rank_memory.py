@@ -63,7 +63,7 @@ class Memory:
 
     Attributes:
         home_weights, optimizer_state, home_gradients: the rank's shares of the state, in fp32.
-        weights, gradients: of the rank's stage.
+        weights, gradients: those of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
         messages: copies for sending, and received data not yet summed.
@@ -120,7 +120,7 @@ class Blocks(Protocol):
 
     Attributes:
         itemsize, push_itemsize: bytes of an element of a pulled weight, and of a pushed gradient.
-        hidden_bytes: of one token's hidden state.
+        hidden_bytes: bytes of one token's hidden state.
     """
 
     @property
@@ -258,7 +258,7 @@ def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) 
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
 
     Args:
-        rows: of the pipeline's stages (`Pipeline.rows`).
+        rows: rows of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
     if devices < len(rows):

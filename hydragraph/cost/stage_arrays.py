@@ -40,7 +40,7 @@ class StageTerms(NamedTuple):
 
     Attributes:
         reaches: window and chunk of each further column [W, 2]; infinite: none.
-        stages, tables: of each kind [K], and its order of work [K, S, actions].
+        stages, tables: number of stages of each kind [K], and its order of work [K, S, actions].
         faithful: whether the numbers are those of `PipelineCost.seconds` [K].
     """
 
@@ -201,7 +201,7 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
 
     Args:
         row: [S, 5] to write to.
-        seconds: of the pipeline's kind [S, R, 5, 3 + W].
+        seconds: seconds of the pipeline's kind [S, R, 5, 3 + W].
         squares, tokens: sum l^2 and sum l.
         near: sum of pairs of each reach [W].
     """

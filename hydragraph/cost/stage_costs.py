@@ -36,14 +36,14 @@ class Ring:
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds for a micro-batch, without what is hidden."""
+        """Return the exposed seconds for a micro-batch."""
         if not self.times:
             return 0.0
         sent = self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
         return max(self.latency_s, sent - tokens * self.hidden)
 
     def token_seconds(self, per_byte: float) -> float:
-        """Return the seconds per token, without latencies and what is hidden, at `per_byte` seconds per byte."""
+        """Return the exposed seconds per token, without latencies, at `per_byte` seconds per byte."""
         sent = self.times * 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
         return max(0.0, sent - self.hidden)
 
@@ -53,7 +53,7 @@ class Hop:
     """Concurrent messages from the ranks of one stage to the next.
 
     Attributes:
-        links: of the slowest rank's consecutive messages.
+        links: links of the slowest rank's consecutive messages.
         sharing: most messages through one network card.
         part: fraction of a hidden state's bytes that is sent.
     """
@@ -80,7 +80,7 @@ class StageCost:
 
     Attributes:
         forward, backward: curves of each kind of rank (type of device, rate).
-        aux: likewise, before the forward and its message.
+        aux: curves of what runs before the forward and its message.
         ahead, back: messages to and from the next stage; None on the last stage.
     """
 
@@ -145,7 +145,7 @@ def stages_end(
     """Return the end of a pipeline for micro-batches of these lengths in this order.
 
     Args:
-        rows: of each stage (`Pipeline.rows`); empty: its own.
+        rows: rows of each stage (`Pipeline.rows`); empty: its own.
     """
     if not micro_batches:
         return 0.0

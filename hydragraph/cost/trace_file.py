@@ -34,7 +34,7 @@ class TracedStep:
     Attributes:
         step: number in its events.
         assignment: the sequences of each pipeline.
-        seconds: of the whole step on rank 0, without waiting for a plan.
+        seconds: seconds of the whole step on rank 0, without waiting for a plan.
     """
 
     step: int
@@ -59,7 +59,7 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
     """Write all ranks' events, a process per rank and a thread per stream; the first event begins at 0.
 
     Args:
-        steps: of a real run; other readers of the format ignore them.
+        steps: steps of a real run; other readers of the format ignore them.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []

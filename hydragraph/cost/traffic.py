@@ -59,7 +59,7 @@ class Passage:
     """An exchange between groups.
 
     Attributes:
-        seconds: of each group without other traffic; 0 if it takes no part [G].
+        seconds: seconds of each group without other traffic; 0 if it takes no part [G].
         partners: whether two groups exchange data; a participant is its own partner [G, G].
         occupied: for each group, (resource, fraction of its seconds).
     """
@@ -92,7 +92,7 @@ class Roads:
     Resources are numbered: ports of groups out (0 .. G-1) and in (G .. 2G-1), cards out, cards in.
 
     Args:
-        group: of each rank [R].
+        group: group of each rank [R].
         handling: each rank's factor on latency [R]; default: 1.
     """
 

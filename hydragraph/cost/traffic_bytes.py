@@ -16,7 +16,7 @@ class MessageBytes:
     """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
 
     Attributes:
-        outgoing, incoming: of weights, or of gradients to first owners.
+        outgoing, incoming: bytes of weights, or of gradients to first owners.
         handed: both, of gradients from first to second owners.
     """
 

@@ -60,9 +60,9 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
     Args:
         paths: files and directories. Hidden entries, `__pycache__`, links to directories, and other files than Arrow in
             directories saved by `datasets` are skipped.
-        suffixes: of the files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
+        suffixes: suffixes of files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
             .parquet, ...) if there are any, else all that can be read as text. Of records with a split in their names,
-            such as train-0.parquet and test-0.parquet, those for training are taken.
+            such as train-0.parquet and test-0.parquet, only those for training are taken.
 
     Raises:
         ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.

@@ -58,7 +58,7 @@ class Conversation:
 
     Attributes:
         messages: those with `weight` 0 are not trained.
-        arguments: of the chat template, such as {"enable_thinking": False}.
+        arguments: arguments of the chat template, such as {"enable_thinking": False}.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -147,7 +147,7 @@ class Fields:
         """Return the format of records with these fields.
 
         Args:
-            place: of the first record, for errors.
+            place: place of the first record, for errors.
             kind: "field" or "column", for errors.
 
         Raises:

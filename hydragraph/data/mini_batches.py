@@ -108,17 +108,17 @@ class MiniBatches(Iterator[list[Drawn]]):
     Args:
         tokens: budget of one mini-batch, never exceeded.
         max_length: longest chunk, in tokens (`cut`).
-        seed: of the order.
+        seed: seed of the order.
         split: documents to draw: "train" or "heldout".
         heldout: fraction of documents held out; for a single document, of its pieces.
-        split_seed: of the held-out documents; keep it when `seed` changes, or training would see them.
+        split_seed: seed of the held-out documents; keep it when `seed` changes, or training would see them.
         overlong: "cut" or "drop" documents longer than `max_length`.
         pairs: whether every two documents are a pair of answers, which stay together; "cut" keeps only the first
             `max_length` tokens of an answer, and "drop" leaves out the pair.
 
     Attributes:
         chunks: chunks of one epoch; answers of a pair are neighbours.
-        lengths: of the sequences in the last mini-batch.
+        lengths: lengths of the sequences in the last mini-batch.
         scores: a number for each chunk, which its sequence then holds as "reference".
 
     Raises:

@@ -19,7 +19,7 @@ class Mixture(Iterator[list[Drawn]]):
         weights: shares of the tokens, above 0, in any unit.
 
     Attributes:
-        lengths: of the sequences in the last mini-batch.
+        lengths: lengths of the sequences in the last mini-batch.
         drawn: (corpus, chunk) of each sequence in the last mini-batch.
     """
 

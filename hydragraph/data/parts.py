@@ -40,7 +40,7 @@ class EncodedParts:
         """Encode the missing documents; yield the number of finished ones after each part.
 
         Args:
-            documents: of the whole corpus, always in the same order.
+            documents: documents of the whole corpus, always in the same order.
             progress: called with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)

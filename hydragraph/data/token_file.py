@@ -51,7 +51,7 @@ class _Header:
     """The first bytes of a token file.
 
     Attributes:
-        item_bytes: of one token: 2 or 4.
+        item_bytes: bytes of one token: 2 or 4.
         documents, tokens: counts, with end-of-text tokens.
         targeted: 1 if tokens store whether they are targets, else 0.
     """

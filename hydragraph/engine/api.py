@@ -163,13 +163,14 @@ def compile(
         optimizer: makes a torch.optim optimizer from one (name, 1-D fp32 tensor) pair per parameter in model order, of
             0 elements where this rank owns none; also called after moves, and with whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
-        dtype, device: of computation; master weights and optimizer state are fp32. Default: a GPU if available.
+        dtype: compute dtype; master weights and optimizer state are fp32.
+        device: compute device; default: a GPU if available.
         loss: returns the loss summed over targets, from the model's outputs and the packed batch.
         example, blocks, check: see `hydragraph.capture`; unless off, strategies are also checked before they first run.
         profile: from `hydragraph profile`, or the costs of a plan, for devices that differ; None: rough costs.
-        lengths: of sequences in sample mini-batches.
+        lengths: lengths of sequences in sample mini-batches.
         policy: how iterations are planned.
-        backend: of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
+        backend: backend of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
         program: a result of `capture` for an equal model; leave `example` and `loss` to that call.
         progress_s: seconds without any rank's progress while some wait; then all raise and write their stacks.
         home: shares of the state by rank, or their text ("3,1 copies=2", "equal", "stages"); None: "auto".
@@ -178,8 +179,8 @@ def compile(
         joining: this process joins training ranks by `Executable.move`; give a meta model and their other arguments.
         deterministic: same bits for all pipelines, ranks and homes; see docs/deterministic.md.
         window: most bytes of fp32 gradients in flight, and as many weights; None: two of the largest blocks.
-        push_dtype: of gradients sent to owners, which sum in fp32.
-        seed: of dropout, the same on every rank; masks do not depend on the strategy.
+        push_dtype: dtype of gradients sent to owners, which sum in fp32.
+        seed: seed of dropout, the same on every rank; masks do not depend on the strategy.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or does not fit the model or the ranks.

@@ -29,7 +29,7 @@ class Discovered:
 
     @property
     def links_text(self) -> str:
-        """The slowest links within and between nodes, in words; "" for one rank."""
+        """Sentence on the slowest links within and between nodes; "" for one rank."""
         parts = []
         for where, links in (("within", self.links.inner), ("between", self.links.outer)):
             measured = [link for link in links if link is not None]

@@ -123,7 +123,7 @@ class Session:
         """Compare the next call of all ranks, in one small all-reduce.
 
         Args:
-            digest: of this rank's call and data.
+            digest: digest of this rank's call and data.
         """
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
@@ -212,7 +212,7 @@ class Session:
         """Clip the gradients of this rank's share, and update it.
 
         Args:
-            norm: of all ranks' gradients.
+            norm: norm of all ranks' gradients.
         """
         self.log.updating()
         if self.max_grad_norm is not None:

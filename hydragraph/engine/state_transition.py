@@ -34,7 +34,8 @@ class Holding:
         """Start without a session.
 
         Args:
-            start: returns the initial weights of a model without any; called late, as they may be loaded instead.
+            start: returns the initial weights of a model that has none; called late, because they may be loaded
+                instead.
         """
         self.held: Session | None = None
         self.handover: Handover | None = None

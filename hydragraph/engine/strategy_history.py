@@ -32,7 +32,7 @@ class Past:
     """History known to one process.
 
     Attributes:
-        seats: of the current ranks, by rank; None: every rank's seat equals its number.
+        seats: seats of the current ranks, by rank; None: every rank's seat equals its number.
     """
 
     seats: tuple[int, ...] | None = None

@@ -34,7 +34,7 @@ class PublishedWeights:
     """Weights bucket by bucket, with the names and shapes of `save_pretrained`.
 
     Args:
-        dtype: of floating-point tensors, except those that the model's classes keep in fp32.
+        dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
 
     Raises:
         Unsupported: a peft model has several adapters.

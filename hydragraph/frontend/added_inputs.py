@@ -1,4 +1,4 @@
-"""Fields of the packed batch that a part of a model gets although the model does not hand them to it."""
+"""Fields of the packed batch that a part of a model gets although the model does not pass them to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Placeholder -> field. A block has them behind all its arguments, in this order.
+# Placeholder -> field. A block has them after all its arguments, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 

@@ -217,7 +217,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 
 def _has_added(template: Template, fed: Sequence[int]) -> bool:
-    """Return whether a block has inputs behind those that it was called with."""
+    """Return whether a block has inputs after those that it was called with."""
     return any(i >= len(fed) for i, _ in _others(template))
 
 
@@ -246,7 +246,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     """Cut a model into the parts around its blocks.
 
     Args:
-        added: blocks get the fields of `ADDED` behind all else.
+        added: blocks get the fields of `ADDED` after all else.
     """
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]

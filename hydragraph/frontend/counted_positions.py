@@ -1,8 +1,8 @@
 """Positions that a model counts along its row of tokens, replaced by those of each packed sequence.
 
-A model that runs on one sequence reads positions from `torch.arange(T)`. In a packed row that number runs on from one
-sequence to the next, where `position_ids` starts anew. All that computes with it is then shown to keep tokens apart
-(`token_axes`), so each sequence gets what it gets alone.
+A model that runs on one sequence reads positions from `torch.arange(T)`. In a packed row that count continues across
+sequences, whereas `position_ids` restarts in each. Everything computed from it is then proven to keep tokens separate
+(`token_axes`), so each sequence gets the same result as alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators whose operand says which row of another one is meant.
+# Operators with an operand that selects rows of another one.
 _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.src index_add scatter_add")
 
 
@@ -50,7 +50,7 @@ def _counts(node: fx.Node, tokens: str) -> bool:
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value says which rows of tokens are meant, as in the routing to experts."""
+    """Return whether a value selects rows of tokens, as in the routing to experts."""
     return any(_chooses_rows(user, tokens) if user.target in SAME else _chooses(user, tokens) for user in node.users)
 
 

@@ -158,7 +158,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 class _OrPyTorchs(str):
-    """Our name, equal to "sdpa" for layers that look no name up, but call PyTorch's attention (`plain_attention`)."""
+    """Our name, equal to "sdpa" for layers that do not look it up but call PyTorch's attention (`plain_attention`)."""
 
     __slots__ = ()
     __hash__ = str.__hash__

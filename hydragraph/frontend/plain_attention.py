@@ -1,8 +1,8 @@
 """PyTorch's own attention over a row of tokens, replaced by attention within each packed sequence.
 
 A model that runs on one sequence may call `scaled_dot_product_attention(q, k, v, is_causal=True)`. Over a packed row,
-tokens would see other sequences; `varlen_attention` computes what each sequence gets alone. Calls with a mask or with
-dropout stay, and are refused.
+tokens would see other sequences; `varlen_attention` computes the same result as for each sequence alone. Calls with a
+mask or with dropout stay, and are refused.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ Orders, for 3 tokens a b c with 2 experts each:
     a b c a b c     Copies(2)  all tokens twice, as in a flattened [2, T]
     b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
-An operator that keeps rows separate does so in every order that its operands share. Positions of rows (`Points`), the
-results of sort and arange, may only index rows: as data they would leak information about other tokens. The number of
-rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
+An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
+(`Points`), the results of sort and arange, may only index rows: as data they would leak information about other tokens.
+The number of rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
 """
 
 from __future__ import annotations

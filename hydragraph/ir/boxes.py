@@ -53,7 +53,7 @@ def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
 
     Args:
         lo, hi: an interval of the flattened tensor; an empty one has no boxes.
-        shape: of the tensor; `()` is a single element.
+        shape: shape of the tensor; `()` is a single element.
     """
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))

@@ -89,7 +89,7 @@ class Instruction:
 
     Attributes:
         target: the bucket of a pull or push, the block of a forward, backward, offload or fetch, else "".
-        micro_batch: of the block (`ir.rank_program.Role`); else None.
+        micro_batch: micro-batch of the block (`ir.rank_program.Role`); else None.
         peer: the other rank of a send or receive; else None.
         writes: values it makes or (G.*) adds to.
         after: reads of other streams that it waits for; for a free, only messages and copies; for a pull or push, also

@@ -99,7 +99,7 @@ class Layout:
 
         Args:
             before: old rank number of each new rank; None for a rank that is new.
-            nodes: of each new rank; None: unknown.
+            nodes: node of each new rank; None: unknown.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)

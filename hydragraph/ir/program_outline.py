@@ -33,7 +33,7 @@ class Outline:
     Attributes:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs.
-        elements: of each bucket; empty: every bucket has one.
+        elements: number of elements of each bucket; empty: every bucket has one.
         window: maximum elements of weights, and of gradients, in flight, but at least one bucket. None: two of the
             largest blocks.
 

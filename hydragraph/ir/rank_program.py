@@ -55,7 +55,7 @@ class RankProgram:
 
     Attributes:
         strategy: its text with its fingerprint.
-        roles: of the rank's stage, one for each pipeline or interleaved stage; empty without work.
+        roles: roles of the rank's stage, one for each pipeline or interleaved stage; empty without work.
         tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
         layers: half-open range of layers of each interleaved stage.
     """

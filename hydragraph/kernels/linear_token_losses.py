@@ -54,7 +54,7 @@ def head_token_gradients(
     """Return the gradients of hidden (this rank's part) and weight of the sum of losses times factors.
 
     Args:
-        lse: of each token, over the whole vocabulary.
+        lse: log-sum-exp of each token, over the whole vocabulary.
         factors: gradient of each token's loss.
         start: index of this rank's first row of the head, 0-d; None: 0.
         of_hidden, of_weight: which of the two are needed; the other one is empty.

@@ -23,7 +23,7 @@ REMEDY = "give its stages one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and a world, alike on every rank.
+    """Check that a strategy fits a model and a world; the result is the same on every rank.
 
     Raises:
         ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
@@ -39,7 +39,7 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
-    """Check that tensor parallelism shards every layer, alike on every rank.
+    """Check that tensor parallelism shards every layer; the result is the same on every rank.
 
     Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated intentionally.
 

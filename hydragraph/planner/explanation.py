@@ -24,7 +24,7 @@ class Rival:
     """A strategy that lost.
 
     Attributes:
-        seconds: of an iteration; infinite if it does not fit.
+        seconds: seconds of an iteration; infinite if it does not fit.
     """
 
     strategy: Strategy

@@ -169,7 +169,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
     Args:
         first: relative sizes of the first micro-batches.
-        last: of the last ones, reversed.
+        last: relative sizes of the last ones, reversed.
     """
     weights = np.ones(m)
     weights[: len(first)] = first[:m]

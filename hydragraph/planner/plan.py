@@ -98,8 +98,8 @@ class Plan:
         limits: bytes that each rank may use.
         bound: lower bound of any strategy's seconds.
         rivals: rejected strategies, the closest first.
-        assignment: of the first mini-batch.
-        moved_bytes: of state that changes owner relative to the running plan.
+        assignment: assignment of the first mini-batch.
+        moved_bytes: bytes of state that change owner relative to the running plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
         text: of `explain`, without idle devices' reasons and rivals.
         spare: running ranks that the plan does not use.
@@ -168,8 +168,8 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
-        costs: of the model on the cluster.
-        workload: of one iteration.
+        costs: costs of the model on the cluster.
+        workload: workload of one iteration.
         method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the least cost in
             Metis's space, "metis" for its memory-aware walk, "auto" for all (Metis's space only up to 64 ranks and
             without a deadline).

@@ -39,8 +39,9 @@ class Decision:
 
     Attributes:
         static: the best static candidate; None: no candidate takes all mini-batches.
-        gain: the fraction of its time that choosing saves.
-        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of choosing.
+        gain: the fraction of the static candidate's time that choosing saves.
+        seconds: seconds of each candidate over all mini-batches, infinite if it does not take them;
+            then those of choosing.
     """
 
     static: int | None

@@ -44,7 +44,7 @@ class SearchCandidate:
 
     Attributes:
         together: sequences per micro-batch.
-        layout: of each kind of pipeline, if it differs from the bench's.
+        layout: layout of each kind of pipeline, if it differs from the bench's.
     """
 
     bench: Bench
@@ -87,7 +87,7 @@ class Settled:
     """A runnable strategy.
 
     Attributes:
-        assignments: of each mini-batch.
+        assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not take the longest sequence.
         memory: peak bytes of every rank.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
@@ -374,8 +374,8 @@ class _DecisiveBatches:
     """The micro-batches that determine memory: in a full pipeline, further ones add only tokens.
 
     Attributes:
-        largest: of each pipeline, largest first, enough to fill it.
-        tokens, every: of all micro-batches of each pipeline, and of the mini-batch.
+        largest: micro-batches of each pipeline, the largest first, enough to fill it.
+        tokens, every: tokens of all micro-batches of each pipeline, and of the mini-batch.
     """
 
     largest: Sequence[list[MicroBatch]]

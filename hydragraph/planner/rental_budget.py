@@ -28,7 +28,7 @@ class RentalOffer:
     """Nodes that a budget pays for, and the plan on them.
 
     Attributes:
-        costs: of their devices, renumbered.
+        costs: costs of their devices, renumbered.
     """
 
     costs: Costs

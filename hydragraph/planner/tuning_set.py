@@ -23,7 +23,7 @@ class _Tables:
     """Tables of strategies with some number of devices.
 
     Attributes:
-        problems: of each mini-batch; None: no scheme takes it.
+        problems: problem of each mini-batch; None: no scheme takes it.
     """
 
     column: dict[Scheme, int]

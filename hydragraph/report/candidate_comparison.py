@@ -191,7 +191,7 @@ def explain(
         tokens: minimum tokens per mini-batch.
         strategies: the candidates; default: proposals for the data, all homogeneous ones, and improvements of them.
         iterations: number of mini-batches.
-        seed: of the draw and the search.
+        seed: seed of the draw and the search.
 
     Raises:
         Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.

@@ -65,7 +65,7 @@ class RankMemory:
     """Memory of ranks with equal memory over an iteration, in bytes.
 
     Attributes:
-        peak, limit: of each rank.
+        peak, limit: peak and limit of each rank.
         parts: (name, bytes) of the peak.
         points: (seconds, bytes): bytes from that time on; empty if only the peak is known.
     """
@@ -83,7 +83,7 @@ class Matrix:
 
     Attributes:
         title: "ranks", "nodes".
-        names: of rows and columns.
+        names: names of rows and columns.
         groups: node of each name; names of one node are adjacent.
         cells: by kind (`MOVED`), rows of columns.
     """
@@ -139,7 +139,7 @@ class Contender:
     """A strategy in the comparison.
 
     Attributes:
-        seconds: of an iteration; None if it does not fit.
+        seconds: seconds of an iteration; None if it does not fit.
         tokens_per_s: None: unknown.
         micro_batches: by pipeline; empty: unknown.
         shares: (name, fraction of the iteration), such as computing.

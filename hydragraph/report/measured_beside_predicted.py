@@ -27,7 +27,7 @@ class ComparedStep:
     """One iteration.
 
     Attributes:
-        seconds: of the whole step, with work around its instructions.
+        seconds: seconds of the whole step, with work around its instructions.
         measured, predicted: accounts by rank.
     """
 

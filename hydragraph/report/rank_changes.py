@@ -16,7 +16,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
     """Return the events and their costs; None if checkpoints are the only events.
 
     Args:
-        metrics: of all steps that count, at least one.
+        metrics: metrics of all steps that count, at least one.
         events: in order of time.
     """
     if all(event.event == "saved" for event in events):

@@ -32,7 +32,7 @@ def run_report(
     """Return the report of a run.
 
     Args:
-        metrics: of all steps, at least one.
+        metrics: metrics of all steps, at least one.
         traced: costs of its model on its ranks, and its trace.
     """
     names = _names(metrics)

@@ -31,7 +31,7 @@ class Deterministic:
 
     Attributes:
         device: the kind of device, the same on all ranks.
-        degree, sequence_parallel: of all stages; None: no stage was seen yet.
+        degree, sequence_parallel: those of all stages; None: no stage was seen yet.
     """
 
     device: str

@@ -46,7 +46,7 @@ class DeviceReport:
         node: identifies the rank's node; ranks of one node share memory and network cards.
         memory_bytes: bytes that the rank may use, of a shared device or host.
         products_per_s: small matrix products per second.
-        flops_per_s: of these products.
+        flops_per_s: FLOP/s of these products.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers of a GPU, or cores; NUMA nodes and network interfaces.
         versions: that all hosts must agree on.

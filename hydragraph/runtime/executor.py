@@ -58,7 +58,7 @@ class IterationOutcome:
     """Result of an iteration, equal on every rank.
 
     Attributes:
-        grad_norm: of all gradients; 0 for an evaluation.
+        grad_norm: norm of all gradients; 0 for an evaluation.
         scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; empty unless the
             program scores.
     """

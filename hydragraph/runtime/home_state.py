@@ -25,7 +25,7 @@ class OwnedPart:
     """The part of one parameter owned by a rank, contiguous in its shard of the bucket.
 
     Attributes:
-        intervals: of canonical elements [lo, hi), ascending, disjoint and non-empty.
+        intervals: intervals of canonical elements [lo, hi), ascending, disjoint and non-empty.
         counted: for each interval, whether its elements count on this rank, rather than on their other owner, in norms
             and files.
         at: offset in the bucket's shard.

@@ -93,7 +93,7 @@ class Preparer:
 
     Args:
         capacity: prepared iterations to keep; compiled templates are always kept.
-        device: of the computation; default: the CPU.
+        device: device of the computation; default: the CPU.
     """
 
     _program: Program

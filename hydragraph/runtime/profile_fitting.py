@@ -100,8 +100,8 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        seconds: of each, above 0.
-        reaches: of its attention calls; none: it has no quadratic part.
+        seconds: seconds of each, above 0.
+        reaches: reaches of its attention calls; none: it has no quadratic part.
 
     Raises:
         ValueError: fewer measurements than constants, or a time that is not above 0.
@@ -183,7 +183,7 @@ class Measured:
 
     Attributes:
         piece: its sizes, with the seconds not yet fitted.
-        reaches: of its attention calls; none: its time is linear.
+        reaches: reaches of its attention calls; none: its time is linear.
         forward: the forward's part of `seconds`; empty if not measured.
     """
 

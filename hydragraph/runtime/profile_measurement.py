@@ -83,7 +83,7 @@ class MeasureSettings:
 
     Attributes:
         schemes: to fit; the ranks of one stage suffice.
-        repeats: of every measurement, after a warm-up; of a template's, the most.
+        repeats: number of repetitions of every measurement, after a warm-up; of a template's, the largest number.
         points: number of token counts, from longest / 64 up.
     """
 
@@ -224,7 +224,7 @@ def stage_timer(
     """Return a function that times whole stages, to check `measure`.
 
     Args:
-        layers: of the longest stage.
+        layers: number of layers of the longest stage.
         clock: returns seconds; `time.process_time` for one thread on a busy machine.
 
     Returns:

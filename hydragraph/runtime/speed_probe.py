@@ -1,4 +1,4 @@
-"""Number of small products per second of an otherwise idle device.
+"""Number of small matrix products per second of an otherwise idle device.
 
 If a strategy leaves a slow device idle (Malleus's standby), no instruction shows whether it is fast again. A device
 stopped for 60 of every 100 ms looks healthy for 40 of them, so a probe counts whole periods: from the end of one stop

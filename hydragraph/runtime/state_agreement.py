@@ -41,7 +41,7 @@ class StateProgress:
     """Progress of a rank's state.
 
     Attributes:
-        norm: of the gradients of the last update, before clipping.
+        norm: norm of the gradients of the last update, before clipping.
         gathered: whether the gradients of the next update are all at home.
     """
 
@@ -110,7 +110,7 @@ class AgreedState:
     """Agreement of ranks that meet.
 
     Attributes:
-        generation, ranks, home: of the agreed state; generation -1: no rank has any.
+        generation, ranks, home: those of the agreed state; generation -1: no rank has any.
         before: by new rank, its number in that state; None: it has no valid state.
         updates: after all ranks have finished their step.
         leader: the first rank without an unfinished step, whose hyperparameters count.

@@ -24,8 +24,8 @@ class Assignment:
 
         Args:
             counts: micro-batches of each pipeline.
-            tokens: of every sequence, or of the sequences of each pipeline.
-            sequences: of every micro-batch.
+            tokens: tokens of every sequence, or of the sequences of each pipeline.
+            sequences: number of sequences of every micro-batch.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
         micro_batches = []

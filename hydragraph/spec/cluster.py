@@ -3,7 +3,7 @@
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11, host_bytes_per_s: 25e9}   # optional
-nodes:                                  # ranks count through them in order
+nodes:                                  # ranks are numbered through them in order
   - {type: h100, devices: 8, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
   - {type: l4, devices: 4, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5},
      outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e6, 1e9], [1e8, 3e9]]}}

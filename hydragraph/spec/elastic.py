@@ -14,8 +14,8 @@ class Elastic:
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in place of a lost one; it joins between two iterations.
         grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
-        progress_s: seconds for which ranks wait for one that is alive but does not meet them after a loss, until its
-            process is ended; a joining one, for which none waits, has three times as long to get ready.
+        progress_s: seconds that ranks wait, after a loss, for one that is alive but does not join the rendezvous; then
+            its process is ended. A joining process, for which no rank waits, has three times as long to get ready.
 
     Raises:
         ValueError: a number is out of range.

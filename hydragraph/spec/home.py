@@ -1,4 +1,4 @@
-"""Home: each rank's share of the model's state, whatever the strategy, and the number of copies.
+"""Home: each rank's share of the model's state under every strategy, and the number of copies.
 
 As text, shares by rank, then settings that differ from the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5",
 "equal". With "auto" and "stages" owners are chosen for the strategies that run (`cost.home_choice`).
@@ -34,7 +34,7 @@ class Home:
         nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself on one
             host.
         rule: how the owners of other buckets are chosen once the strategies are known: "stages", the ranks of the
-            stages that use the bucket; "auto", those that exchange least, as far as memory goes. Then `shares` says how
+            stages that use the bucket; "auto", those that exchange least, within their memory. Then `shares` gives how
             much each of them owns relative to the others. None: `shares` are the owners.
 
     Raises:

@@ -374,11 +374,11 @@ class PlanConfig:
         profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough costs.
         cluster: the cluster file of devices of several types, all of which the profile must contain
             (`hg.Profile.merge`); None: all devices are like the measured one.
-        health: the file of slowdowns; it needs a cluster. None: all devices are healthy.
+        health: file of the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
         ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
         workers: number of planning processes.
         gain: keep a single strategy if choosing would save less than this fraction of its time.
-        sample: number of mini-batches that decide this, and for which "auto" proposes strategies.
+        sample: number of mini-batches to decide this by, and for which "auto" proposes strategies.
         patience_s: seconds that a step waits for its plan before it uses a quick one.
     """
 

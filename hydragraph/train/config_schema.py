@@ -162,7 +162,7 @@ def _type(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _type(get_args(hint)[1], definitions)}
     if isinstance(hint, type) and is_dataclass(hint):
         if hint.__name__ not in definitions:
-            definitions[hint.__name__] = {}  # before its fields, which may contain it
+            definitions[hint.__name__] = {}  # set first, as its fields may refer to it
             definitions[hint.__name__] = _object(hint, definitions)
         place = {"$ref": f"#/definitions/{hint.__name__}"}
         return {"anyOf": [{"type": "string"}, place]} if hasattr(hint, "parse") else place

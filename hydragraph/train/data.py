@@ -43,7 +43,7 @@ class Tokens:
     """A prepared corpus.
 
     Attributes:
-        directory: of the tokenizer's files and the token files.
+        directory: directory of the tokenizer's files and the token files.
     """
 
     directory: Path
@@ -351,7 +351,7 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
     """Return the endless stream of a run's training mini-batches.
 
     Args:
-        scores: of answers, to include in mini-batches.
+        scores: scores of answers, to include in mini-batches.
 
     Raises:
         ValueError: a document is too long, or the corpus is empty.

@@ -51,7 +51,7 @@ def export_checkpoint(
         step: step of the checkpoint; None: the latest.
         directory: new or empty.
         merged: write the model with its adapters merged.
-        dtype: of the weights, except those that the model's classes keep in float32.
+        dtype: dtype of the weights, except those that the model's classes keep in float32.
 
     Raises:
         ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.

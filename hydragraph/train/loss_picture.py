@@ -71,7 +71,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     dominate.
 
     Args:
-        weight: of the next neighbour, in [0, 1).
+        weight: weight of the next neighbour, in [0, 1).
     """
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()

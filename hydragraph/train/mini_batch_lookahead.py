@@ -23,7 +23,7 @@ class Ahead:
     """Reads at least one mini-batch ahead, for ranks to agree on it early (`hydragraph.engine.step_agreement`).
 
     Attributes:
-        position: of the source after the last returned mini-batch, where a resumed run continues.
+        position: position of the source after the last returned mini-batch, where a resumed run continues.
     """
 
     def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:

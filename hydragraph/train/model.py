@@ -95,7 +95,7 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     Args:
         vocabulary: exclusive upper bound of all tokens; a new model's default `vocab_size`.
         end_of_text: a new model's default `eos_token_id`.
-        seed: of a new model's weights; the global generator stays unchanged.
+        seed: seed of a new model's weights; the global generator stays unchanged.
 
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.

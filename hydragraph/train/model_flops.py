@@ -32,7 +32,7 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
     Args:
         name: from `torch.cuda.get_device_name`.
-        dtype: of the computation; peaks are known for bfloat16.
+        dtype: dtype of the computation; peaks are known for bfloat16.
     """
     words = name.replace("-", " ").split()
     if dtype is not torch.bfloat16:

@@ -215,7 +215,7 @@ def resumed(
     """Return the event for the continued run.
 
     Args:
-        told: meetings; the last one succeeded.
+        told: the meetings to report, the last of which succeeded.
         undone: last step before, if all returned to a checkpoint.
         read: bytes of checkpoint pieces read by all ranks, by kind of place.
     """

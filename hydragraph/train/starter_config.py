@@ -20,7 +20,7 @@ class InspectedPaths:
 
     Attributes:
         tokens: approximate number of tokens.
-        positions: of the model; 0: unknown.
+        positions: positions of the model; 0: unknown.
         templated: whether the tokenizer has a chat template.
     """
 

@@ -36,7 +36,7 @@ def controller_of(
         before: controller of the previous ranks, whose knowledge and planning process are kept.
         numbers: new rank numbers by old ones, for the ranks that stay.
         hurried: whether to search for a better plan than the current one.
-        slow: slow ranks known to a lost controller, if `before` is None.
+        slow: slow ranks that a lost controller knew, if `before` is None.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # of the current ranks

@@ -22,7 +22,7 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
     """Return environment variables that keep threads from stalling on a busy machine.
 
     Args:
-        environment: of the process that will load PyTorch; {} is returned if it sets the waiting behaviour.
+        environment: environment of the process that will load PyTorch; {} is returned if it sets the waiting behaviour.
         busy: average busy cores; None: this machine's load.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():

@@ -85,7 +85,7 @@ class LaunchedProcess(Protocol):
 
 
 class NotStarted:
-    """A process that could not be started, as one that died immediately."""
+    """A process that could not be started, handled like one that died immediately."""
 
     pid: int | None = None
     exitcode: int | None = 1

@@ -130,7 +130,7 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the time left after preparation that began at a monotonic time.
+    """Return the time that is left after preparation, which began at a monotonic time.
 
     Raises:
         TimeoutError: no time is left.

@@ -83,7 +83,7 @@ class Orders:
     Attributes:
         proposal: the newest proposal, perhaps confirmed.
         confirmed: number of the newest confirmed generation.
-        call: members of generations before this number are to meet, between two iterations.
+        call: members of generations before this number must meet, between two iterations.
         out: members that must not continue: others have given them up.
         stop: whether to stop the work: the current step is finished, and saved.
         over: why no further generation forms; "": generations still form.

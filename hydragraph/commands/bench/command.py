@@ -84,7 +84,7 @@ class BenchKernelsOptions(BenchOptions):
 
 @verb
 def kernels_command(options: BenchKernelsOptions) -> None:
-    """Time every kernel and all other ways to compute the same, over a sweep of sizes.
+    """Time every kernel and its alternatives, over a sweep of sizes.
 
     Each side's result is checked before it is timed, and sides take turns. GB/s are compared with one large copy,
     TFLOP/s with one large matrix product, both measured in the same run. "dispatch" is what hydragraph chooses.

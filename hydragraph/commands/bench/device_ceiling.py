@@ -18,8 +18,8 @@ class Ceilings:
     """A device's limits.
 
     Attributes:
-        copy_bytes_per_s: of one copy, read and written.
-        product_flops_per_s: of one square matrix product.
+        copy_bytes_per_s: bytes/s of one copy, read and written.
+        product_flops_per_s: FLOP/s of one square matrix product.
         nominal_flops_per_s: from the datasheet, if the device is known.
     """
 

@@ -66,7 +66,7 @@ class Baseline:
     """A plain model and its step.
 
     Attributes:
-        model: of fp32 weights, perhaps shared with other baselines.
+        model: model with fp32 weights, perhaps shared with other baselines.
     """
 
     model: nn.Module
@@ -114,7 +114,7 @@ def baselines(
 
     Args:
         build: makes another model, which gets the weights of `first`.
-        dtype: of computation: bf16 by autocast over fp32 weights and gradients.
+        dtype: dtype of the computation: bf16 by autocast over fp32 weights and gradients.
         compiled: add the packed side under torch.compile.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)

@@ -21,7 +21,7 @@ def alternate(
     """Return the median seconds of one call of each side.
 
     Args:
-        sides: name -> call to time; each round begins with another one.
+        sides: name -> call to time; each round begins with a different one.
         device: its clock counts.
         rounds: measured rounds, after `warm_up` others.
         at_least_s: repeat a side in a round for about this long; 0: once.

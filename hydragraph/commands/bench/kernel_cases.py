@@ -1,4 +1,4 @@
-"""Cases of `bench kernels`: every kernel and other ways to compute the same, at several sizes.
+"""Cases of `bench kernels`: every kernel and its alternatives, at several sizes.
 
 A case is made after the previous one is done, so their tensors are not held together.
 """
@@ -45,7 +45,7 @@ class Sweep:
     """Device and sizes.
 
     Attributes:
-        device, dtype: of computations not bound to fp32.
+        device, dtype: those of computations not bound to fp32.
         full: sizes for a GPU, not a CPU.
     """
 

@@ -22,7 +22,7 @@ class Overlap:
     """Overlap of communication with computation.
 
     Attributes:
-        alone_s: of the transfers alone.
+        alone_s: seconds of the transfers alone.
         exposed_s: seconds that they add to a step.
     """
 
@@ -51,8 +51,8 @@ def simulated(
     """Simulate a step with and without one direction's traffic, and that traffic alone.
 
     Args:
-        tokens: of a micro-batch's single sequence.
-        micro_batches: of every pipeline.
+        tokens: tokens of a micro-batch's single sequence.
+        micro_batches: number of micro-batches of every pipeline.
         moved: the traffic; without any, both times are 0.
         home: owners of state; None: equal shares.
     """

@@ -42,7 +42,7 @@ class LinkSettings:
         source: the strategy whose gradients are pushed; "home": none.
         target: the strategy whose weights are pulled; "home": none.
         cluster: to simulate; None: `default_cluster`.
-        tokens: of one simulated micro-batch; micro_batches: of every pipeline.
+        tokens: tokens of one simulated micro-batch; micro_batches: their number in every pipeline.
         measure: also run it, on local ranks over gloo.
     """
 

@@ -41,7 +41,7 @@ class StepSettings:
     """Settings of the benchmark.
 
     Attributes:
-        tokens: of one mini-batch; longest, shortest: of its sequences.
+        tokens: tokens of one mini-batch; longest, shortest: tokens of its sequences.
         device: computes in bf16 on CUDA, fp32 on the CPU.
     """
 

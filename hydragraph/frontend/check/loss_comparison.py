@@ -35,7 +35,7 @@ class Difference:
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
-        error, norm: of that gradient, or of the loss.
+        error, norm: those of that gradient, or of the loss.
         ratio: the error divided by its bound; the limit is 1.
     """
 

@@ -177,7 +177,7 @@ class MicroBatchCut:
     Attributes:
         placed, batch: pipeline and micro-batch number of each sequence [n].
         order, count: each pipeline's micro-batches in execution order [P, C], and their count [P].
-        ends: of each pipeline [P].
+        ends: end of each pipeline [P].
     """
 
     placed: Ints

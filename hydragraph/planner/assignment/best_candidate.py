@@ -36,7 +36,7 @@ class Choice:
     """The winner and all verdicts.
 
     Attributes:
-        assignment: of the winner; its seconds exclude the charge.
+        assignment: assignment of the winner; its seconds exclude the charge.
     """
 
     index: int

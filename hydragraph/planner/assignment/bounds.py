@@ -172,7 +172,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum seconds of sequences.
 
     Args:
-        terms: of its kinds, as lower bounds (`stage_terms` with `shortest`).
+        terms: terms of its kinds, as lower bounds (`stage_terms` with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
@@ -203,7 +203,7 @@ def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats
     """Return a lower bound of any assignment's end by its schedule.
 
     Args:
-        prices: of the kinds [K]; any non-negative ones are valid, those of the relaxation good.
+        prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation good.
     """
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0

@@ -100,7 +100,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     longest.
 
     Args:
-        tokens: of its sequences; 0: none.
+        tokens: tokens of its sequences; 0: none.
     """
     if tokens <= 0.0:
         return 0.0
@@ -252,7 +252,7 @@ def quick_end(instance: Instance) -> float:
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: in each shuffled order, assign a sequence where the maximum grows least; keep the best trial.
+    """Alg. 1: in each shuffled order, assign each sequence where the last end grows least; keep the best trial.
 
     Args:
         orders: one order of the sequences per trial [trials, n].

@@ -134,7 +134,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
-        terms: of the pipeline's kind; see `local_search`.
+        terms: terms of the pipeline's kind; see `local_search`.
         kicks: for each V that is searched further.
     """
     n = len(work)
@@ -196,7 +196,7 @@ def form_in_order(
     """Return the result of `form` in the order that ends first, and that end.
 
     Args:
-        table: of the pipeline's schedule, for as many micro-batches as sequences.
+        table: table of the pipeline's schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)

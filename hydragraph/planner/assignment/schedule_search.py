@@ -51,7 +51,7 @@ class Sequences(NamedTuple):
 
     Attributes:
         lengths: tokens [n].
-        kind_of: of each pipeline [P].
+        kind_of: kind of each pipeline [P].
         max_len: maximum tokens of a micro-batch of each kind [K].
     """
 

@@ -91,7 +91,7 @@ def propose(
     """Return candidate strategies, lists of one scheme per pipeline, the best expected first.
 
     Args:
-        lengths: of the data or a sample; longer ones count as `context`.
+        lengths: lengths of the data or a sample; longer ones count as `context`.
         devices: number of devices; some may be idle.
         context: the longest sequence, in tokens.
         limit: maximum number of strategies.
@@ -151,7 +151,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
     Args:
         steps: steps per device and pipeline.
-        devices, levels, work: of a `Histogram`.
+        devices, levels, work: fields of a `Histogram`.
         units: output: F of each level [levels + 1].
         by, below: output: the scheme of the last interval up to each level, and its l'.
     """
@@ -247,7 +247,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # If one more pipeline fits, another strategy contains this one.
+    # Not maximal: one more pipeline fits, so another strategy contains this one.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))

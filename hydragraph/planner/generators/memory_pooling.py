@@ -71,7 +71,7 @@ class Pool(NamedTuple):
     Attributes:
         state: bytes of the state.
         whole: bytes of weights and gradients of a layer, over all pipelines.
-        ends: likewise of the first and the last block.
+        ends: the same for the first and the last block.
         pulled: fraction of weights in these.
         idle: room of ranks without layers, as a fraction of the state.
     """
@@ -196,7 +196,7 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
 
     Args:
         bound: maximum seconds of a stage.
-        price: of a second, as a fraction of the state.
+        price: price of a second, as a fraction of the state.
 
     Returns:
         the room (minus infinity if the layers do not fit), layers [S] and options [S].

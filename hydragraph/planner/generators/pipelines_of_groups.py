@@ -39,10 +39,11 @@ class Laid:
 
     Attributes:
         first_s: seconds of the first micro-batch, `exposed_s` included.
-        exposed_s: of pull and push without overlap.
-        each_s: of every further micro-batch, i.e. of the slowest stage.
-        traffic_s: of a rank's pull and push, without other traffic.
-        stages_s, passing_s: of each stage for a micro-batch [stages], and of each layer's pull and push [layers].
+        exposed_s: seconds of pull and push without overlap.
+        each_s: seconds of every further micro-batch, i.e. of the slowest stage.
+        traffic_s: seconds of a rank's pull and push, without other traffic.
+        stages_s: seconds of each stage for a micro-batch [stages].
+        passing_s: seconds of each layer's pull and push [layers].
     """
 
     order: Multiset
@@ -176,7 +177,7 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the same for given layouts."""
+        """Return the seconds of an iteration for given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
             return math.inf

@@ -130,7 +130,7 @@ def exposed(seconds: Floats, passing: Floats) -> float:
     Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
 
     Args:
-        seconds, passing: of each stage for a micro-batch, and for its pull and push [S].
+        seconds, passing: seconds of each stage for a micro-batch, and for its pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -145,7 +145,7 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
     """Return a pipeline's additional wait if each layer passes as slowly as in the slowest pipeline.
 
     Args:
-        seconds, taken: of each stage for a micro-batch, and its layers [S].
+        seconds, taken: seconds of each stage for a micro-batch, and its layers [S].
         of_layer, slowest: each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)

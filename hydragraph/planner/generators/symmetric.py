@@ -38,7 +38,7 @@ class Simple:
 
     Attributes:
         together: sequences per micro-batch.
-        seconds: of the slowest pipeline, by AutoHet's cost, without traffic.
+        seconds: seconds of the slowest pipeline, by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy

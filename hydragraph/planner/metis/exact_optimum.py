@@ -312,7 +312,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
 
     Returns:
         sums: least sum over stages, none slower than each cap [N + 1, L + 1, K].
-        least: of the maximum t, o and g [N + 1, L + 1, 3].
+        least: least maximum t, o and g [N + 1, L + 1, 3].
         option, end: first stage of the completion of `sums` [N + 1, L + 1, K].
     """
     shape = (o.begin.size, tables.share.size + 1)

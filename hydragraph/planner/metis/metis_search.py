@@ -59,7 +59,7 @@ def search(
     """Return the best plan of a search.
 
     Args:
-        profile: of the model; stretched to `layers` (`MetisProfile.stretched`).
+        profile: profile of the model; stretched to `layers` (`MetisProfile.stretched`).
         cluster: all of its devices are used.
         order: "naive", Metis's own; "memory", the improved paper's; "exact", the proven least cost.
         max_tp: largest tensor-parallel degree; default: the profile's largest, for "exact" at most 4, since Metis

@@ -51,11 +51,11 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: of all walks that led to a plan.
+        steps: number of steps of all walks that led to a plan.
         cost: the lowest full price of a plan that can train; infinite without any.
-        batches, plan: of that plan.
+        batches, plan: number of micro-batches, and rows, of that plan.
         claimed: the lowest price by Metis's program.
-        claimed_batches, claimed_plan: of the plan that it prints.
+        claimed_batches, claimed_plan: number of micro-batches, and rows, of the plan that it prints.
     """
 
     steps: int

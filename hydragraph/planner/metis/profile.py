@@ -28,7 +28,7 @@ class Measurement:
 
     Attributes:
         layers_ms: forward and backward of a micro-batch, layer by layer.
-        forward_backward_ms: of all layers and the work between them; the excess is Metis's `fb_sync`.
+        forward_backward_ms: milliseconds of all layers and the work between them; the excess is Metis's `fb_sync`.
     """
 
     layers_ms: tuple[float, ...]
@@ -62,9 +62,9 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: of one number of layers. Metis's layer balancer uses the first one's type.
-        parameters_bytes: of the first, middle and last layer.
-        optimizer_ms: of the whole model.
+        measurements: measurements of one number of layers. Metis's layer balancer uses the first one's type.
+        parameters_bytes: bytes of the first, middle and last layer.
+        optimizer_ms: milliseconds of the whole model's optimizer.
         hidden: numbers per token that a layer sends on.
         vocabulary: numbers per token of the output.
     """

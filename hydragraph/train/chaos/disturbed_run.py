@@ -173,7 +173,7 @@ def run(
     """Run a training in its own processes, and strike it.
 
     Args:
-        config: of the run, whose folder is replaced.
+        config: config of the run, whose folder is replaced.
         stepped: called with the last step and the number of strikes so far.
         until: last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, if any.
     """

@@ -43,7 +43,7 @@ class ReplanQuestion:
     """Inputs of a plan.
 
     Attributes:
-        profile, cluster, home: of the run, on healthy ranks; state stays in place.
+        profile, cluster, home: those of the run, on healthy ranks; state stays in place.
         lengths: sequence lengths of the last mini-batches.
         running: current strategies.
         first: initial strategies, which may be the best again once all ranks are healthy.

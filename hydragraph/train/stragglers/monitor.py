@@ -51,7 +51,7 @@ class Monitor:
     """Judges the ranks of a run, on one of them.
 
     Args:
-        costs: of the model on healthy ranks.
+        costs: costs of the model on healthy ranks.
     """
 
     def __init__(

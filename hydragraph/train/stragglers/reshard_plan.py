@@ -89,7 +89,7 @@ def rehoming(
     Args:
         running: the current home, with nodes if it has copies.
         ranks: number of ranks, none of them lost.
-        buckets: of the model; own shares of buckets are dropped, unless the choice of owners assigns others.
+        buckets: buckets of the model; own shares of buckets are dropped, unless the choice of owners assigns others.
         question: input of the choice of owners; None: they are not chosen for strategies.
 
     Raises:

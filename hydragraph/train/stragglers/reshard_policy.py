@@ -48,7 +48,7 @@ def with_room(
 
     Args:
         state: cost without memory limits.
-        tokens: of the largest mini-batch.
+        tokens: tokens of the largest mini-batch.
         owned: elements by rank in the current home, which always fit.
     """
     beside = [0.0] * costs.ranks
@@ -123,7 +123,7 @@ class Following:
 
         Args:
             strategies: the one that ran, then others that may run.
-            tokens: of the largest mini-batch, see `with_room`.
+            tokens: tokens of the largest mini-batch, see `with_room`.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:

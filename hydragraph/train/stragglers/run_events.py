@@ -44,7 +44,7 @@ class RunEvent:
         ranks: ranks that it concerns.
         seconds: for `resumed`, from a rank's failure until training continued; for `saved`, how long training waited;
             for a switch, its expected cost.
-        rates: of slow ranks that matter.
+        rates: rates of slow ranks that matter.
         before_s, after_s: expected seconds of a step without and with a decision.
         done: whether the decision was carried out.
         lost_steps: steps that were undone because state was lost.

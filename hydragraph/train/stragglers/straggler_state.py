@@ -1,4 +1,4 @@
-"""State of a slow rank, for the next leading rank."""
+"""State of a slow rank, kept for the next leading rank."""
 
 from __future__ import annotations
 
