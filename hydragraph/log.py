@@ -50,7 +50,7 @@ _hearers: list[Hearer] = []
 
 
 def doing(what: str, done: int = 0, of: int = 0) -> None:
-    """Tell every hearer in this process what it does now.
+    """Announce this process's current activity to its hearers.
 
     Args:
         done, of: the part that now begins, from 1, and the number of parts; 0: unknown.
@@ -112,7 +112,7 @@ def show(level: str | int | None = "info") -> None:
     for handler in [h for h in logger.handlers if isinstance(h, _Shown)]:
         logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET if number is None else number)
-    logger.propagate = number is None  # else a root logger that somebody configured would write every line again
+    logger.propagate = number is None  # otherwise a configured root logger would write every line again
     if number is not None:
         logger.addHandler(_Shown())
 

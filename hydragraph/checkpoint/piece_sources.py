@@ -152,7 +152,7 @@ def _fetches(
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # First the nodes with a copy: they read it in any case, and can send it to others.
+    # Nodes with a copy come first: they read it in any case, and can send it to others.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]

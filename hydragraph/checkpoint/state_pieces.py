@@ -279,7 +279,7 @@ class Pieces:
 
         Args:
             columns: per-element columns of every parameter.
-            without: places to leave out, equal on all ranks: those to which any rank is still writing.
+            without: places to leave out, the same on all ranks: those to which any rank is still writing.
             whole: the last checkpoint that all ranks have written to each place; older ones may be deleted.
             tidies: delete old checkpoints from the store; one rank is enough.
         """
@@ -474,7 +474,7 @@ class PieceCopy:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A checkpoint to write; `whole`: by place, the last complete checkpoint there."""
+    """A checkpoint to write; `whole`: last complete checkpoint in each place."""
 
     kept: Kept
     parts: Sequence[PieceCopy]

@@ -49,7 +49,7 @@ class Started:
 
 
 class StartsAtOnce:
-    """Mixin for collectives that have ended when they start."""
+    """Mixin for collectives that are complete when their start returns."""
 
     def start_all_reduce(self, x: Tensor) -> Started:
         return self._ended("all_reduce", x)
@@ -108,7 +108,7 @@ class Collectives:
     Attributes:
         ranks: in tensor-parallel order, the order of parts.
         group: their communicator; None for a single rank.
-        native: use the backend's collectives at every size, as is fastest with NCCL.
+        native: use the backend's collectives at every size, which is fastest with NCCL.
     """
 
     ranks: tuple[int, ...]

@@ -55,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Peers of one grouped NCCL operation, as each holds channel buffers.
+# Peers of one grouped NCCL operation; few, because each holds channel buffers.
 _GROUPED = 32
 # Bytes of rank 0's first broadcast message, which starts with the total length.
 _TOLD = 1 << 14
@@ -102,7 +102,7 @@ class Groups:
         self.waited_s = 0.0
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # broadcasts that some ranks may not have received
+        self._told: tuple[Message, ...] = ()  # broadcasts that some ranks may not have received yet
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
         # By sorted ranks, least recently used first; None if this rank is not a member. The order is the same on all
@@ -133,7 +133,7 @@ class Groups:
         return function() if self._watch is None else self._watch.call(function, self._waiter)
 
     def _opening(self) -> AbstractContextManager[None]:
-        """Let the watch shut down the connections opened inside after a fault."""
+        """Let the watch shut down, after a fault, the connections opened in this context."""
         return nullcontext() if self._watch is None else self._watch.guarding()
 
     def _of_all(self, name: str) -> dist.ProcessGroup:

@@ -103,7 +103,7 @@ class World:
         return values
 
     def calling(self, what: str) -> AbstractContextManager[None]:
-        """Run a collective call inside; see `Watch.calling`."""
+        """Run a collective call in this context; see `Watch.calling`."""
         return self.watch.calling(what)
 
 

@@ -42,7 +42,7 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        landed: called after completion, on the waiting stream; copies received data to its destination.
+        landed: called on the waiting stream after completion; copies received data to its destination.
         kept: tensors that the operation still uses.
     """
 

@@ -1,7 +1,7 @@
 """Store that moves with the leader of several machines, as seen by a rank.
 
-The supervisor of each machine writes the current address to a file, and its ranks follow it. A rank's own values are
-written again to each next store; everything else in it is the new leader's.
+The supervisor of each machine writes the current address to a file, and its ranks follow it. A rank writes its own
+values again to each new store; everything else in the store comes from the new leader.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Line:
         self.store = store
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, which the next stores get too."""
+        """Write a value, which later stores also get."""
         self._repeated(lambda _: self._moving.write(self, key, value))
 
     def get(self, key: str) -> bytes:

@@ -108,7 +108,7 @@ def once_per_machine(
 
 @contextmanager
 def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
-    """Keep a value in a file inside; None if it cannot be written."""
+    """Keep a value in a file in this context; None if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
         try:

@@ -23,7 +23,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
 _KEPT = 1 << 20  # cache capacity: an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are counted here and at twice as many tokens
+_TOKENS = 1024  # saved bytes are counted at this and at twice this number of tokens
 
 Tell = Callable[[str], None]
 
@@ -35,7 +35,8 @@ class VariantRecord:
     Attributes:
         name: its files are `graphs/{name}.forward.py` and `.backward.py`.
         blocks: the model's blocks that it serves.
-        indices: places in the stage whose ranks run it; variants differ where a parameter's shards do.
+        indices: places in the stage whose ranks run it; places whose shards of a parameter differ have different
+            variants.
         saved_values: values saved for the backward.
         saved_bytes_per_token: bytes of those that are neither an input nor the output.
         seconds: compile time.

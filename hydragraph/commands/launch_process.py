@@ -80,7 +80,7 @@ def on_ranks(
 
     Args:
         relay: gets the new ranks' processes, to forward stop requests.
-        elastic: how others continue when ranks are lost; None: a loss ends the run.
+        elastic: how the other ranks continue when some are lost; None: a loss ends the run.
         nodes: machines with one launched process each, in place of the ranks; this is the first.
     """
     if ranks == 1 or (launched() and nodes is None):

@@ -64,7 +64,7 @@ def _plan_meanwhile(
     workload: Workload,
     began: float,
 ) -> None:
-    """Plan while other processes compile the search, and use what they compiled."""
+    """Plan while other processes compile the search, then use their compiled code."""
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.planner.rental_budget import offers

@@ -206,7 +206,7 @@ def _train_when_elected(
     from hydragraph.cluster.supervision.election import Deposed
     from hydragraph.train.run_folder import RunFolder
 
-    before = RunFolder(Path(config.output)).began  # no leader begins the run until this machine has followed one
+    before = RunFolder(Path(config.output)).began  # no leader has begun the run yet: this machine follows one first
     assert nodes.election is not None
     while (leading := follow(nodes, _print)) is not None:
         _print(f"node {nodes.number} leads (term {nodes.election.standing.lease.term})")
@@ -241,7 +241,7 @@ def _train(
     folder = RunFolder(Path(config.output))
     before = folder.began if before is None else before
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # if none of its ranks is left
+        begin, step = folder.again(begin, before, step)  # if none of its ranks remains
     elif may_be_restarted() and restarted() <= restarts and restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
@@ -356,7 +356,7 @@ def _print_events(outcome: RunOutcome) -> None:
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
-        return  # a run that was only continued
+        return  # a run that only continued
     table = Table(title="Lost, slow and new ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)

@@ -33,7 +33,7 @@ class TimeKind(Enum):
     OFFLOAD = "offload"  # starting copies to and from host memory, and waiting for them
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # that had not yet sent, or had not reached the commit
+    LATE = "waiting for ranks"  # ranks that had not yet sent, or had not reached the commit
     OTHER = "between instructions"
 
 
@@ -196,7 +196,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # when the last rank has made its data
+Issues = Mapping[tuple[Op, str], float]  # when the last rank has made the data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

@@ -45,10 +45,10 @@ class BlockPiece:
     Attributes:
         seconds: seconds of forward and backward together for one micro-batch; approximate if those are tables.
         parameters: elements of its weights on the rank.
-        kept: bytes per token, from a forward to its backward.
+        kept: bytes per token held from a forward to its backward.
         working, fixed: bytes of temporary values, per token and in addition.
         frozen: elements of its weights that get no gradient.
-        forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter if it is recomputed.
+        forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
         reduced: hidden states that tensor-parallel ranks sum in forward and backward, if the seconds exclude these
             sums.
         during_sums: for each tensor-parallel sum of the backward, seconds per token of the weight gradients that are

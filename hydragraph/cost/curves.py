@@ -151,7 +151,7 @@ class Table:
 
     def least_per_token(self, low: float, high: float) -> float:
         """Return a lower bound of the seconds per token of micro-batches of `low` to `high` tokens."""
-        # A line's minimum is at one of its ends; between two lengths, seconds are a mean.
+        # A line's minimum is at one of its ends; between two lengths, seconds are a weighted mean.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:

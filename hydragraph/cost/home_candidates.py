@@ -22,7 +22,7 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
 
 FEW = 4
-MOST = 8  # maximum stages of one strategy, or second nodes, that are separate candidates
+MOST = 8  # maximum number of stages of a strategy, or of second nodes, that become separate candidates
 PLACES = 9  # decimals that are compared
 
 

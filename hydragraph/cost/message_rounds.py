@@ -74,7 +74,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card carries all its ranks' messages to and from other nodes, both directions at once.
+    # A card carries all messages of its ranks to and from other nodes, in both directions at once.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

@@ -252,7 +252,8 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return after how many micro-batches a stage's peak grows only by the tokens of further ones; None: never.
+    """Return the number of micro-batches after which a stage's peak grows only by the tokens of further ones; None:
+    never.
 
     The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
     gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
@@ -412,7 +413,7 @@ class Walk:
                 self._on_host.pop(value, None)
 
     def _offload(self, instruction: Instruction) -> None:
-        """Keep the saved values on the device until they have been copied, and those that stay until the fetch."""
+        """Keep saved values on the device until they have been copied; those that stay, until the fetch."""
         (saved,) = instruction.reads
         host, leaving = instruction.writes
         m = saved.micro_batch
@@ -502,7 +503,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # its part of the whole input
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # this rank's part of the whole input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:

@@ -134,7 +134,7 @@ class Timeline:
         by_actor = []
         for actor, times in zip(self.actors, self.times, strict=True):
             busy: dict[Stream, float] = {}
-            until: dict[Stream, float] = {}  # a push starts while the one before hands its sums on
+            until: dict[Stream, float] = {}  # a push starts while the previous one sends its sums to second owners
             for instruction, begin, end in zip(actor.program.instructions, times.begin, times.end, strict=True):
                 stream = instruction.stream
                 begin = max(begin, until.get(stream, 0.0))

@@ -76,7 +76,7 @@ class Passage:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Messages that begin together: seconds of travel and of occupying a card [M], and of each rank [R]."""
+    """Messages that begin together: seconds that each travels and occupies a card [M], and seconds of each rank [R]."""
 
     src: Ints
     dst: Ints

@@ -108,7 +108,7 @@ class DocumentEncoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode prompt and completion separately: in generation the model gets the prompt alone."""
+        """Encode prompt and completion separately: for generation, the model gets only the prompt."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:

@@ -46,7 +46,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion, whose tokens alone are targets."""
+    """A prompt and its completion; only the tokens of the completion are targets."""
 
     prompt: str
     completion: str

@@ -14,7 +14,7 @@ from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Special tokens, if the tokenizer's are not known.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Replaces a message's content, to find its position in the text.
+# Placeholder for a message's content, to find the content's position in the text.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 

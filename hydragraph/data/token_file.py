@@ -167,7 +167,7 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the number of targets in each piece, without its first token."""
+        """Return the number of targets in each piece, not counting its first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
@@ -231,7 +231,7 @@ def write_encoded(
         NoText: the corpus is empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory for an atomic rename; unique for concurrent writers.
+    # In the same directory, for an atomic rename; with a unique name, for concurrent writers.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:

@@ -160,8 +160,9 @@ def compile(
             model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
         strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list (every step picks the fastest); or
             "auto", which plans for `lengths` with `profile`, or measures the devices.
-        optimizer: makes a torch.optim optimizer from one (name, 1-D fp32 tensor) pair per parameter in model order, of
-            0 elements where this rank owns none; also called after moves, and with whole shapes. None: no training.
+        optimizer: function that makes a torch.optim optimizer from a (name, 1-D fp32 tensor) pair per parameter, in
+            model order; tensors of parameters that this rank does not own are empty. Also called after moves, and with
+            whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: compute device; default: a GPU if available.
@@ -252,7 +253,7 @@ def _checked_options(
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A program, its compiled folder, and its graphs that are compiled already."""
+    """A program, its compiled folder, and its already compiled graphs."""
 
     program: Program
     library: CompiledFolder | None = None

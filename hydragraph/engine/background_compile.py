@@ -73,7 +73,7 @@ class Beforehand:
 
     @property
     def offer(self) -> OfferedFile | None:
-        """Location of the `Made` once the process has ended; None if it failed."""
+        """Location of the result (`Made`) once the process has ended; None if it failed."""
         return self._offer if self.settled else None
 
     def close(self) -> None:
@@ -149,8 +149,8 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "hydragraph.engine.background_compile",
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        paths=sys.path,  # where the run found the model's code
-        stdin=subprocess.PIPE,  # its end ends the other process
+        paths=sys.path,  # where this run found the model's code
+        stdin=subprocess.PIPE,  # when this pipe closes, the other process ends
         stdout=subprocess.DEVNULL,
     )
 

@@ -1,4 +1,4 @@
-"""Rules for calls of all ranks of an executable."""
+"""Rules for calls that all ranks of an executable make together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Restriction:
 
 
 class CollectiveCalls:
-    """Object whose methods are calls of all ranks (`collective`)."""
+    """Object whose methods are called by all ranks together (`collective`)."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -69,7 +69,7 @@ class ExecutableOptions:
 
 
 class CompiledModel:
-    """A captured model on one process, whatever its ranks.
+    """A captured model on one process, independent of its ranks.
 
     Args:
         model: not kept, so its weights need no memory after the ranks have theirs.
@@ -79,7 +79,7 @@ class CompiledModel:
         shell: the model without weights; None if it is not one of transformers'.
         adapted: whether it is a peft model.
         buffers: by name, on this rank's device.
-        backend: that runs the graphs.
+        backend: the backend that runs the graphs.
         check: compares stages with whole blocks before a strategy's first step; None: another rank does, or none.
         state: notices what the user changes after compilation.
         sums: constraints of a deterministic run, else None.
@@ -227,7 +227,7 @@ class CompiledModel:
 def of_least_cut(
     profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """Return strategies whose stages are all cut alike, by the least degree that fits: it also fits fewer ranks."""
+    """Return strategies whose stages all have one cut, of the least degree that fits: it also fits fewer ranks."""
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
     for cut in measured.cuts:

@@ -91,7 +91,7 @@ class Handover:
         route = Route(learning, old.layouts, new.layouts, columns)
         Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # Values such as the learning rate may have changed since the start: use this rank's.
+            # Values such as the learning rate may have changed since the start, so use this rank's current ones.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "it has an optimizer"
             plain = merged([Plain(**own), *self._plains])

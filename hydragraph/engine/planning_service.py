@@ -68,7 +68,7 @@ class PlanService:
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # Removed either way: a step that took the quick plan never asks again.
+            # Removed in both cases, because a step that took the quick plan never asks again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
@@ -113,7 +113,7 @@ class PlanService:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # Otherwise its step took the quick plan, or the request has changed.
+                # If it is not due, its step took the quick plan, or the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()

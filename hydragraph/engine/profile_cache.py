@@ -33,7 +33,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
     """Return the digest of what a profile depends on, except the device's speed.
 
     Args:
-        together: most ranks of this type on one node, which share its cores.
+        together: largest number of ranks of this type on one node, whose cores they share.
         others: the model, dtype, backend and settings of the measurement; their `repr` must be the same every time.
     """
     memory = round(report.memory_bytes / 1e9, 1)

@@ -103,7 +103,7 @@ def meet_again(
 
     Args:
         newest: returns the checkpoint to restore if state is lost; the first rank's that has one is used.
-        soon: if a strategy is planned, use a good one that is found immediately.
+        soon: if a strategy must be planned, use a good one that is found immediately.
         rates: rates of slow members, on the rank that monitors them.
         pieces: this rank's, if all ranks have some; read instead of that checkpoint if newer.
     """
@@ -146,7 +146,7 @@ def meet_again(
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
-    if len(joined) == len(now) and generation.lost:  # no survivor can report them
+    if len(joined) == len(now) and generation.lost:  # no survivor can report what happened
         lost = tuple(range(len(generation.lost)))
         came = "all ranks were lost"
     return Survived(

@@ -1,4 +1,4 @@
-"""State of an executable that is specific to one set of ranks and one home, and ends with them.
+"""State of an executable that belongs to one set of ranks and one home, and ends with them.
 
 Executable                      knows the model, its names, its strategies; one for the whole training
   Variants                      compiled graphs; they depend on degrees, not on ranks

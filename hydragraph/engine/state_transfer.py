@@ -103,7 +103,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         "extra": dict(extra),
         save_and_load.BUFFERS: dict(buffers),
     }
-    entry = partial(encoded, "extra", deepcopy(common))  # training changes the original
+    entry = partial(encoded, "extra", deepcopy(common))  # because training changes the original
     pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
     return tuple(error for *_, errors in reports for error in errors)
 

@@ -62,5 +62,5 @@ class Promise:
         return self.call, self.ranks
 
     def is_of(self, sequences: Batches, strategy: Strategy | str | None, divide_by: DivideBy = "targets") -> bool:
-        """Return whether a step with these arguments keeps the promise."""
+        """Return whether a step with these arguments is the promised one."""
         return sequences is self.sequences and (strategy, divide_by) == (self.strategy, self.divide_by)

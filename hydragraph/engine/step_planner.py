@@ -54,7 +54,7 @@ class IterationPlanner:
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Plan a coming iteration in the background."""
-        # A run that never looks ahead needs no processes.
+        # A run that never announces mini-batches needs no processes.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):

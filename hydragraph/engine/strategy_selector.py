@@ -180,7 +180,7 @@ class Chooser:
         coming = told.coming
         if not coming:
             return
-        if not told.ready_first:  # this plan's candidate index refers to these
+        if not told.ready_first:  # the candidate index of this plan refers to the new strategies
             self._drop()
             self.strategies = coming
         elif coming != self._coming:

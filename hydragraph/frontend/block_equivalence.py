@@ -35,7 +35,7 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block only passes its index attributes (`LAYER_INDEX`) on."""
+    """Return whether a block does nothing with its index attributes (`LAYER_INDEX`) but pass them on."""
     plain = _noted(call, hints)
     places = [(vars(m), name) for m in call.module.modules() for name in LAYER_INDEX if name in vars(m)]
     kept = [attributes[name] for attributes, name in places]
@@ -70,7 +70,7 @@ def refuse_state_around(
     notes = []
     try:
         with meta_as_cpu(), opaque:
-            module(batch)  # first calls may create state that later calls reuse
+            module(batch)  # a first call may create state that later calls reuse
             for _ in range(2):
                 noted = _Notes(module, list(batch.values()))
                 with noted:
@@ -127,7 +127,7 @@ class _Notes(TorchDispatchMode):
             self.lines.append(f"input {i} {list(tensor.shape)} {tensor.dtype}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # first: an operator may write into its operands
+        operands = f"{self.text(args)} {self.text(kwargs or {})}"  # before an operator may write into them
         result = func(*args, **(kwargs or {}))
         self._name(result)
         self.lines.append(f"{func} {operands} {torch.is_grad_enabled()} {_form(result)}")

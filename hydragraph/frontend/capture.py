@@ -150,7 +150,7 @@ def _captured(
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        # Names the cause in terms of the model, not an arange.
+        # This names the cause in terms of the model, not of an arange.
         huggingface.refuse_own_positions(where, pieces.used_fields())
     if is_huggingface:
         huggingface.refuse_own_mixing(copied, pieces.layers)
@@ -308,15 +308,15 @@ def _capture_layers(
     """Trace each block that differs from those before it; return the template of every block.
 
     Args:
-        keys: id of a block -> its structure without the index. Such blocks are equal if they are called alike and do
-            not compute with their index.
+        keys: id of a block -> its structure without the index. Blocks with equal keys are equal if they are called in
+            the same way and do not compute with their index.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for number, call in enumerate(calls, start=1):
         log.doing(f"capturing {model}", number, len(calls))
-        # Find an earlier equal block, cheapest comparison first.
+        # Find an earlier equal block; the cheapest comparison comes first.
         built = ("built", keys[id(call.module)] + call.called())
         if built not in template_of:
             kind = kind_of(call, hints)
@@ -327,7 +327,7 @@ def _capture_layers(
                 template = capture_template(call, hints)
                 template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
             templates[call.name] = template_of[does]
-            # A single block does not profit from this check.
+            # A single block does not benefit from this check.
             seen[built] += 1
             if seen[built] == 2 and is_without_index(call, hints):
                 template_of[built] = template_of[does]

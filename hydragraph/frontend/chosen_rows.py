@@ -41,12 +41,12 @@ _FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
-    """A selection whose use cannot be written over all rows."""
+    """A selection whose use cannot be rewritten to cover all rows."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """Mask over tokens, or over tokens and their choices.
+    """Mask over tokens, or over tokens and their chosen experts.
 
     Attributes:
         mask: the mask, with the dimension of tokens first.
@@ -96,8 +96,8 @@ class _Rewriting:
         self._graph = graph.graph
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
-        self._lists: dict[fx.Node, _Selection] = {}  # operators that list all places of a mask
-        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # places along one dimension of a mask
+        self._lists: dict[fx.Node, _Selection] = {}  # operators that list all selected positions of a mask
+        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension of a mask
         self._rows: dict[fx.Node, _Selection] = {}  # values with a row for each place
 
     def run(self) -> None:

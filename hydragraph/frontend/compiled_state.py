@@ -51,7 +51,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _LONGEST = 1000  # of longer containers only the length and the identity are compared
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
-# Notes of libraries on modules and configs, and settings without influence on graphs.
+# Attributes that libraries leave on modules and configs, and settings that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
@@ -69,7 +69,7 @@ class _Names:
     Attributes:
         now: returns their current values, or None if the owner no longer exists.
         plain, others: names compared by value, and by identity or content (`_frozen`).
-        known: all names at compilation; None: added ones do not count.
+        known: all names at compilation; None: names added later are ignored.
         kind: the class whose code would read added names.
     """
 
@@ -235,7 +235,7 @@ class CompiledState:
         return ""
 
     def hand_out(self, state: Mapping[str, Tensor]) -> None:
-        """Note trained values that the user receives and may load into the model between steps."""
+        """Record trained values that the user receives and may load into the model between steps."""
         for module in self._modules:
             for part in module.tensors if module.module() is not None else ():
                 tensor = part.tensor()

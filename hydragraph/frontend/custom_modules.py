@@ -1,4 +1,4 @@
-"""Calls of modules other than Hugging Face models with a packed batch."""
+"""Calls, with a packed batch, of modules that are not Hugging Face models."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
-_CALL = 11  # argument of attention with dropout that is the call's number
+_CALL = 11  # index of the argument with the call's number, in attention with dropout
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 

@@ -121,7 +121,7 @@ def functional_graph(
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
-        # `run_decompositions` takes seconds and ignores where gradients were disabled, so inline those regions.
+        # `run_decompositions` takes seconds and ignores regions without gradients, so inline those regions here.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
@@ -133,7 +133,7 @@ def functional_graph(
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Reject writes that autograd does not record: through `x.detach()`, or under no_grad to a value from outside."""
+    """Reject writes that autograd does not record: through `x.detach()`, or to an outside value under no_grad."""
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class LibraryCode:
-    """Code and values that a model's forward may run or read, by name.
+    """Code that a model's forward may run and values that it may read, by name.
 
     Attributes:
         foreign: functions, classes and objects from outside the libraries, with their places.

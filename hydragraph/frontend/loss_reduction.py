@@ -9,7 +9,7 @@ Backwards from the result, through values of one element:
 
 Forwards from the batch: each term must depend on one token alone, and the sum may only be used linearly.
 
-    loss = (nll * x.softmax(1)).sum()      a softmax over tokens, of whatever was packed together
+    loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
     loss = nll.sum().sqrt()                the root of a sum
 """
 

@@ -17,7 +17,7 @@ from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.frontend.repeated_blocks import block_list, entries
 
-# An integer that no initialiser sets: if it remains, the value was not set.
+# An integer that no initialiser sets: where it remains, the initialiser set no value.
 _UNSET = -(2**31)
 
 

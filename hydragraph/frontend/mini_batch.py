@@ -143,7 +143,7 @@ def token_multiple(pipeline: Pipeline) -> int:
 
 
 def digest(text: str, batch: MiniBatch | None) -> int:
-    """Return a 62-bit digest of what ranks must agree on."""
+    """Return a 62-bit digest of the inputs that ranks must agree on."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8)
     for sequence in batch.sequences if batch else ():
         hashed.update(sequence.ids.numpy().data)

@@ -14,7 +14,7 @@ from torch import nn
 from hydragraph.errors import Unsupported
 
 _TRIED = ("LORA", "IA3")  # peft methods
-# LoraConfig settings that change a layer's result or its weights' place.
+# LoraConfig settings that change a layer's result or the place of its weights.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),

@@ -1,6 +1,7 @@
 """Rebinding of functions copied with a module, from the original's objects to the copy's.
 
-`copy.deepcopy` copies functions by reference, so a forward set on an instance would run the original's modules.
+`copy.deepcopy` copies functions by reference, so a forward that was set on an instance would run the original's
+modules.
 """
 
 from __future__ import annotations

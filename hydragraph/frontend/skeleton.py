@@ -47,7 +47,7 @@ class BlockCall:
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # form of the output, as assumed for blocks of its kind
-    feeds: tuple[int, ...] | None = None  # if one node stands for all blocks: indices of its inputs that are the others
+    feeds: tuple[int, ...] | None = None  # for a node of all blocks: this block's other inputs there
 
     def called(self) -> str:
         """Return a digest of the arguments, with tensors as shapes and dtypes."""

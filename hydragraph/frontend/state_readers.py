@@ -29,7 +29,7 @@ def library_of(kind: type) -> str | None:
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first base class from one; nn.Module, which reads no attributes, does not count."""
+    """Return the library of the first base class from one, except nn.Module, which reads no attributes."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -73,7 +73,8 @@ class Readers:
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the user's code may depend on a training flag.
 
-        It does not if it only reads the flag together with a rate that is 0: `p=self.dropout if self.training else 0`.
+        It does not depend on the flag if it reads it only together with a rate of 0: `p=self.dropout if self.training
+        else 0`.
         """
         if "training" not in self.names:
             return False

@@ -166,7 +166,7 @@ def _problem(
     orders = {rows[n].order for n in with_tokens}
     if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
-    if node.target is dropout:  # its keys are in the order of the batch
+    if node.target is dropout:  # its keys are in batch order
         x, *_, token_dim = operands(node)[:7]
         return None if orders == {1} and x in rows and rows[x].dim == token_dim else _MIXES
     if len(orders) > 1 or len(dims) != 1:

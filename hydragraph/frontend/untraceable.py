@@ -57,7 +57,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements are one")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # Sorted by memory, a tensor overlaps with an earlier one only if it overlaps with the one that ends last.
+    # In the order of addresses, a tensor overlaps with an earlier one only if it overlaps with the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):

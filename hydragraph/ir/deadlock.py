@@ -137,7 +137,7 @@ def _exchanges_apart(program: RankProgram) -> bool:
             waited = waited or (i.op is Op.PUSH and bool(_room(i)))
             entered.add((i.op, i.target))
             pulls -= i.op is Op.PULL
-        # After pushes a rank may still wait for messages to leave: their receivers request them before pushing.
+        # After pushes, a rank may still wait for its messages to leave; their receivers request them before they push.
         elif (pulls and _can_wait(i)) or (waited and i.op in (Op.SEND, Op.RECEIVE)):
             return False
     return True
@@ -231,6 +231,6 @@ class _Simulation:
     def _woken(self, instruction: Instruction) -> Sequence[int]:
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (instruction.partner,)
-        # Only the last rank to enter an exchange releases others.
+        # Only the last rank that enters an exchange releases the others.
         complete = self.entered[instruction.op, instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

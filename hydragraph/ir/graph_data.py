@@ -94,7 +94,7 @@ def value_of(node: Any) -> Any:
     """Return a node's traced value: a fake tensor, a size, or a tuple of these; None if it is unknown."""
     if not isinstance(node, fx.Node):
         return None
-    # For a decoded graph, "later" makes PyTorch's "val" on first use.
+    # A decoded graph has "later", which makes PyTorch's "val" on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
@@ -104,7 +104,7 @@ def storages_of(node: Any) -> list[tuple[int, Tensor]]:
     """Return (storage number, tensor) for each tensor that a node makes; views share their number."""
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    # Fake tensors of a decoded graph share no storage, so it keeps the numbers it was written with.
+    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
     numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
     return list(zip(numbers, tensors, strict=True))
 
@@ -179,7 +179,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # create_node changes names of Python builtins.
+        # `create_node` would change names that are Python builtins.
         node.name = name
         by_name[name] = node
         if value is not None:

@@ -177,7 +177,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # By element within a rank, so that its part of one parameter is contiguous.
+    # Sorted by element within a rank, so that its part of one parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -219,7 +219,7 @@ def _twice(
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # Only one node can have more than half of all shares: it gets half of each copy.
+    # At most one node has more than half of all shares; it gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
     ends = [Fraction(0)]  # in the bucket, from 0 to 1
     for i, weight in zip(order, exact, strict=True):
@@ -312,7 +312,7 @@ def _check_home(
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    # PARTIAL for a single holder, so adjacent parameters are merged.
+    # A single holder's gradients are PARTIAL, so that adjacent parameters are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:

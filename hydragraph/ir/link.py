@@ -271,10 +271,10 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    # By the cell and the target, not the slice: every rank makes the same choice.
+    # The choice depends on the cell and the target, not on the slice, so every rank makes the same one.
     turn = turns[row] + cell
 
-    # Each slice once per holder, in elements of the bucket, then as offsets in both local buffers.
+    # Each slice occurs once per holder, first in elements of the bucket, then as offsets in both local buffers.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -299,7 +299,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # Between this rank's first and last element, including gaps; `_slices` drops what it does not send.
+        # All between this rank's first and last element, including gaps; `_slices` drops what the rank does not send.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())

@@ -213,7 +213,7 @@ def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
 
 
 def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
-    """Return the other end of a message at the head of a queue, if it is at the head of its queue."""
+    """Return the other end of a message at the head of a queue, if that end is at the head of its own queue."""
     queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
     if not queue or ranks[end.rank].done < end.after:
         return None
@@ -235,5 +235,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # Else peers at the same computation, which cannot run their part.
+    # Otherwise it waits for peers at the same computation that cannot run their part.
     return Stuck(computation.at, behind or tuple(current))

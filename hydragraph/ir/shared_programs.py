@@ -86,7 +86,7 @@ class SharedPrograms(Sequence[RankProgram]):
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine each rank's header, body and peers; equal bodies of one kind are merged."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity: compares long bodies only once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # keyed by identity, so long bodies are compared only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -98,7 +98,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # Only bodies that are kept: another object may reuse an id.
+                # Only for bodies that are kept alive: another object may reuse an id.
                 if bodies[kind] is body:
                     kind_of[quick] = kind
             else:

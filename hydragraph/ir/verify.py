@@ -34,7 +34,7 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """A rank program breaks a rule."""
+    """Error for a rank program that breaks a rule."""
 
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
@@ -67,7 +67,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Ranks of a kind differ only in their peers (`ir.shared_programs`), which only messages depend on.
+    # Ranks of a kind differ only in their peers (`ir.shared_programs`), and only messages depend on peers.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -222,7 +222,7 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Return values with the names of plain exchanges, and saved values as such, wherever they were in between."""
+    """Return values with the names of plain exchanges, and offloaded or fetched values as saved ones."""
     return frozenset(
         _NAMED[value.kind](value.bucket)
         if value.kind in _NAMED
@@ -315,7 +315,7 @@ def _check_values(program: RankProgram) -> None:
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update of each kind, and that all order pulls and pushes alike."""
+    """Check each kind's pulls, pushes, commit and update, and that all kinds order pulls and pushes in the same way."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -325,7 +325,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # Exchanges of one kind share a communicator, which matches them only by order.
+    # Exchanges of one operation share a communicator, which matches them only by order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
@@ -344,7 +344,7 @@ def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
 
 
 def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges: frozenset[str]) -> None:
-    """Check that a rank enters every exchange once, with exactly what it computes with."""
+    """Check that a rank enters every exchange once, with exactly the weights or gradients of its blocks."""
     missing = set(exchanges)
     for index, instruction in _of(program, op):
         if instruction.target not in missing:

@@ -122,7 +122,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _Flash(ABC):
-    """Flash kernels of a library: int32 bounds, and log-sum-exp as [Hq, T]."""
+    """Flash kernels of a library: their bounds are int32, and their log-sum-exp is [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)

@@ -90,7 +90,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._quick = quick
         self._cache_path = _folder() or self._cache_path
         self.stamp = _stamp(function, _digest(function.__code__.co_filename))
-        # Every version has files of its own, so that installations share a folder.
+        # Every version has its own files, so that installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
         self._cache_file = _Files(self._cache_path, name, self.stamp)
 

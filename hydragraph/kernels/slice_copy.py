@@ -35,7 +35,7 @@ _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that are gathered before a cast or sum, to fit in a core's cache
-MANY = 256  # ranges; with as many, Python takes longer than the copy
+MANY = 256  # ranges; from this number on, Python takes longer than the copy
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # element types by size, for plain moves
 
 Offsets = NDArray[np.int64]
@@ -141,7 +141,7 @@ class SliceTable:
         """The ordered ranges in batches that fit in a core's cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
-        # A batch ends where the next range does not come after: ranges within one may not overlap.
+        # A batch ends where the next range does not follow the last one, because ranges in a batch may not overlap.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
         batches: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):

@@ -17,7 +17,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# Fewer queries make products slow, and more meet keys outside their window.
+# Minimum queries of a tile: with fewer, products are slow; with more, more keys are outside their windows.
 _ROWS = 128
 # Approximate number of scores in memory at a time: 16 MB in fp32.
 _SCORES = 1 << 22

@@ -66,7 +66,7 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
-    if WINDOW:  # all of its tiles are masked: a third loop, for those at its far end, would cost registers
+    if WINDOW:  # all tiles are masked, because a third loop, for those at the window's far end, would cost registers
         until = tl.minimum(until, row + ROWS + window - 1)
         begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
         whole = begin

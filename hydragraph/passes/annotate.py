@@ -104,7 +104,7 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
 
 
 def _spreads(node: fx.Node) -> bool:
-    """Return whether a value has a token's entries several times, as the rows of several experts do."""
+    """Return whether a value contains a token's entries several times, such as the rows of several experts."""
     if _chooses_rows(node) or node.target is aten.repeat.default:
         return True
     inputs = node.all_input_nodes

@@ -56,14 +56,15 @@ TUNED = 2048
 CODES = 4
 WORTH = 2
 
-# They sum rows in thread-arrival order.
+# Operators that sum rows in thread-arrival order.
 UNORDERED = frozenset(
     {
         *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Products run on cuBLAS or oneDNN anyway, and NO_WORK changes no element.
+# Operators that do not make a piece worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK changes
+# no element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 

@@ -80,7 +80,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            # In graph order: sets of nodes are ordered by address, and all ranks must name the same problem.
+            # In graph order, because sets of nodes are ordered by address and all ranks must name the same problem.
             unknown |= {
                 n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
             }
@@ -129,7 +129,7 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
-    # Other cuts would have to be gathered, which costs more than they save.
+    # Other cuts would have to be gathered, which costs more than it saves.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node

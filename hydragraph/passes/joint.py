@@ -103,7 +103,7 @@ def _wide_trace(
     try:
         sharded = shard(template, wide, _WIDE, fused_head)
         joint, values = _traced(spec, sharded)
-        if assumptions(values):  # a degree's own graph, as data, does not show these
+        if assumptions(values):  # graph data of one degree does not show assumptions
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
@@ -121,7 +121,7 @@ def _widened(parameter: Parameter) -> Parameter:
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     """Return the joint graph of a degree; raise _NotProvenError if it needs its own trace."""
-    # Inputs are compared as well, since shards may be uneven.
+    # Inputs are also compared, because shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -129,7 +129,7 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
     (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
     for node in joint.graph.nodes:
-        value_of(node)  # stores it where partitioners expect it
+        value_of(node)  # this stores the value where partitioners expect it
     return joint
 
 

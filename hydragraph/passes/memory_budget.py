@@ -26,7 +26,7 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-_LOCAL = frozenset(  # our operators that are cheap, local and deterministic
+_LOCAL = frozenset(  # hydragraph's operators that are cheap, local and deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
 # Operations of a product in the time of moving one element, on a GPU of 3e14 operations/s and 2e12 bytes/s.

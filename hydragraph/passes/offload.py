@@ -45,8 +45,8 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:
-            # It is away during at least one computation: copies overlap with the first one after its forward and the
-            # last one before its backward.
+            # The value is off the device during at least one computation: copies overlap with the first one after its
+            # forward and with the last one before its backward.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))

@@ -55,8 +55,8 @@ def _in_order_of_sends(
 ) -> list[Instruction]:
     """Move receives forward to the order in which each peer sends.
 
-    Messages between two ranks arrive in order. With interleaved stages a peer may send first what is needed last. Its
-    receive then moves to the first use of a later message.
+    Messages between two ranks arrive in order. With interleaved stages, the value that a peer sends first may be needed
+    last. Its receive then moves to the first use of a later message.
     """
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
     before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there

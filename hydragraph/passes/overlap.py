@@ -26,7 +26,7 @@ def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     window is full. The commit waits for the pushes of the gradients that it reads. Messages still in flight are freed
     before it.
     """
-    if placement.streams:  # placed by `stream`; between its exchanges a rank must not wait early
+    if placement.streams:  # `stream` has placed them; between its exchanges a rank must not wait early
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -117,7 +117,8 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message once it is known to have left, so that waiting for it delays no rank; the others at the end.
+    """Free every message once it is known to have left, so that waiting for it delays no rank; free the others at the
+    end.
 
     gloo reports this only to a rank that waits, so the program schedules the wait:
     - h{k}.{m}, before the backward that waits for d{k}.{m}, which the next stage has computed from it.

@@ -86,7 +86,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pipelines with work that are scheduled together; `numbers` are the rows of their shape, by ranks."""
+    """Pipelines with work that are scheduled together; `numbers`: the row of each stage's ranks in their shape."""
 
     pipelines: tuple[int, ...]
     shape: Shape
@@ -111,7 +111,7 @@ class Placement:
     """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        stages: those with work, by pipeline and stage; a shared stage once, as are interleaved stages.
+        stages: stages with work, by pipeline and stage; shared and interleaved stages occur once.
         holders: for each held bucket, in pull order, the ranks of each stage that uses it.
         joined: the pipelines, grouped by shared stages (`Strategy.joined`).
     """

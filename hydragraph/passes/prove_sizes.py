@@ -31,8 +31,8 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Numbers of tokens and bounds: primes p for which (p - 1) / 2 is prime too, and small, because loops over tokens are
-# traced for all.
+# Numbers of tokens and bounds: primes p for which (p - 1) / 2 is also prime; small, because loops over tokens are
+# traced for each token.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
 # The second proof's sizes are this multiple of the example's plus one, so that no factor is shared.

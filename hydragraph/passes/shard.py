@@ -332,7 +332,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # Approximate, but equal on all ranks: their chunks must agree.
+        # Approximate, but equal on all ranks, because their chunks must agree.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
@@ -363,7 +363,7 @@ class _Rewrite:
             )
 
     def _check_taps(self, node: fx.Node, cut: Cut) -> None:
-        """Reject a rank without its channels' taps, which happens if ranks share keys of another size."""
+        """Reject ranks whose channels have no taps, as when ranks share keys of another size."""
         taps: fx.Node = operands(node)[1]
         while taps not in self.parameters:
             (taps,) = taps.all_input_nodes
@@ -393,7 +393,7 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
-        # Each part has its own units, so its own local size.
+        # Each part has its own units, and therefore its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):

@@ -96,7 +96,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     ranks = stage.ranks if stage else ()
     waiting = deque(zip(exchanges.turns, _exchanges(placement.outline, exchanges.turns, ranks), strict=True))
     placed: list[Instruction] = []
-    received: list[Instruction] = []  # what the next block needs, after the exchanges before that block
+    received: list[Instruction] = []  # receives that the next block needs, to follow the exchanges before that block
     for instruction in program.instructions:
         if instruction.op is Op.RECEIVE or instruction.target == "aux":
             received.append(instruction)
@@ -162,7 +162,7 @@ def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Comp
 
 # --- the exchanges and their order ------------------------------------------------------------------------------------
 
-_START = Fraction(-1)  # before every computation
+_START = Fraction(-1)  # earlier than every computation
 
 
 class _Moment(NamedTuple):

@@ -52,20 +52,20 @@ MANY = 64
 SAVES = 0.003
 # Maximum settled plans when choosing among nearly equal ones.
 SETTLED = 6
-# Best estimates tried with fewer pipelines.
+# Number of the best estimates that are tried with fewer pipelines.
 LEANER = 3
-# Best estimates that get a run's micro-batches.
+# Number of the best estimates whose micro-batches are cut as in a run.
 CUT = 4
-# The result is seldom less than this fraction of the promised time.
+# The exact time is seldom less than this fraction of the promised one.
 PROMISED = 0.97
 # Accuracy of the estimate for fewer pipelines.
 ROUGHLY = 0.95
 # Other owners are tried if pull and push lengthen an iteration by this factor.
 WAITING = 1.05
-# Time of a simulation relative to an estimate.
+# Duration of a simulation, as a multiple of that of an estimate.
 SIMULATION = 40
 
-# Bytes of state that change owner under a home.
+# Function: home -> bytes of state that change owner.
 Moved = Callable[[Home], int]
 Exactly = Callable[[Settled], Settled]
 
@@ -339,7 +339,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
     """Return equal owners among training ranks, unless a plan has these or several copies.
 
-    With unequal shares, owners hold pieces of other ranks' shards, which travel.
+    With unequal shares, owners hold pieces of other ranks' shards, and these have to be sent.
     """
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))

@@ -42,7 +42,7 @@ class FirstCompilation:
             "stages": exact_optimum.best_labels,
             "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
         }
-        # If one fails, this process compiles the rest and reports the error.
+        # If one of them fails, this process compiles the rest, and reports the error.
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -67,7 +67,7 @@ def plan_at_once(
 
     Args:
         costs: their home is kept.
-        others: further strategies, the running one first; lost ranks may be numbered beyond the cluster's.
+        others: further strategies, the running one first; lost ranks may have numbers beyond the cluster's.
         deadline_s: no estimate starts after this time; checking memory may take longer.
     """
     began = time.monotonic()

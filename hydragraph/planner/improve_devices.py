@@ -107,7 +107,7 @@ class Yard:
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
-                        # Every other device of each stage: the parts are in the same nodes.
+                        # Every second device of each stage, so that both parts are in the same nodes.
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
@@ -234,7 +234,7 @@ def climbed(
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced
-                # Most moves lose even before their traffic is known.
+                # Most moves can be rejected before their traffic is known.
                 seconds = varied.seconds(move, best)
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True

@@ -263,7 +263,7 @@ def _plan(
     asked = _Question(workload, method, tuple(ways), near, until)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto"
-    # Metis's and the published method are left as they are.
+    # Candidates of Metis and of the published method are not improved.
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
     # A strategy that cannot take the longest sequence may be a candidate for other mini-batches.

@@ -19,7 +19,7 @@ class PlanRequest:
 
     Attributes:
         candidates: pipelines of each.
-        charges: seconds of each besides computing.
+        charges: seconds that each takes besides computing.
         guessed: whether costs are rough; then MaxLen is raised for a longer sequence.
     """
 

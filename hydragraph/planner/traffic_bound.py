@@ -67,7 +67,7 @@ class Cards:
         everywhere = uses.sum(0) == len(self._node)
         uses[:, everywhere] = np.minimum(uses[:, everywhere], 1.0)
         w, g = uses * self._weights, uses * self._gradients
-        if self._copies > 1:  # weights come from the nearer owner, gradients go to the first
+        if self._copies > 1:  # weights are pulled from the nearer owner, gradients pushed to the first
             far = w.sum(0) - np.sort(w, 0)[-self._copies :].sum(0) + g.sum(0) - g.max(0)
             return float(far.sum() / self._speed.sum())
         received = np.minimum(w, g.sum(0) - g).sum(1)

@@ -23,7 +23,7 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
-# transformers leaves these on a model that was run; they only record outputs on request.
+# Hooks that transformers leaves on a model that was run; they only record outputs on request.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 

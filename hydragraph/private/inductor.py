@@ -22,7 +22,7 @@ from hydragraph.private.tracing import hint_of, new_symbol
 
 LEAST = 2  # PyTorch's symbols are never 0 or 1, and compiled code may rely on that
 
-Code = Callable[[list[Any]], Sequence[Any]]  # takes its inputs as a list, which it empties
+Code = Callable[[list[Any]], Sequence[Any]]  # compiled code: takes its inputs as a list, which it empties
 Condition = Callable[[Sequence[int]], bool]  # takes the run-time sizes
 
 

@@ -131,7 +131,7 @@ def constant_of(value: torch.Tensor) -> float | None:
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
     """Trace without the cache of fake results, garbage collection and stack traces: a third of a capture."""
-    from torch._dynamo import config  # imports the compiler, which only tracing needs
+    from torch._dynamo import config  # imports the compiler, which is needed only for tracing
 
     collects = gc.isenabled()
     traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 has no such setting
@@ -165,7 +165,7 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """Trace with what is the same for all sizes decided at once, which torch.export leaves open.
+    """Trace such that decisions that are the same for all sizes, which torch.export leaves open, are made at once.
 
     Its own `min` keeps min(64, 64 * T) as the stride of a view, which a later view then asks about for each T; and
     PyTorch's attention takes no `is_causal=T > 1`.
@@ -419,7 +419,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return results and the nodes that they depend on, of those that `through` admits."""
+    """Return the results and those nodes that they depend on which `through` admits."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:

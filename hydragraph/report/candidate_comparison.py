@@ -68,7 +68,7 @@ class MemoryUse:
     """Memory at MaxLen of a device of a scheme's first stage, which is the fullest.
 
     Attributes:
-        devices: devices of the strategy, which share the optimizer state.
+        devices: number of devices of the strategy, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
         states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None: measured
             limit.
@@ -334,7 +334,7 @@ def parts_of(
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # A second on a pipeline of eight devices is eight seconds of device time.
+    # One second on a pipeline of eight devices is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0

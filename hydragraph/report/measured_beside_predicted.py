@@ -145,7 +145,7 @@ class RunComparison:
 
     @property
     def sentence(self) -> str:
-        """Where the model is most wrong."""
+        """Sentence on where the model's error is largest."""
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:

@@ -118,7 +118,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
-    if light[0].fits:  # so may recomputation in part
+    if light[0].fits:  # partial recomputation may also fit
         light += [fit(costs, recomputing(found.strategy, budget), assignment) for budget in BUDGETS]
     fitting = [tried for tried in light if tried.fits]
     if fitting:

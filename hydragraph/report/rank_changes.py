@@ -59,7 +59,7 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
     """Return (step, number of ranks from then on); empty if the number never changed."""
     counts: list[tuple[int, int]] = []
-    change = 0  # net change since the last "resumed"
+    change = 0  # net change since the last "resumed" event
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

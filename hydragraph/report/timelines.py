@@ -173,7 +173,7 @@ def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
     if _count(merged) <= MOST_BARS:
         return merged, "Blocks that a rank computes one after another for one micro-batch are one bar."
     tick = seconds * FINEST
-    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # then each stream is one bar
+    while _count(merged) > MOST_BARS and tick < 2 * seconds:  # at the limit, each stream is one bar
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2
     return merged, f"Bars that are nearer than {tick / 2 / seconds:.2%} of the iteration are merged into one."

@@ -66,7 +66,8 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back a buffer without readers after this point of the current stream; ignore other tensors."""
-        # By address, since the returned view may differ from the taken one. Views that begin further in are ignored.
+        # By address, because the returned view may differ from the taken one. Views that begin later in the buffer are
+        # ignored.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))

@@ -102,7 +102,7 @@ class Deterministic:
 
     def check_count(self, sequences: int) -> None:
         """Raise unless sums over this number of sequences are exact."""
-        # A rank of each tensor-parallel position may add its part, and a tied weight gets two.
+        # Each rank of a stage may add its part, and a tied weight gets two.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(

@@ -233,7 +233,7 @@ def start_exact_push(
             buffers.give(total)
         return home
 
-    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in the order of their start
+    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in the order in which they started
     return _handed_on(push, handing, home, groups, buffers)
 
 
@@ -334,7 +334,7 @@ class _Transfer:
             if exchange.whole > 1:
                 _sum(incoming.view(exchange.whole, -1), home)
             else:
-                # Ordered by peer: every element is summed in the order of the ranks.
+                # Ordered by peer, so that every element is summed in the order of the ranks.
                 home.zero_()
                 slice_copy(incoming, home, exchange.scatter, accumulate=True)
             buffers.give(incoming)
@@ -348,8 +348,8 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Not on the communicator of gradients: ranks hand on between different pushes. Before the commit all have
-        # started, in the order of the pushes.
+        # Not on the communicator of gradients, because ranks hand sums on between different pushes. Before the commit
+        # all have started, in the order of the pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:

@@ -180,7 +180,7 @@ class Executor:
             update: called with the gradient norm if it is finite.
             says: called while gradients are in flight; returns this rank's message to all at the commit, `SAYS`
                 integers below 2**53.
-            scored: places of the sequences in the mini-batch, if the program scores.
+            scored: positions of the sequences in the mini-batch, if the program scores.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -351,7 +351,7 @@ class Executor:
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
-        if tangent is None:  # the last block: d loss / d (summed loss)
+        if tangent is None:  # only for the last block: d loss / d (summed loss)
             tangent = torch.full((), 1.0 / it.divisor, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
@@ -421,7 +421,7 @@ class Executor:
     def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
         (host,) = instruction.reads
         (back,) = instruction.writes
-        room = it.values[host].room(self._device)  # from the computing stream, which can reuse it without the host
+        room = it.values[host].room(self._device)  # on the computing stream, which can reuse it without the host
         free = self.streams.mark()
         with self.streams.on(Stream.OFFLOAD):
             self.streams.wait(free)
@@ -552,7 +552,7 @@ class Executor:
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
         """End exchanges that need no wait, in their order; return whether there were any."""
         before = len(under_way)
-        for value in [] if self.streams.queued else list(under_way):  # queued: only the commit waits for them
+        for value in [] if self.streams.queued else list(under_way):  # queued exchanges: only the commit waits
             if not under_way[value].ready:
                 break
             self._end(it, stream, under_way, value)

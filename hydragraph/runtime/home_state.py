@@ -65,7 +65,7 @@ class HomeState:
 
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views into `gradients` of the elements that count here: every element counts on one rank.
+        counted: views into `gradients` of the elements that count on this rank; every element counts on exactly one.
         pieces: parameter name -> the part owned by this rank, possibly empty, in model order.
         parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
             if the parameter is frozen or the loss does not reach it.
@@ -156,7 +156,7 @@ def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, i
 
 @contextmanager
 def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set some parameters to zero inside, and back afterwards."""
+    """Set some parameters to zero in this context, and restore them afterwards."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():

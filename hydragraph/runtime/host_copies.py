@@ -75,7 +75,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
-    """Copy saved tensors on the current stream, but for small ones, and those with a storage at such an address."""
+    """Copy saved tensors on the current stream, except small ones and those with one of these storage addresses."""
     storages: dict[Key, Tensor] = {}
 
     def moved(value: Any) -> Any:

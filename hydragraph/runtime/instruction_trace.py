@@ -32,7 +32,7 @@ class RankTimes:
         exposed: waits for communication.
         own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
         ran, queued: seconds of these in which its thread ran, and waited for its core; both 0 if unknown, as on a GPU.
-            Those of its probe if it computed no blocks.
+            If it computed no blocks, those of its probe.
         probe: products per second in a probe (`runtime.speed_probe`); 0: none.
     """
 

@@ -20,7 +20,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # no larger messages after one that takes this long
+LONGEST_S = 0.1  # after a message that takes this long, no larger ones are sent
 REPEATS = 3
 ROUNDS = 8  # most other nodes that each node exchanges messages with
 
@@ -118,7 +118,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """
     if pairs < 2:  # cards cannot be distinguished
         return 1
-    sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs of one card
+    sharing = min(pairs, max(1, round(together_s / alone_s)))  # number of pairs that share a card
     return max(1, round(ranks / sharing))
 
 

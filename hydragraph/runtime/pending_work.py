@@ -40,7 +40,7 @@ class Pending:
     If waits are queued, the value is ended right after its start, which does not block the host.
 
     Args:
-        at_once: False to end it on demand, if its end would delay later work of its stream.
+        at_once: False: end it on demand, because its end would delay later work of its stream.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:

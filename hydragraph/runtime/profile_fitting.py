@@ -37,11 +37,11 @@ from hydragraph.spec.strategy_text import regular_pipeline
 Lengths = tuple[int, ...]  # of the sequences of a micro-batch
 
 WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are rejected
-LEAST_QUADRATIC = 1e-3  # of the longest micro-batch's time
+LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # then the sum of pairs of each window and chunk
+FIRST_NEAR = 3  # from here on: the sum of pairs of each window and chunk
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 
@@ -330,7 +330,7 @@ def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Minimise weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
-    from scipy.optimize import nnls  # most ranks fit nothing
+    from scipy.optimize import nnls  # most ranks do no fitting
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

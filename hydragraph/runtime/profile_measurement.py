@@ -195,7 +195,7 @@ def measure(
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
-    # Measured again, as all communicators exist now and use memory.
+    # Measured again, because all communicators exist now and use memory.
     memory = device_memories(groups)
     profiles = []
     for name, by_kind in measurements.items():
@@ -397,7 +397,7 @@ class _Bench:
         cache = VariantCache()
         self._traced = Variants(
             subject.program, fused_head=fused, added=not fused, cache=cache
-        )  # its graphs have sizes
+        )  # its graphs have symbolic sizes
         self._run = Variants(
             subject.program, backend=backend, device=self._device, fused_head=fused, added=True, cache=cache
         )
@@ -449,7 +449,7 @@ class _Bench:
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
         """Return how many blocks fit into memory for each micro-batch, on all ranks."""
-        weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and their gradients
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and as gradients
         own = []
         for row in rows:
             left = device.memory - piece.fixed - sum(row) * piece.working

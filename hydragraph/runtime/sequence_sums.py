@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scored:
-    """Places of a rank's sequences in the mini-batch.
+    """Positions of a rank's sequences in the mini-batch.
 
     Attributes:
         count: L, the mini-batch's sequences.

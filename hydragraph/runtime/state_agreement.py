@@ -92,7 +92,7 @@ class Standing:
 
     Attributes:
         arrived: a move's complete state that it has not switched to yet.
-        called: its numbers since `held`, in worlds whose ranks did not complete a move.
+        called: its rank numbers since `held`, in worlds whose ranks did not complete a move.
     """
 
     held: HeldState
@@ -100,7 +100,7 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return its state of a generation; None: it has none, or only one torn by an interrupted update."""
+        """Return its state of a generation; None: it has none, or an interrupted update has damaged it."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -151,7 +151,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
                 f"move: before says that rank {new} was rank {old}, but it was {sorted(numbers)}: give its last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
-    # A rank that has switched to a move's state did so after all ranks had received theirs.
+    # A rank switches to a move's state only after all ranks have received theirs.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
     updates = max((state.progress.updates for state in states.values()), default=0)

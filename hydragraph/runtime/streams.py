@@ -46,10 +46,10 @@ class DeviceStreams(Protocol):
     queued: bool
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue the calls inside on a stream; outside is `Stream.COMPUTE`."""
+        """Queue the calls of this context on a stream; the others are on `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls inside on a separate stream without instructions."""
+        """Queue the calls of this context on a separate stream without instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""

@@ -33,7 +33,8 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
     """Return devices on these nodes, for comparisons without measurements.
 
-    Links are nine times as fast within a node, and have no latency, which would set the cost of small messages.
+    Links are nine times as fast within a node. They have no latency, because latency would dominate the cost of small
+    messages.
     """
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)

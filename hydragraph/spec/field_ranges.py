@@ -21,7 +21,7 @@ class FieldRange:
     Attributes:
         low, high: range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: a loss's value of positions without a target (for labels also -100); None for a table.
+        ignored: value of positions without a target in a loss (for labels, -100 as well); None for a table.
     """
 
     field: str

@@ -146,9 +146,9 @@ def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -
     """Build a field's value; scalars are left to the dataclass."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
-        hint = records[0] if len(records) == 1 else hint  # an optional section
+        hint = records[0] if len(records) == 1 else hint  # the hint of an optional section
     if is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, str) and hasattr(hint, "parse"):  # it can also be written as a text
+        if isinstance(value, str) and hasattr(hint, "parse"):  # this value can also be written as a text
             record: object = hint.parse(value)
             return record
         return from_record(hint, value, path, hints=hints)

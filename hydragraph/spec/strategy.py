@@ -411,7 +411,7 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out streaming and offloading where they are off: fingerprints are older."""
+    """Leave out streaming and offloading where they are off, because fingerprints are older than these options."""
     return {name: value for name, value in items if (name, value) not in (("stream", False), ("offload", False))}
 
 

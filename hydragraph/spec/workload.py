@@ -24,7 +24,7 @@ class Sequence:
         ids: token ids [L].
         labels: label of each position [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: places that labels were shifted by, for errors.
+        moved: number of positions by which labels were shifted, for error messages.
         padding: value of user-defined fields in padding, if not 0.
     """
 

@@ -12,7 +12,7 @@ def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> i
     """Return the first step with the lowest evaluation loss; None if no step has one.
 
     Args:
-        among: the only steps that count; None: all.
+        among: steps to consider; None: all.
     """
     losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]
     return min(losses)[1] if losses else None

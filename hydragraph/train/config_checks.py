@@ -24,7 +24,7 @@ from hydragraph.train.optimizer import optimizer_factory
 from hydragraph.train.plan_input import read_costs
 
 _BYTES_AND_END = 257  # tokens of the smallest new tokenizer: 256 bytes and the end of a text
-_PASSES = 1000  # over the data in one step
+_PASSES = 1000  # maximum passes over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
@@ -66,7 +66,7 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
         name = type(model).__name__
         raise ValueError(f"model.architecture: {name} has no head that scores tokens: use one such as LlamaForCausalLM")
     heads, groups = (_size(settings, name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # If keys come from a smaller projection (DeepSeek), the number of their heads is meaningless.
+    # If keys come from a smaller projection (DeepSeek), the number of key heads is meaningless.
     projected = any(name.endswith(".k_proj") for name, _ in model.named_modules())
     if projected and heads and groups and heads % groups:
         raise ValueError(
@@ -148,7 +148,7 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield a sentence for each setting that is perhaps not intended.
+    """Yield a sentence for each setting that may be unintended.
 
     Args:
         steps: number of steps, also for a config with epochs.

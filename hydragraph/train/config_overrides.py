@@ -62,7 +62,7 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
             _remove(data, other.split("."))
         if _put(data, keys, read):
-            # An earlier override wrote the section in its short form: convert it.
+            # An earlier override may have written the section in its short form, so convert it.
             with suppress(ValueError):
                 data = to_record(from_record(type(config), data))
             if hurdle := _put(data, keys, read):

@@ -31,7 +31,7 @@ STDLIB = "python-stdlib"
 _ENCODING = 4  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# The tests are as large as everything else, and contain broken files.
+# Excluded: the tests are as large as everything else, and contain broken files.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
 # Current activity, number of finished documents, and finished fraction (0: none, or unknown).
@@ -490,7 +490,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # No entry without a limit, so that older caches stay valid.
+        # The key has no entry if there is no limit, so that older caches stay valid.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]

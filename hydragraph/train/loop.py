@@ -132,7 +132,7 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """Inputs of a run that every rank builds for itself.
+    """Inputs of a run, which every rank builds itself.
 
     Attributes:
         config: with epochs converted to steps.
@@ -230,7 +230,7 @@ def _session(
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        watches = config.elastic.monitor or (config.replans and world.ranks > 1)  # one rank has no other plan
+        watches = config.elastic.monitor or (config.replans and world.ranks > 1)  # with one rank there is no other plan
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
             stack.callback(controller.close)
@@ -292,7 +292,7 @@ def _score(
     if reference is None or not missing:
         return 0
     if weights is not None and start.last is not None:
-        executor.load_pretrained(Path(weights))  # the checkpoint's weights follow
+        executor.load_pretrained(Path(weights))  # the weights of the checkpoint are loaded later
     return reference.complete(missing, executor, world, stopping, leader)
 
 
@@ -373,7 +373,7 @@ def _follow(
                 if ending:
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
-                    checkpoint(run, state)  # in case state is lost before the first scheduled checkpoint
+                    checkpoint(run, state)  # state may be lost before the first scheduled checkpoint
                 stopped = _steps(run, state, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -382,7 +382,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # ranks that fail before this meet the others again
+                    run.world.gather(None)  # if ranks fail before this point, all meet again
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -489,7 +489,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
 
 
 def _meets_after(run: Run, step: int) -> bool:
-    """Return whether anything happens between a step and the next; if only one rank knows, the others wait as well."""
+    """Return whether anything happens between a step and the next; if only one rank can tell, others wait for it."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
     return moves or run.saves(step) or run.keeps(step) or run.evaluates(step)
 

@@ -14,7 +14,7 @@ from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
-# Signs of events with a row below the losses.
+# Symbols of the events that have a row below the losses.
 _SIGNS: Mapping[Name, str] = {
     "fault": "x",
     "leave": "<",
@@ -67,7 +67,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return means over neighbours, with weights `weight`^distance.
 
-    A mean uses as many values after a point as before it, so it neither lags nor leads; near the end, earlier values
+    A mean uses equally many values before and after a point, so the curve is not shifted; near the end, earlier values
     dominate.
 
     Args:

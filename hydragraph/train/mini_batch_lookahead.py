@@ -20,7 +20,7 @@ class Source(Protocol):
 
 
 class Ahead:
-    """Reads at least one mini-batch ahead, for ranks to agree on it early (`hydragraph.engine.step_agreement`).
+    """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Attributes:
         position: position of the source after the last returned mini-batch, where a resumed run continues.

@@ -19,7 +19,7 @@ from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, Trai
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
 
-# Rates of dropout in training, without those of other heads.
+# Settings of dropout rates in training, except those of other heads.
 _DROPOUT = re.compile(r"^(?!summary|classifier).*(?<!layer)drop")
 _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_version", "dtype"})
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -115,7 +115,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return positive dropout rates by setting of the config, else the largest of modules."""
+    """Return positive dropout rates by setting of the config, or else the largest rate of the modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -130,7 +130,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
             try:
                 model: nn.Module = _model_class(config.architecture)(settings)
             except (RuntimeError, TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
-                first = str(error).partition("\n")[0]  # the C++ location follows
+                first = str(error).partition("\n")[0]  # a C++ location follows the first line
                 raise ValueError(
                     f"model.config: {config.architecture} cannot be built with it and a vocabulary of {vocabulary}: "
                     f"{type(error).__name__}: {first}"

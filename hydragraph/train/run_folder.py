@@ -100,7 +100,7 @@ class RunFolder:
         config.save(self.config)
         directory, run = self.identity
         if last is None or step is not None or config.checkpoint.pieces is None:
-            run = ""  # earlier pieces must not be read
+            run = ""  # so that earlier pieces are not read
         record = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         names = {"folder": directory or f"{self.path.absolute().name}-{_new_name()}", "run": run or _new_name()}
         write_whole(self.owner, json.dumps(record | names))
@@ -142,7 +142,7 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Own a folder that a lost rank of the same run owned, until the block or this process ends.
+        """Own, until the block or this process ends, a folder that a lost rank of the same run owned.
 
         Args:
             patience_s: seconds to wait for the lost process's lock; then continue without it.
@@ -203,7 +203,7 @@ class RunFolder:
 
     @property
     def how_to_go_on(self) -> str:
-        """A clause that names the last checkpoint."""
+        """Clause of a message that names the last checkpoint."""
         if not self.path.is_dir():
             return f"{self.path} is gone, and its checkpoints with it"
         last = self.last()

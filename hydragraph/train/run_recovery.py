@@ -29,7 +29,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the folder
-_FENCED_S = 1.0  # the same if ranks of a lost machine have ended, or are stopped
+_FENCED_S = 1.0  # the same, if the ranks of a lost machine have ended or are stopped
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
@@ -114,7 +114,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
             owned.callback(state.callbacks.call, "on_end")
             state.callbacks.call("on_start", run.config)  # not called in this process yet
         run = replace(run, callbacks=state.callbacks)
-    # If another rank is lost later, `run` is the one from before, whose log is closed.
+    # If another rank is lost during this, the caller still has the previous `run`, whose log is closed.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -154,7 +154,7 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # Its ranks had other numbers, so the controller must not use it.
+        # Its ranks had other numbers, so the controller must not use this step.
         log_step(replace(run, controller=None), *last)
 
 

@@ -46,7 +46,7 @@ def load(
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # raised on all ranks, but as Damaged perhaps only where damage was found
+        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only on those that found the damage
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -106,7 +106,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for pending checkpoints, and remove obsolete ones; never called while one is being saved."""
+    """Wait for pending checkpoints, and remove obsolete ones; must not be called while one is being saved."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())

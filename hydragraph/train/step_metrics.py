@@ -112,7 +112,7 @@ def _await_later_name(events: Path) -> None:
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # do not wait for a file from a clock that is ahead
+    while newest == int(time.time()):  # equal only now: a file from a clock that is ahead is not waited for
         time.sleep(0.05)
 
 

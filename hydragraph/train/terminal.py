@@ -62,7 +62,7 @@ class Screen:
         """Show the number of finished documents, and the remaining time if `part` is known."""
         now = self._clock()
         if what != self._what:
-            self._part = (part, now)  # earlier sessions did this part
+            self._part = (part, now)  # this part was done by earlier sessions
         began, since = self._part
         left = ""
         if began < part < 1 and now - since >= _TELLING_S:
@@ -77,7 +77,7 @@ class Screen:
     def stepped(self, metrics: Metrics) -> None:
         now = self._clock()
         self._first = self._first or (metrics.step, now)
-        strategy = metrics.strategy.partition("@")[0]  # people do not need its fingerprint
+        strategy = metrics.strategy.partition("@")[0]  # without the fingerprint, which people do not need
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)

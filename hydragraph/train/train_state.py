@@ -57,7 +57,7 @@ class Run:
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
     expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
-    watched: tuple[int, ...] = ()  # members (`cluster.rendezvous`) that the controller watched, by rank
+    watched: tuple[int, ...] = ()  # by rank, the members (`cluster.rendezvous`) that the controller watched
     evaluate_at: frozenset[int] = frozenset()  # in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # in addition to `config.checkpoint_every`
     pieces: Pieces | None = None
@@ -92,12 +92,12 @@ class TrainState:
 
     Attributes:
         watcher: receives the progress if this rank leads.
-        batches, anew: source of mini-batches; returns it from the start.
+        batches: source of mini-batches. anew: returns it from the start.
         done: number of steps applied to the state.
         saved: step of the last checkpoint.
-        kept: whether there is a checkpoint, also before the first step.
+        kept: whether there is a checkpoint, which may be from before the first step.
         positions: position of `batches` by step, since the checkpoint before the last.
-        last: last finished step, and its report, perhaps not logged yet.
+        last: last finished step and its report, which may not be logged yet.
         owns: whether this process owns the run's folder.
         untold: meetings whose events are not reported yet, with the number of ranks before each.
         began: when the folder's run began; None: this process was not yet one of its ranks.

@@ -140,7 +140,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
     """Return the base model with the active adapters merged into its weights.
 
-    A head that an adapter made differ from tied embeddings is written untied.
+    If an adapter makes the head differ from the embeddings that it is tied to, the head is written untied.
     """
     # Merging adds in place, so tied weights need memory of their own.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)

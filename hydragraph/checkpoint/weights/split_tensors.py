@@ -23,8 +23,8 @@ class StoredPiece:
     """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: its start in the whole; negative if the whole is a later part of it.
-        lacks: dimensions of the whole that it does not have.
+        at: its start in the whole tensor; negative if the whole tensor is a later part of this piece.
+        lacks: dimensions of the whole tensor that this piece does not have.
     """
 
     stored: Stored

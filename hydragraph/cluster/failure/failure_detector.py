@@ -4,7 +4,8 @@ A rank is accused when
 - its process has ended without announcing that it leaves;
 - its process has been stopped for `stopped_s` while some other was running (`Judge`): if a debugger stops all, that is
   not a failure, and a rank that computes between stops is slow;
-- no rank has made progress for `progress_s` while some wait for others; then one that does not (`Stall`).
+- no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait is accused
+(`Stall`).
 
 Only the detector's own running time counts, at most half a second between two looks.
 """

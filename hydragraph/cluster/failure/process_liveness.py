@@ -83,7 +83,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Return an identifier of processes that see each other and use one network: a host or a container."""
+    """Return an identifier of the host or container, within which processes see each other and use one network."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

@@ -100,7 +100,7 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # shown between calls; now; of a background thread
+        self._resting = self._shown = self._beside = ""  # shown between calls, now, and for a background thread
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -123,7 +123,7 @@ class Watch:
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
-        """Find the watch's namespace, register, and start watching."""
+        """Find the watch's namespace in the store, register this rank, and start watching."""
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
@@ -163,7 +163,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Register connections opened inside for shutdown after a fault: create communicators inside."""
+        """Register connections opened in this context for shutdown after a fault: create communicators in it."""
         before = open_sockets()
         try:
             yield
@@ -176,7 +176,7 @@ class Watch:
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Run a collective call inside, on any thread.
+        """Run a collective call in this context, on any thread.
 
         Args:
             what: shown by other ranks if this one fails.
@@ -199,7 +199,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step inside, as `calling`, but any error is this rank's failure unless `agreed`.
+        """Run one step in this context, like `calling`, but any error is this rank's failure unless `agreed`.
 
         Args:
             number: shown by other ranks if this one fails.
@@ -242,7 +242,7 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Show between calls what this rank did last."""
+        """Show what this rank did last while it is between calls."""
         self._resting = after
         if not self._calls:
             self._show(after)
@@ -284,7 +284,7 @@ class Watch:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors from inside as communication errors.
+        """Mark RuntimeErrors of this context as communication errors.
 
         Outside of a watched call it has no effect.
         """
@@ -367,7 +367,7 @@ class Watch:
             self.report(error)
 
     def lose_store(self) -> None:
-        """Fail this rank's calls: the store that the ranks met at has moved, and with it their meeting."""
+        """Fail this rank's calls: the rendezvous store has moved, so the rendezvous is void."""
         if self._thread is not None and self._fault is None and not self.closed:
             self._cut_off("is lost: another machine leads now")
 

@@ -38,7 +38,7 @@ def ensure_running() -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside."""
+    """Set environment variables in this context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -43,7 +43,7 @@ from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
 _GRACE_S = 8.0  # for peers to fail on their own; agreement takes up to 3 s, twice that on a busy host
-_CULPRIT_S = 2.0  # for the rank at fault to report after all others; it may hang
+_CULPRIT_S = 2.0  # for the rank at fault to report after all others have; it may hang
 _EXIT_S = 5.0  # for a finished rank to end its process
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5  # between two checks for stopped processes
@@ -222,7 +222,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Ranks that have reported live until all have, and show that not all processes were stopped together.
+        # Ranks that have reported stay alive until all have, so they show that not all processes were stopped together.
         others_run = any(_runs(member) for member in crew if isinstance(member.outcome, Returned))
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
             if isinstance(member.outcome, Died):
@@ -267,7 +267,7 @@ def wait_for_outcomes(
 
     Args:
         stops: a stopped process counts as died.
-        visible: those whose state this machine sees; None: all.
+        visible: processes whose state this machine sees; None: all.
         others_run: as for `Stops.look`.
     """
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
@@ -300,7 +300,7 @@ def outcome_of(member: RankHandle) -> Outcome:
         return Died(when, "closed the connection to its launcher")
     if code < 0:
         return Died(when, f"killed by signal {-code} ({signal.Signals(-code).name})")
-    if code == 1:  # a rank that has begun reports errors
+    if code == 1:  # a rank that has begun reports its errors itself
         return Died(when, f"exited with code 1 before it began; if it could not import this script, {GUARD}")
     return Died(when, f"exited with code {code} before it returned")
 

@@ -38,7 +38,7 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Keep processes started inside from importing this one's `__main__`, if its definitions are sent by value."""
+    """Keep processes started in this context from importing `__main__`, if its definitions are sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):

@@ -51,7 +51,7 @@ class Requests(Protocol):
         """First signal received; 0: none yet."""
 
     def working(self) -> AbstractContextManager[None]:
-        """Only record requests inside."""
+        """Only record requests in this context."""
 
 
 class Relay:
@@ -62,7 +62,7 @@ class Relay:
 
     @contextmanager
     def to(self, processes: Sequence[StoppableProcess]) -> Iterator[None]:
-        """Forward requests to these processes, inside."""
+        """Forward requests to these processes in this context."""
         self._processes = processes
         try:
             yield
@@ -127,7 +127,7 @@ class Stopping:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Only record requests inside."""
+        """Only record requests in this context."""
         self._in_hand = True
         try:
             yield

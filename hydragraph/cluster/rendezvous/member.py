@@ -296,5 +296,5 @@ class Told:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Only record requests inside, which a member always does."""
+        """Only record requests in this context, which a member always does."""
         yield

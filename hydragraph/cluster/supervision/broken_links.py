@@ -61,7 +61,7 @@ def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int
     """Return the machines to drop so that no broken pair is left, each with a machine in use that it does not reach.
 
     The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last. A machine is
-    kept after all if every machine that it does not reach is dropped.
+    kept if every machine that it does not reach is dropped.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

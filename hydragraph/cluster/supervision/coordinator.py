@@ -48,7 +48,7 @@ from hydragraph.cluster.supervision.link_probe import Address
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-_FRESH_S = 1.0  # a machine heard of within this time is neither lost nor paused
+_FRESH_S = 1.0  # a machine that was heard within this time is neither lost nor paused
 _ASK_S = 5.0  # for one answer of the store, or one connection attempt
 _ELECTED_S = 0.8  # for one attempt at an elected leader, who may be lost; below `DOUBT_S`
 
@@ -180,7 +180,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Leaving:
-    """This machine is being taken away: it starts no more processes."""
+    """This machine is being preempted: it starts no more processes."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ class RemoteProcess:
         return self._alive
 
     def terminate(self) -> None:
-        """Do nothing: its deputy asks it to end when the machine is taken away."""
+        """Do nothing: its deputy asks it to end when the machine is preempted."""
 
     def kill(self) -> None:
         self._link.send(Kill(self._number))
@@ -386,7 +386,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Return the members of the earlier leader on other machines; those of machines that do not come have ended.
+        """Return the members of the earlier leader on other machines; those of machines that do not connect have ended.
 
         Args:
             nodes: machines to wait for.
@@ -608,8 +608,8 @@ def _book(nodes: Nodes) -> Any:
     if nodes.number == 0 and not nodes.shared:
         store = _kept(nodes.address, nodes.port)
     else:
-        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast: the client below
-        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))  # logs at length without a store
+        socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast, unlike `client`
+        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))  # logs many lines without a store
     return dist.PrefixStore("hydragraph/nodes", store)  # type: ignore[attr-defined]
 
 

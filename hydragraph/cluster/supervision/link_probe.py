@@ -64,7 +64,7 @@ class LinkProbe:
         while not self._closed.is_set():
             heard = self._heard()
             now = time.monotonic()
-            # If this thread was paused, the datagrams of the others were waiting, or had no room.
+            # If this thread was paused, datagrams of the others are waiting, or were dropped for lack of room.
             elapsed = min(now - before, PAUSE_S)
             before = now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)

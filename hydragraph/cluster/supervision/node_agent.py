@@ -90,7 +90,7 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends, this machine is taken away, or it is elected.
+        """Serve until the run ends, this machine is preempted, or it is elected.
 
         Args:
             arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
@@ -159,7 +159,7 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: this machine was taken away or elected, or the run has ended."""
+        """Return the link to the leader; None: this machine was preempted or elected, or the run has ended."""
         began = time.monotonic()
         told = self._election is not None
         while self._asked_at is None and not (self._election is not None and self._election.leads):
@@ -191,7 +191,7 @@ class Deputy:
         return f"could not be reached for {patience_s:g} s: {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
-        """Follow the leader's orders until the run ends; None: the link is down, or this machine was taken away."""
+        """Follow the leader's orders until the run ends; None: the link is down, or this machine was preempted."""
         stops = Stops()
         self._probe = self._probing(link)
         self._alone = None
@@ -295,7 +295,7 @@ class Deputy:
                 self._forget(member.rank)
 
     def _drained(self, link: Link) -> bool:
-        """Forward a notice that this machine is taken away to its ranks; return whether all have left.
+        """Forward a preemption notice to this machine's ranks; return whether all have left.
 
         A stop of the whole run (such as a cancelled job) reaches all machines: then the leader's ranks decide.
         """

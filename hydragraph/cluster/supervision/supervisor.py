@@ -58,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 _ARRIVAL = timedelta(minutes=30)  # for all machines
 _LOOK_S = 0.02  # between two polls of the members' registers
 _GRACE_S = 8.0  # for members to report their errors, once one has raised an error that would recur
-_REJOIN_S = 0.5  # before a lost process is replaced; doubled each time its replacement lives no longer
+_REJOIN_S = 0.5  # before a lost process is replaced; doubled each time the replacement also lives only briefly
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
 _STARTS = 3  # processes in one seat that may end before they are ready
@@ -232,7 +232,7 @@ class Supervisor:
             self._empty = set(saved["empty"])
             nodes = set(saved["nodes"])
         self._stop = self._record.orders.stop
-        # The ranks of the machine that led before have ended with its lease.
+        # The ranks of the previous leader's machine have ended with its lease.
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
@@ -417,9 +417,12 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that others have waited for too long, and newcomers that do not become ready: they hang."""
+        """Give up members that hang: others have waited for them too long, or they do not become ready."""
         now = time.monotonic()
-        elapsed, self._before = min(now - self._before, PAUSE_S), now  # a pause of this process makes no member late
+        elapsed, self._before = (
+            min(now - self._before, PAUSE_S),
+            now,
+        )  # a pause of this process delays no member
         late = awaited(self._record, said) if self._held else ()  # until there is state, all begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]

@@ -39,8 +39,8 @@ class LinkSettings:
     """The two ends of a link, and how to measure it.
 
     Attributes:
-        source: the strategy whose gradients are pushed; "home": none.
-        target: the strategy whose weights are pulled; "home": none.
+        source: strategy whose gradients are pushed; "home": no push.
+        target: strategy whose weights are pulled; "home": no pull.
         cluster: to simulate; None: `default_cluster`.
         tokens: tokens of one simulated micro-batch; micro_batches: their number in every pipeline.
         measure: also run it, on local ranks over gloo.

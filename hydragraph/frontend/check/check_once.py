@@ -13,7 +13,7 @@ from hydragraph.passes.variants import Variants
 # The project's tests, which compare everything themselves, set it to "off".
 AUTO = "auto"
 
-# The last checked program's, so that its executable need not compile them again.
+# Graphs of the last checked program, which its executable need not compile again.
 _latest: list[Variants] = []
 
 

@@ -1,4 +1,4 @@
-"""Narrow copies of library models, whose numeric checks stand for the model's own.
+"""Narrow copies of library models; the numeric check of a copy replaces that of the model.
 
 A copy is built from the model's config with smaller widths, so that both run the same library code. Their graphs must
 have the same text, except for numbers that differ by powers of one factor. A check's cost then does not grow with the

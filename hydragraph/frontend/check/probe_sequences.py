@@ -26,7 +26,7 @@ _TARGETS = 3
 
 @dataclass(frozen=True)
 class Ids:
-    """Valid values of tokens and labels.
+    """Valid token ids and labels.
 
     Attributes:
         count, labels: exclusive upper limits of token ids and labels.
@@ -95,7 +95,7 @@ def draw_sequences(
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
-    """Return the next tokens, or if labels are not token ids, random ones at the last and every third token."""
+    """Return the next tokens; if labels are not token ids, random labels at the last and every third token."""
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)

@@ -135,7 +135,7 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield what was not compared with the model: all but plain unsharded blocks, or with a library all."""
+        """Yield graphs not compared with the model: all except plain unsharded blocks; with a library, all."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -220,7 +220,7 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        # Copies of whole gradients are compared under separate names.
+        # The ranks' copies of a whole gradient are compared under separate names.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():
@@ -255,7 +255,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """The first attempt may break a router's near tie differently."""
+    """Several attempts, because a router's near tie may be broken differently in one."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)

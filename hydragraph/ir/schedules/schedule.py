@@ -48,7 +48,7 @@ class Work(Enum):
     __hash__ = object.__hash__  # faster than the hash of the name
 
 
-# These produce the gradient of a stage's input.
+# Kinds of work that produce the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
@@ -57,7 +57,7 @@ class Action(NamedTuple):
 
     Attributes:
         micro_batch: its number, unique among all pipelines of the shape.
-        visit: index among the pipeline's stages in this row.
+        visit: index of the stage among the pipeline's stages in this row.
     """
 
     work: Work

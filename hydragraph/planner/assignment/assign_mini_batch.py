@@ -37,7 +37,7 @@ from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, k
 from hydragraph.planner.deadline import is_late
 from hydragraph.spec.assignment import Assignment
 
-# Rounds by the envelope, effort of each, and kicks of each packing.
+# Number of rounds by the envelope, effort of each round, and kicks of each packing.
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
@@ -85,8 +85,8 @@ def assign(
     Args:
         schemes: one per pipeline.
         lengths: tokens per sequence; zeros are left out.
-        deadline_s: seconds until the last improvement may start, 0 for the quick plan only; None: only the effort
-            limits the search, which is then deterministic.
+        deadline_s: seconds after which no improvement starts; 0: only the quick plan. None: only the effort limits the
+            search, which is then deterministic.
         effort: default: `EFFORT`.
 
     Raises:
@@ -242,7 +242,7 @@ def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> M
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # The search approximates tables by constants; the tables decide.
+    # The search approximates tables by constants, but the exact tables decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 

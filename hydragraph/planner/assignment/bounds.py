@@ -43,7 +43,7 @@ from hydragraph.planner.bisection import above, bisect
 
 Floats = NDArray[np.float64]
 
-# Kinds of schedules for which `schedule_bound` holds.
+# Schedules for which `schedule_bound` is valid.
 HOLDS_FOR = WHOLE_BACKWARD
 # Groups of similar lengths in the linear program; its prices are always valid.
 GROUPS = 200
@@ -218,7 +218,7 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # The capacity by z is the sum over kinds of price count max(0, z - fill): with kinds in order of fill, the minimum
+    # The capacity by z is sum over kinds of price * count * max(0, z - fill). With kinds in order of fill, the minimum
     # over prefixes gives z.
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
@@ -234,7 +234,7 @@ def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    # As many of the shortest as fit in a micro-batch share its overhead.
+    # As many of the shortest sequences as fit in a micro-batch share its overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     sequence_s = least.work[least.prefixes] + least.overhead / together
 

@@ -324,7 +324,7 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
     """Return a value that, plus any added work, is a lower bound of pipeline q's end.
 
-    With more tokens, a FORMED pipeline may have more micro-batches and a shorter bubble: only its work is a bound.
+    With more tokens, a FORMED pipeline may have more micro-batches and a shorter bubble, so only its work is a bound.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -367,12 +367,12 @@ def best_step(
         tried = lengths[i]
         while shorter < n and lengths[shorter] >= tried:
             shorter += 1
-        # p without i: if i is its longest, the second longest takes over, and the bubble gets shorter too.
+        # p without i: if i is its longest, the second longest replaces it, and the bubble also becomes shorter.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
         end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
-        # Moves: p gets shorter, so q decides unless p is still the later one.
+        # Moves: p ends earlier, so the end of q counts unless p is still the later one.
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
@@ -386,7 +386,7 @@ def best_step(
                     best_i = i
                     best_k = -1
                     best_q = q
-        # Swaps: a longer sequence would delay p's end.
+        # Swaps: only for a shorter sequence, because a longer one would delay p's end.
         seen[:] = tried
         for k in range(shorter, n):
             q = placed[k]

@@ -101,7 +101,7 @@ def search(
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
     best_placed = longest_first(problem) if first is None else first
-    # Starts independent of the effort: more effort must not give a worse result.
+    # Starts do not depend on the effort: more effort must not give a worse result.
     starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)

@@ -23,7 +23,7 @@ def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
     """Import cvxpy with a solver.
 
     Args:
-        where, otherwise: what needs it, and the user's alternative.
+        where, otherwise: what needs the solver, and the user's alternative.
     """
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
@@ -56,7 +56,7 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
         # T grows with length, so T of the longest assigned is the maximum over all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
-        extra = cp.Variable()  # at least the constants of every assigned sequence
+        extra = cp.Variable()  # lower limit: the constants of every assigned sequence
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
     return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)

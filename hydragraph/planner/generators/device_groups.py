@@ -154,7 +154,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # After the best: the fewest groups with 0.9 of its power, which keeps stages and pipelines few.
+    # After the best split: those with the fewest groups and at least 0.9 of its power, for few stages and pipelines.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

@@ -187,7 +187,7 @@ class Market:
         self._known: dict[tuple[tuple[int, ...], int], Prices] = {}
 
     def prices(self, lengths: Sequence[int], reach: int = 0) -> Prices:
-        """Return the prices; arguments as of `Prices`."""
+        """Return the prices; arguments as for `Prices`."""
         key = (tuple(lengths), reach)
         if key not in self._known:
             self._known[key] = Prices(self._costs, lengths, reach)

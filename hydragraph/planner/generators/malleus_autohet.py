@@ -25,7 +25,7 @@ KEPT = 12
 WITHIN = 1.25
 # Groups slower than the healthiest by this factor may be better left idle.
 SLOW = 1.5
-# So may the weakest sites, up to this fraction of all power.
+# The weakest sites may also be better left idle, up to this fraction of all power.
 WEAK = 0.3
 # Larger micro-batches overlap more traffic: sizes up to this are tried while they gain.
 LARGEST = 16
@@ -79,7 +79,7 @@ def search(
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf
-    # Of similar partitions the best is kept: later steps get different ones.
+    # Of similar partitions only the best is kept, so that later steps get different ones.
     by_shape: dict[object, SearchCandidate] = {}
     seconds_by_shape: dict[object, float] = {}
     last = math.inf  # seconds of the worst candidate that would be kept
@@ -241,7 +241,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible sequences per micro-batch, and up to which number they are tried even without gain."""
+    """Return possible sequences per micro-batch, and the number up to which they are tried without a gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

@@ -73,7 +73,7 @@ def staged(
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()  # plans that fit by the search's number in flight
+    likely: set[Strategy] = set()  # plans that fit with the search's number of micro-batches in flight
     laid: dict[object, Staged | None] = {}  # searches often find the same plan
     for recompute in (False, True):
         if is_late(until):
@@ -88,7 +88,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # fewer in flight may fit
+                continue  # with fewer in flight, a plan may fit
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)

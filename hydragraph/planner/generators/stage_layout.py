@@ -23,8 +23,8 @@ NUMBERS = (
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: slowdown, bytes of a rank after its share of the state, and seconds of a rank's pull and push per
-# byte of weights and gradients.
+# Columns of a form: slowdown; bytes that a rank has left after its share of the state; and seconds of a rank's pull and
+# push per byte of weights and gradients.
 _RATE, _MEMORY, _PASSING = range(3)
 # Fractions: forward of a micro-batch's seconds; pulled of pulled and pushed bytes (16 against 32 bits).
 FORWARD = 1 / 3

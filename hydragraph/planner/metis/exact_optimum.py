@@ -595,7 +595,7 @@ def optimum(
 
     Args:
         smallest: least ranks of a stage, a power of two.
-        known: returned if no better plan exists.
+        known: a plan that is returned if no better one exists.
         until: deadline (of `time.monotonic`); then the best plan so far is returned.
     """
     tables = problem.tables

@@ -389,7 +389,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
             added[s] += gain
             room[s] -= gain
             missing -= gain
-        if missing == before:  # Metis's program would loop here
+        if missing == before:  # Metis's program would loop forever here
             return False
     for s in range(count):
         speed[s] = added[s] + lowered[s]

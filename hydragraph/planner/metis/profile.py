@@ -145,7 +145,8 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from the first file listed by the operating system, like this one in the published runs.
+        # Metis takes these from the first file that the operating system lists; in the published runs that was this
+        # one.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(

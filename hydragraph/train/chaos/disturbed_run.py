@@ -90,8 +90,8 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # of a loss: immediate effect of another order of sums
-MARGIN = 10.0  # times the effect in an undisturbed run
+ROUNDING = 1e-5  # relative difference of a loss that another order of sums causes immediately
+MARGIN = 10.0  # allowed multiple of the effect in an undisturbed run
 
 
 def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed | None) -> int | None:

@@ -20,11 +20,11 @@ from hydragraph.train.chaos.machines import Machines, all_stats, stat_of
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
-GIVEN_UP_S = 30.0  # within which others must have ended a stopped rank
-_MOMENT_S = 60.0  # limit for a moment to come; then the run is struck anyway
+GIVEN_UP_S = 30.0  # seconds within which others must have ended a stopped rank
+_MOMENT_S = 60.0  # limit of waiting for a moment; then the strike happens anyway
 _JOINED_S = 300.0  # limit for a new machine, which imports, captures and compiles first
 _SLOW_S = 1.0
-_PAUSE_S = 3.0  # less than the patience with a stopped rank
+_PAUSE_S = 3.0  # shorter than ranks wait for a stopped rank
 _PERIOD_S = 0.1
 _STOPPED = 0.6  # fraction of the period
 _LEFT_S = 20.0
@@ -40,7 +40,7 @@ class Victim:
         machines: machines of the run, the launcher's first; None: only this one.
 
     Attributes:
-        pids: all processes that were its ranks, or about to be.
+        pids: all processes that were its ranks, or were about to be.
         problems: broken promises that a strike found.
     """
 

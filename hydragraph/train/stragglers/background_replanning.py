@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-DEADLINE_S = 20.0  # then the best plan so far is taken
+DEADLINE_S = 20.0  # after this, the best plan so far is used
 ATTEMPTS = 2  # per question: the system may kill the process when memory is exhausted
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
@@ -131,7 +131,7 @@ def _at_once(question: ReplanQuestion, costs: Costs) -> Replanned:
     try:
         before = traffic_in_line(costs, question.running[choice.index])(choice.assignment)
     except Unsupported:
-        before = math.inf  # it uses a lost rank
+        before = math.inf  # the running plan uses a lost rank
     request = PlanRequest((estimate.pipelines,), (estimate.charge,), question.policy.seed)
     return Replanned((estimate.strategy,), request, 0, before, estimate.seconds)
 

@@ -232,13 +232,13 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # An answer waits for a step time with the current strategies.
+        # An answer is used only once a step time with the current strategies is known.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
                 return []  # reported when all ranks have switched
-            # If the quick answer gains too little, only the decision on the full search is reported.
+            # If the gain of the quick answer is too small, only the decision on the full search is reported.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events
@@ -339,7 +339,7 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Describe ranks that are planned as slower than they compute because others waited for them."""
+        """Describe the ranks that are planned as slower than they compute, because others waited for them."""
         measured = self.monitor.health
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(

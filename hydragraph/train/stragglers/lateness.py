@@ -5,7 +5,7 @@ together, so this cost shows as the time that the others wait for the last gradi
 
     late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
              step, beyond its value on healthy ranks
-    planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD late times as slow
+    planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD * late times as slow
 
 AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A correction that makes steps no shorter is
 reverted, and no other is tried while the rates stay, so the plan cannot oscillate. A learned value is a property of the
@@ -40,7 +40,7 @@ class _Learned:
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether this applies to a rate: about the known one, or up to the planned one."""
+        """Return whether this applies to a rate, i.e. one between about the known and the planned rate."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -57,7 +57,7 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the plan was made for these rates, and not found late
+        self._open = switched  # the plan was made for these rates, and was not late so far
         # Step time before the last correction, and the rates learned by then.
         self._before: tuple[float, dict[int, _Learned]] | None = None
         self._ended = False  # the last correction did not help

@@ -129,7 +129,7 @@ class Monitor:
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
             if whole > 0:  # forward and backward are timed together
                 self._corrections = self._corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks count by their probes; otherwise their cores would be judged by old values.
+        # Idle ranks are judged by their probes; otherwise their cores would be judged by old values.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)

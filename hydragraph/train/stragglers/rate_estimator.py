@@ -36,7 +36,7 @@ WINDOW = 32  # iterations for medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-PARTIAL = 0.85  # of the later ones: a first iteration below it was slow only in part
+PARTIAL = 0.85  # fraction of the later ratios: a first iteration below it was slow only in part
 LITTLE = 0.1  # of the busiest rank's expected seconds
 SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
 
@@ -188,7 +188,7 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # Stragglers count only without other ranks: a wrong rate must not make others look slow.
+        # Stragglers count only if there are no other ranks, because a wrong rate must not make others look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0
@@ -240,7 +240,7 @@ class Estimator:
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # Never so high that the straggler's own rate would count as healthy.
+        # Limited, so that the straggler's own rate cannot count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)

@@ -126,7 +126,7 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Return costs that leave room for an owner's old and new parts of a bucket together."""
+    """Return costs that leave room for both the old and the new part of a bucket of an owner."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)

@@ -26,7 +26,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 BESIDE = 0.5  # of a step, in which a part must arrive
 COOLDOWN = 6  # steps between two decisions
 MIX = 16  # recent steps for the mix of strategies
-CHANGED = 0.25  # fraction of them with other strategies, before a home is chosen again
+CHANGED = 0.25  # fraction of them that must have other strategies before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
