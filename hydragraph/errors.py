@@ -35,7 +35,7 @@ class RankFailure(RuntimeError):  # noqa: N818
     Args:
         rank: the rank that failed first.
         instruction: the text of its instruction or call, or "".
-        error: what it raised, or how it ended.
+        error: what the rank raised, or how it ended.
         host: the host that it ran on, or ""; printed unless it is this one.
     """
 

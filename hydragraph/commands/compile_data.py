@@ -171,7 +171,7 @@ def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home
     )
 
 
-_TOKENS = (1024, 2048)  # of the two micro-batches that a line goes through
+_TOKENS = (1024, 2048)  # tokens of the two micro-batches that a line goes through
 
 
 def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS[1]) -> Line:

@@ -148,7 +148,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
-        unit = max(1, -(-end // max(1, WIDTH - margin)))  # of time in a column
+        unit = max(1, -(-end // max(1, WIDTH - margin)))  # seconds per column
         busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
         ranks = sum(len(row.ranks) for row in rows)
         idle = 1 - busy / (end * ranks) if end else 0.0

@@ -196,7 +196,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # when the last rank has made the data
+Issues = Mapping[tuple[Op, str], float]  # time at which the last rank has made the data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:
@@ -218,7 +218,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _OpenAccount()
-    free = 0.0  # when computation could continue
+    free = 0.0  # time at which computation could continue
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):

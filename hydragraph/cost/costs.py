@@ -40,7 +40,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # of the largest buckets' messages at the same time
+IN_FLIGHT = 2  # messages of the largest buckets at the same time
 
 
 class Costs(Pricing):

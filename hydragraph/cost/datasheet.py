@@ -170,7 +170,7 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
     part = StagePart(kind)
     try:
         return held_by(compiled(block, part), part)
-    except Unsupported:  # as in `_piece`
+    except Unsupported:  # unsupported, as in `_piece`
         return None
 
 

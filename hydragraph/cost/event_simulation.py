@@ -44,7 +44,7 @@ class Times:
     """Begin and end of an actor's instructions, in seconds.
 
     Attributes:
-        begin, end: by index.
+        begin, end: times by the instruction's index.
         actor, index: the instruction waited for last; -1: none.
         alone: seconds of a transfer without other traffic.
     """
@@ -89,7 +89,7 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be handed on
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # times at which sums could be handed on
         self._at = [0] * len(actors)  # position of each actor in its compute queue
         self._clock = [0.0] * len(actors)  # end of its last computation
         self._latest = [-1] * len(actors)  # the index of that computation

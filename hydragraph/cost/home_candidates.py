@@ -29,10 +29,10 @@ PLACES = 9  # decimals that are compared
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return different candidates, the one by mean need first.
+    """Return distinct candidates; the one by mean need comes first.
 
     Args:
-        users: by strategy number, the stages that use the bucket.
+        users: the stages that use the bucket, by strategy number.
         ability, nodes: ability and node of each rank [ranks].
         wide: whether to consider more candidates than those by need.
     """

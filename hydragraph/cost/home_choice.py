@@ -69,7 +69,7 @@ class BucketClass:
     """Buckets with a common choice.
 
     Attributes:
-        users: by strategy number, the stages that use them.
+        users: the stages that use them, by strategy number.
     """
 
     buckets: tuple[Bucket, ...]

@@ -100,7 +100,7 @@ class Profile:
         failed, unfit: schemes, and kinds of stage, whose fit failed, and why.
         blocks: template of every block, in order, from the prologue to the epilogue.
         pieces: cost of each template, and of AUX, in each kind of stage.
-        device: on which the pieces were measured.
+        device: device on which the pieces were measured.
         link, messages: between two ranks, fitted to (bytes, seconds) of messages.
         residuals: root mean square relative error of each scheme's constants.
         type: type of device, as named by clusters; "": any.

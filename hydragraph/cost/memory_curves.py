@@ -8,7 +8,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
 from hydragraph.cost.timeline import SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, ended exchanges by the index of an instruction) -> its walk; see `Walk.over`.
+# (rank, exchanges that ended before each instruction) -> the rank's walk; see `Walk.over`.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 

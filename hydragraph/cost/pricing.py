@@ -32,8 +32,8 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Pipeline, Stage, Strategy
 
-MESSAGE_BYTES = 1 << 20  # of a typical message, for comparing links
-RING_TOKENS = 2048  # of a typical micro-batch, for comparing links
+MESSAGE_BYTES = 1 << 20  # size of a typical message, for comparing links
+RING_TOKENS = 2048  # size of a typical micro-batch, for comparing links
 
 
 class Pricing:

@@ -283,7 +283,7 @@ class Walk:
     Args:
         blocks: the model; other arguments as for `rank_memory`.
         home_of: owners of the state; default: equal shares.
-        state_bytes: per trained element: weight and optimizer state; default: AdamW's.
+        state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
         over: by the index of an instruction, the exchanges (`exchange_name`) that have ended by then, besides those
             that it waits for; None: exchanges stay in flight until they must have arrived.
     """

@@ -24,8 +24,8 @@ class Reach:
     """The keys that a query attends to.
 
     Attributes:
-        window: less than `window` tokens away; None: any.
-        chunk: in its chunk of `chunk` tokens; None: the whole sequence.
+        window: keys are less than `window` tokens away; None: at any distance.
+        chunk: keys are in its chunk of `chunk` tokens; None: in the whole sequence.
     """
 
     window: int | None = None

@@ -200,9 +200,9 @@ Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
-    maker: dict[Value, int] = {}  # of each value
-    latest: dict[Stream, int] = {}  # of each stream, the last to end
-    free = 0.0  # when computation could continue
+    maker: dict[Value, int] = {}  # instruction that makes each value
+    latest: dict[Stream, int] = {}  # instruction of each stream that ends last
+    free = 0.0  # time at which computation could continue
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 
-WEIGHT_BYTES = 4  # of home weights, fp32
+WEIGHT_BYTES = 4  # home weights are fp32
 GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 

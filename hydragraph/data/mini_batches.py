@@ -227,7 +227,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return list(range(unit * self._together, (unit + 1) * self._together))
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
-        """Read a chunk, with its score if there is one and `with_score`."""
+        """Read a chunk; `with_score` adds its score if there is one."""
         document = int(self.chunks.documents[chunk])
         start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])

@@ -80,7 +80,8 @@ class CompiledModel:
         adapted: whether it is a peft model.
         buffers: by name, on this rank's device.
         backend: the backend that runs the graphs.
-        check: compares stages with whole blocks before a strategy's first step; None: another rank does, or none.
+        check: compares stages with whole blocks before a strategy's first step; None: another rank compares them, or no
+            rank does.
         state: notices what the user changes after compilation.
         sums: constraints of a deterministic run, else None.
     """

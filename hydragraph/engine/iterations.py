@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 PROBED_EVERY = 4  # steps
 RECENT = 4  # strategies
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # with the number of micro-batches of each pipeline
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # the tuple: micro-batches of each pipeline
 
 
 @dataclass(frozen=True, eq=False)

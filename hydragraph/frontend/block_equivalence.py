@@ -76,7 +76,7 @@ def refuse_state_around(
                 with noted:
                     result = module(batch)
                 notes.append(noted.all(result))
-    except Exception:  # cannot run on shapes; the trace finds other errors
+    except Exception:  # the block cannot run on shapes; the trace finds other errors
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)

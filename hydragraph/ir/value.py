@@ -27,7 +27,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 
-NONE = -1  # of kinds without the number
+NONE = -1  # for kinds that lack this number
 
 
 class ValueKind(Enum):

@@ -30,7 +30,7 @@ _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call: the features of x are [outer, length, inner], a part of [outer, whole, inner] from `first`."""
+    """Sizes of a call: x has the features [outer, first : first + length, inner] of a whole [outer, whole, inner]."""
 
     tokens: int
     after: int  # elements of x after the token dimension

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGEST = 2.0**13  # of the summands
+LARGEST = 2.0**13  # bound of the summands
 MOST = 2**16  # number of summands: 2^13 x 2^16 is what 53 bits of multiples of 2^-24 hold
 GRIDS = (2.0**-24, 2.0**-62)
 LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for losses, which are sums over tokens: up to 2^37 in total

@@ -108,7 +108,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
-    dims: list[int | None] = list(range(ndim))  # of the operand, for each of the result; None: a new one
+    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each of the result; None: a new one
     match node.target:
         case aten.transpose.int:
             dims[rest[0]], dims[rest[1]] = dims[rest[1]], dims[rest[0]]

@@ -39,8 +39,8 @@ class PlacedStage:
     Attributes:
         roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
         layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
-        stream: what it streams (`spec.strategy.Stage`).
-        offload: whether it offloads activations to host memory.
+        stream: what the stage streams (`spec.strategy.Stage`).
+        offload: whether the stage offloads activations to host memory.
     """
 
     roles: tuple[PlacedRole, ...]

@@ -170,7 +170,7 @@ class _Moment(NamedTuple):
 
     time: Fraction
     pushes: bool
-    place: int  # of the bucket, in the order of pulls or pushes
+    place: int  # place of the bucket in the order of pulls or pushes
     bucket: str
     streamed: bool
 

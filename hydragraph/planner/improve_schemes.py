@@ -100,7 +100,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # of each mini-batch, with the strategies chosen so far
+    quickest = table[at]  # seconds of each mini-batch with the strategies chosen so far
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))

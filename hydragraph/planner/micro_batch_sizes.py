@@ -219,7 +219,7 @@ class _PipelineKind:
         n = 0.0
         if seconds > filling:
             n = (math.sqrt(seconds) - math.sqrt(filling)) ** 2 / self.each
-            if (self.stages - 1) * self.each * n < self.fixed:  # in one micro-batch
+            if (self.stages - 1) * self.each * n < self.fixed:  # one micro-batch is best
                 n = max(0.0, (seconds / self.stages - self.fixed) / self.each)
         if n > self.most * self._best(n):
             n = full

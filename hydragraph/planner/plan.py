@@ -101,7 +101,7 @@ class Plan:
         assignment: assignment of the first mini-batch.
         moved_bytes: bytes of state that change owner relative to the running plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
-        text: of `explain`, without idle devices' reasons and rivals.
+        text: text of `explain`, without rivals and why devices are idle.
         spare: running ranks that the plan does not use.
     """
 

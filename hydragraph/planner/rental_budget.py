@@ -20,7 +20,7 @@ from hydragraph.planner.rental_price import RentalPrices, per_million_tokens
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-ROUNDING = 1e-9  # of sums of prices
+ROUNDING = 1e-9  # relative rounding of sums of prices
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class ComparedCandidate:
 
     Attributes:
         strategy: one scheme per pipeline.
-        memory: by distinct scheme.
+        memory: memory of each distinct scheme.
         seconds: mean over the mini-batches; infinite if it cannot take them all.
         bound: lower bound of `seconds`.
         alone: mean seconds of the longest sequence alone on its best pipeline; another lower bound.

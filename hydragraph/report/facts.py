@@ -85,7 +85,7 @@ class Matrix:
         title: "ranks", "nodes".
         names: names of rows and columns.
         groups: node of each name; names of one node are adjacent.
-        cells: by kind (`MOVED`), rows of columns.
+        cells: rows of columns for each kind (`MOVED`).
     """
 
     title: str

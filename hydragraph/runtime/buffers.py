@@ -16,7 +16,7 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # idle buffers of one size before reuse waits for the device
+AHEAD = 2  # with more idle buffers of one size than this, reuse waits for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
 
@@ -41,7 +41,7 @@ class Buffers:
             _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # of a failed iteration
+        self._taken.clear()  # left from a failed iteration
 
     def trim(self) -> None:
         """Drop idle buffers, which would add to the peak of memory during computation."""

@@ -147,7 +147,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if name in types:  # as fast, with other memory
+    if name in types:  # a device that is as fast but has other memory
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 

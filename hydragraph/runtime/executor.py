@@ -99,7 +99,7 @@ class _Iteration:
     staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> addresses of what is not offloaded
     added: set[str] = field(default_factory=set)  # parameters that already have a gradient
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, if deterministic
-    largest: Tensor | None = None  # of the values added to them
+    largest: Tensor | None = None  # the largest value added to them
 
 
 class Executor:

@@ -33,7 +33,7 @@ class HostCopy:
     """Saved values with tensors in host memory.
 
     Attributes:
-        saved: in their order; tensors in host memory as views of `storages`.
+        saved: the values in their order; tensors in host memory are views of `storages`.
         storages: 1-D, in host memory.
     """
 

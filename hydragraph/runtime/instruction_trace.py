@@ -31,8 +31,8 @@ class RankTimes:
         seconds: from its first instruction to the commit, without pending work.
         exposed: waits for communication.
         own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran, queued: seconds of these in which its thread ran, and waited for its core; both 0 if unknown, as on a GPU.
-            If it computed no blocks, those of its probe.
+        ran, queued: the parts of `own` in which its thread ran, and waited for its core; both 0 if unknown, as on a
+            GPU. For a rank that computed no blocks, they are those of its probe.
         probe: products per second in a probe (`runtime.speed_probe`); 0: none.
     """
 

@@ -63,8 +63,8 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        pulls, pushes: by name, which is the bucket's unless streamed.
-        handings: by the last push of a bucket, its transfer to second owners, if any.
+        pulls, pushes: exchanges by name, which is the bucket's unless streamed.
+        handings: transfer of a bucket to second owners, if any, by the bucket's last push.
         adds: pushes that add to the home gradients, after a push of the same bucket.
         at_home: buckets whose gradients accumulate in the home gradients.
         shards: held bucket -> parameter name -> (offset, length) in the local buffer.

@@ -34,14 +34,14 @@ from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
-Lengths = tuple[int, ...]  # of the sequences of a micro-batch
+Lengths = tuple[int, ...]  # lengths of the sequences of a micro-batch
 
 WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are rejected
 LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # from here on: the sum of pairs of each window and chunk
+FIRST_NEAR = 3  # first column of the sums of pairs, one for each window and chunk
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 

@@ -82,7 +82,7 @@ class MeasureSettings:
     """Settings of a measurement.
 
     Attributes:
-        schemes: to fit; the ranks of one stage suffice.
+        schemes: schemes to fit; the ranks of one stage suffice.
         repeats: number of repetitions of every measurement, after a warm-up; of a template's, the largest number.
         points: number of token counts, from longest / 64 up.
     """

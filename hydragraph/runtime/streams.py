@@ -23,7 +23,7 @@ from torch import Tensor
 from hydragraph.ir.instruction import Stream
 
 Mark = Any  # a point in a queue, known to the streams that made it
-Reading = Any  # of a clock
+Reading = Any  # the value of a clock
 
 
 class Clock(Protocol):

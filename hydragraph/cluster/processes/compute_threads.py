@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 # About as long as the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Average busy cores over the last minute; with more, threads spin briefly.
+# If more cores than this were busy on average over the last minute, threads spin briefly.
 _BUSY = 0.5
 
 

@@ -115,7 +115,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        orders: as it has written them.
+        orders: orders as the coordinator has written them.
         formed: members by rank of the confirmed generations that still matter, by number.
     """
 

@@ -16,9 +16,9 @@ from hydragraph.frontend.check import scratch_pages
 
 # A prime, so that no two rows of a matrix have the same noise.
 _LENGTH = 131_071
-# Standard deviation of the noise, relative to the parameter's own standard deviation;
+# Standard deviation of the noise, relative to the parameter's own.
 _NOISE = 0.3
-# and at least this fraction of a new matrix's standard deviation, or of 1 for vectors.
+# Its minimum, as a fraction of a new matrix's standard deviation, or of 1 for vectors.
 _LEAST = 0.05
 # Standard deviation of a new vector around 1: most vectors are norm weights.
 _VECTOR = 0.1

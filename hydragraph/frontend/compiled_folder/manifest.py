@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> FolderManifest:
     """Read a folder's manifest.
 
     Raises:
-        Refused: it is missing, was changed, or is of another format.
+        Refused: the manifest is missing, was changed, or has another format.
     """
     try:
         # A link may lead anywhere, and reading a pipe may block forever.

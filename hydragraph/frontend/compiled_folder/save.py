@@ -39,7 +39,7 @@ class NamedVariant:
     Attributes:
         name: its file is `graphs/{name}.json`.
         keys: keys of all specs that it implements (`VariantSpec.key`).
-        blocks, kind: for readers; as in `VariantEntry`.
+        blocks, kind: information for readers, as in `VariantEntry`.
         variant: its graphs, before compilation by a backend.
     """
 

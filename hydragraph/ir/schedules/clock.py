@@ -137,7 +137,7 @@ def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
     size = len(set(rows))
     forwards: list[int] = []
-    begin = 0  # of the round
+    begin = 0  # begin of the round
     there: list[int] = []
     for row in rows:
         if row in there:

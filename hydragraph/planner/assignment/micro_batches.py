@@ -64,7 +64,7 @@ def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the largest of `count` micro-batches, from the mean and pigeonholes.
 
     Among the 2 count + 1 sequences with most work, three share a micro-batch, which has at least the work of the last
-    three; and so for any number of sharers.
+    three. The same holds for more than three.
 
     Args:
         work: descending [n].
@@ -135,7 +135,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
         terms: terms of the pipeline's kind; see `local_search`.
-        kicks: for each V that is searched further.
+        kicks: number of kicks for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
@@ -207,7 +207,7 @@ def form_in_order(
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
-    number = np.zeros(count, np.int64)  # of those that are not empty
+    number = np.zeros(count, np.int64)  # number of each micro-batch among those that are not empty
     used_count = 0
     for j in range(count):
         if used[j]:

@@ -26,7 +26,7 @@ class Effort:
     """Search effort; more effort never gives a worse result.
 
     Attributes:
-        kicks: for up to 10 pipelines and `MANY` sequences; fewer for more of either.
+        kicks: number of kicks for up to 10 pipelines and `MANY` sequences; with more of either, there are fewer.
         enough: relative gap to the bound that ends the search.
     """
 

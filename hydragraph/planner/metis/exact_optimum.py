@@ -59,7 +59,7 @@ class Options(NamedTuple):
         memory_row: row of `held` [O].
         limit: MB of the devices, together or of the smallest [O].
         bandwidth: least of its types [O].
-        samples: per micro-batch and replica [O].
+        samples: samples per micro-batch and replica [O].
         sync: B times the milliseconds outside layers of a last stage [O].
         ahead: largest bandwidth of a stage that begins at each rank [N + 1].
     """

@@ -94,7 +94,7 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # S stages of at least ranks // S ranks: for each size, plans with enough stages for it.
+        # In these plans, each of S stages has at least ranks // S ranks; they are searched by this size.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)

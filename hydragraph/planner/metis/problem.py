@@ -163,7 +163,7 @@ class StagePlan:
     """Stages of consecutive ranks, all devices of one type before those of the next.
 
     Attributes:
-        types: in the order of ranks: Metis's node sequence.
+        types: types in the order of ranks (Metis's node sequence).
         groups: ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
     """

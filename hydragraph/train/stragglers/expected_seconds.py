@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-STEPS = 20  # of a plan, before the comparison
+STEPS = 20  # steps of a plan before the comparison
 LEAST = 5  # steps that can be compared, at least
 MATTERS = 1.2  # factor of the difference that calls for another plan
 

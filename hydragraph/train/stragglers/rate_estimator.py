@@ -37,7 +37,7 @@ NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 PARTIAL = 0.85  # fraction of the later ratios: a first iteration below it was slow only in part
-LITTLE = 0.1  # of the busiest rank's expected seconds
+LITTLE = 0.1  # fraction of the busiest rank's expected seconds
 SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
 
 _T = TypeVar("_T")

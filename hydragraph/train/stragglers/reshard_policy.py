@@ -23,7 +23,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.reshard_plan import Rehoming, StateCosts, owned_by, passes, received, rehoming, stages
 from hydragraph.train.stragglers.run_events import RunEvent
 
-BESIDE = 0.5  # of a step, in which a part must arrive
+BESIDE = 0.5  # fraction of a step within which a part must arrive
 COOLDOWN = 6  # steps between two decisions
 MIX = 16  # recent steps for the mix of strategies
 CHANGED = 0.25  # fraction of them that must have other strategies before a home is chosen again
