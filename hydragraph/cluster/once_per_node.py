@@ -115,7 +115,7 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
             write_value(path, value)
             offer = OfferedFile.of(path)
         except (OSError, ValueError, RuntimeError) as refused:
-            _LOG.warning("%s: it cannot be handed to other ranks, so each makes its own (%s)", what, refused)
+            _LOG.warning("%s: it cannot be handed to other ranks, so each rank makes one itself (%s)", what, refused)
             yield None
             return
         yield offer

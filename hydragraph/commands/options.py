@@ -34,7 +34,9 @@ ClusterFile = Annotated[
 ]
 DeviceCount = Annotated[
     int | None,
-    typer.Option("--devices", min=1, help="Instead, a number of H200s, eight in a node; default: the config's ranks."),
+    typer.Option(
+        "--devices", min=1, help="Number of H200s, eight per node, instead of --cluster; default: the config's ranks."
+    ),
 ]
 HealthFile = Annotated[
     Path | None,

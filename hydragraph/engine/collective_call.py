@@ -43,7 +43,7 @@ class CollectiveCalls:
             raise ValueError(f"{what}: this executable is closed; call it before close(), or compile again")
         if self._promised is not None and what != "step":
             raise ValueError(
-                f"{what}: all ranks have promised that a step comes first; train it, or promise none before this"
+                f"{what}: all ranks have promised a step before this: train it first, or do not promise one"
             )
         if self._restricted is not None and what not in self._restricted.calls:
             raise ValueError(f"{what}: {self._restricted.why}")

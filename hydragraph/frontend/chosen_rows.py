@@ -187,7 +187,7 @@ class _Rewriting:
         places = sorted(dims.values())
         adjacent = places == list(range(places[0], places[0] + len(places)))
         if len(selections) > 1 or len(dims) != len(indexed_dims) or not adjacent:
-            raise _Unchanged("places of several masks, or along dimensions that are apart")
+            raise _Unchanged("places of several masks, or indices of dimensions that are not adjacent")
         return next(iter(selections.values())), dims
 
     def _taken(
@@ -257,7 +257,7 @@ class _Rewriting:
     def _check_sizes(self, x: fx.Node, selection: _Selection, dims: dict[int, int]) -> None:
         sizes = dict(zip(selection.dims, selection.sizes, strict=True))
         if self._is_selected(x) or any(not _equal(shape(x)[at], sizes[d]) for d, at in dims.items()):
-            raise _Unchanged("a mask selects from a value of other sizes")
+            raise _Unchanged("a mask selects from a value whose sizes differ from the mask's")
 
     def _follow(self, node: fx.Node) -> None:
         places = [n for n in node.all_input_nodes if n in self._indices or n in self._lists]
@@ -267,7 +267,7 @@ class _Rewriting:
         if not selections:
             return
         if len(selections) > 1:
-            raise _Unchanged("rows of several masks meet")
+            raise _Unchanged("an operator takes rows that several masks select")
         self._rows[node] = selection = next(iter(selections.values()))
         before = value_of(node)
         node.meta = {**node.meta, "val": self._value(node, before)}

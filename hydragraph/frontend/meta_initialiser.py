@@ -33,7 +33,7 @@ def is_meta(model: nn.Module) -> bool:
         remedy = "build the whole model under torch.device('meta'), or none of it"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     if without and is_peft(model):
-        what = "a peft model on the meta device, which would initialise the base anew and adapters like base layers"
+        what = "a peft model on the meta device: its base would be initialised anew, and its adapters like base layers"
         remedy = "load the base model on the CPU (from_pretrained) before peft.get_peft_model"
         raise Unsupported(what, where=type(model).__name__, remedy=remedy)
     return bool(without)

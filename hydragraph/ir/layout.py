@@ -293,7 +293,7 @@ def _check_home(
     nodes: Sequence[int],
 ) -> None:
     if size < 0 or align < 1:
-        raise ValueError(f"home layout: size {size} and align {align} must be at least 0 and 1")
+        raise ValueError(f"home layout: size is {size} and align is {align}: give at least 0 and at least 1")
     if not ranks or len(set(ranks)) != len(ranks):
         raise ValueError(f"home layout: ranks {list(ranks)} must be distinct and at least one: name every owner once")
     if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:

@@ -287,7 +287,7 @@ def _check_values(program: RankProgram) -> None:
                 raise _fail(program, index, f"it names {twice} twice")
         for value in instruction.reads:
             if value not in alive:
-                why = f"instruction {freed[value]} freed it" if value in freed else "it was not made here"
+                why = f"instruction {freed[value]} freed it" if value in freed else "no earlier instruction makes it"
                 raise _fail(program, index, f"{value} is {'freed' if instruction.op is Op.FREE else 'read'}, but {why}")
             last[value] = index
         needed = waits(instruction, {value: alive[value].stream for value in instruction.reads})
@@ -371,7 +371,7 @@ def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
             over.append(under_way.popleft())
         if [value for value in instruction.after if value not in instruction.reads] != over:
             expected = ", ".join(over) or "none"
-            raise _fail(program, index, f"it should wait for these earlier ones in flight: {expected}")
+            raise _fail(program, index, f"it should wait for these earlier exchanges: {expected}")
         under_way.append(named(instruction.target))
 
 

@@ -62,8 +62,7 @@ def nothing_fits(
     else:
         why = (
             "no pipeline of these devices holds the model: its state alone takes "
-            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, besides the weights, gradients and activations of "
-            "stages"
+            f"{state / 1e9:.3g} GB of their {room / 1e9:.3g} GB, and each stage adds weights, gradients and activations"
         )
         first = ""
     wishes = _wishes(costs, workload, safety, streaming)

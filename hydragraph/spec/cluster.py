@@ -202,7 +202,8 @@ class Cluster:
                 if not isinstance(value, kind):
                     raise ValueError(f"{name} has {value!r}: use {kind.__name__}(...)")
         if self.nodes and max(d.node for d in self.devices) >= len(self.nodes):
-            raise ValueError(f"a device is in node {max(d.node for d in self.devices)} of {len(self.nodes)} (from 0)")
+            node = max(d.node for d in self.devices)
+            raise ValueError(f"a device is in node {node}, but there are {len(self.nodes)} nodes, numbered from 0")
         for pair in self.pairs:
             for name in pair.types:
                 if name not in self.types:

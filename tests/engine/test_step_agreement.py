@@ -112,7 +112,7 @@ def refusals(ready: Ready) -> list[float]:
     exe.promise(coming)
     step(batch(2))
     for other in (lambda: exe.evaluate(batch(0)), exe.full_state_dict, lambda: exe.gradients(coming)):
-        with pytest.raises(ValueError, match="all ranks have promised that a step comes first"):
+        with pytest.raises(ValueError, match="all ranks have promised a step before this"):
             other()
     step(coming)
     exe.evaluate(batch(0))

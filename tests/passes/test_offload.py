@@ -97,8 +97,8 @@ def other(program: RankProgram, op: Op, **fields: object) -> RankProgram:
 def test_broken_copies_are_found() -> None:
     (program,) = programs("<tp1,pp1>o")
     for broken, what in (
-        (without(program, Op.FETCH), "it was not made here"),
-        (without(program, Op.OFFLOAD), "it was not made here"),
+        (without(program, Op.FETCH), "no earlier instruction makes it"),
+        (without(program, Op.OFFLOAD), "no earlier instruction makes it"),
         (other(program, Op.OFFLOAD, after=()), "should wait for those of its reads that other streams make"),
         (other(program, Op.FETCH, target="layer.5"), "it should fetch what it names"),
         (other(program, Op.OFFLOAD, micro_batch=3), "it should offload what it names"),

@@ -53,7 +53,7 @@ def keep(value: object, what: str, key: str) -> None:
         partial.replace(folder / key)
     except (OSError, ValueError, RuntimeError) as refused:
         partial.unlink(missing_ok=True)
-        _LOG.warning("%s: it cannot be kept for ranks that come later, so each makes its own (%s)", what, refused)
+        _LOG.warning("%s: it cannot be kept for ranks that come later, so each makes one itself (%s)", what, refused)
 
 
 def check_private(folder: Path) -> None:

@@ -449,6 +449,8 @@ class Supervisor:
 def _told(before: Orders, after: Orders) -> None:
     if after.confirmed != before.confirmed:
         generation = after.proposal
-        _LOG.info("generation %d: processes %s, without %s", generation.number, generation.members, generation.lost)
+        _LOG.info(
+            "generation %d has processes %s and has lost %s", generation.number, generation.members, generation.lost
+        )
     if after.over and not before.over:
         _LOG.info("no further rendezvous: %s", after.over)

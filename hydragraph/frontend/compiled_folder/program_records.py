@@ -205,7 +205,7 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         raise Malformed(f"{where}: its forward takes or returns another number of values than stated")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
-        raise Malformed(f"{where}: its backward needs {', '.join(set(variant.needs) - takes) or 'something twice'}")
+        raise Malformed(f"{where}: its backward needs {', '.join(set(variant.needs) - takes) or 'a value twice'}")
     learned = [*variant.gradients, *variant.added]
     if not set(learned) <= spec.learning or len(set(learned)) != len(learned):
         raise Malformed(f"{where}: it has a gradient of something that is not trained, or two of one parameter")

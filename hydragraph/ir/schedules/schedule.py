@@ -228,7 +228,7 @@ class Schedule:
             self._check_order(other, one, pipelines, RETURNING)
         for stage, (row, begins) in enumerate(zip(self.actions, self._run(shape.places), strict=True)):
             if len(begins) < len(row):
-                raise self._fault(stage, row[len(begins)], "deadlocks: what it needs runs after it")
+                raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs after it")
 
     def in_flight(self, stage: int) -> int:
         """Return the most micro-batches that a row holds at once, from forward to last gradient."""
