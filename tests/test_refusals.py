@@ -51,7 +51,7 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "padding on the left": (lambda: [{"input_ids": ids, "attention_mask": ids - 1}], "not ones, then zeros; pad"),
     "unequal rows": (lambda: {"input_ids": [[1], [2]], "attention_mask": [[1]]}, "attention_mask has 1 rows"),
     "no target": (lambda: [ids[:1], ids[:0]], "no target token"),
-    "too long": (lambda: [torch.zeros(9000, dtype=torch.int64)], "sequence 0 has 9000 tokens, and .* 8192 positions"),
+    "too long": (lambda: [torch.zeros(9000, dtype=torch.int64)], "sequence 0 has 9000 tokens, but .* 8192 positions"),
     "nothing": (list, "no target token"),
     "None": (lambda: None, "the mini-batch is None"),
     "text": (lambda: "text", r"input_ids is str \('t'\)"),

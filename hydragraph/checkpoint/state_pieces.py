@@ -235,7 +235,7 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: give a place, and keep at least one"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: give a place, and keep at least 1"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")

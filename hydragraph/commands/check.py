@@ -56,7 +56,7 @@ class CheckOptions(ConfigOptions):
     cluster: ClusterFile = None
     arch: Annotated[
         str | None,
-        typer.Option(help="Instead, GPUs of this architecture: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
+        typer.Option(help="Architecture of GPUs, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
     ] = None
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of GPUs without --cluster; default: the config's ranks.")

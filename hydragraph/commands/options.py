@@ -19,14 +19,14 @@ from hydragraph.train.config import TrainConfig
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
 Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", help="Instead of the config's strategies: a text or a YAML file.")
+    list[str] | None, typer.Option("--strategy", help="Strategy that replaces the config's: a text or a YAML file.")
 ]
 HomeText = Annotated[
     str | None,
     typer.Option(
         "--home",
-        help='Instead of the config\'s: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares; '
-        "stages: the ranks that compute a block; auto: those that exchange least.",
+        help='Replaces the config\'s home: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal '
+        "shares; stages: the ranks that compute a block; auto: those that exchange least.",
     ),
 ]
 ClusterFile = Annotated[

@@ -76,8 +76,8 @@ class StepOptions(ConfigOptions):
     lengths: Annotated[
         Path | None,
         typer.Option(
-            help="Instead of equal micro-batches: a mini-batch drawn from these sequence lengths (one number per line, "
-            "or a tokens.bin), assigned as a run would."
+            help="Draw a mini-batch from these sequence lengths instead of equal micro-batches (one number per line, "
+            "or a tokens.bin), and assign it as a run would."
         ),
     ] = None
     profile: ProfileFile = None

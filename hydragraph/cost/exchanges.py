@@ -16,7 +16,7 @@ from hydragraph.spec.cluster import Cluster
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return the elements that each rank sends to each other in a pull or a push [ranks, ranks].
+    """Return the elements that each rank sends to every other rank in a pull or a push [ranks, ranks].
 
     Args:
         stages: the ranks of each stage that uses it, in tensor-parallel order.

@@ -180,7 +180,7 @@ class IterationRunner(CollectiveCalls):
         promised = self._promised
         if promised is not None:
             if not promised.is_of(sequences, given, divide_by):
-                raise ValueError("step: all ranks have promised another mini-batch or strategy; call it with that one")
+                raise ValueError("step: all ranks have promised another mini-batch or strategy: call step with those")
             self._promised = None
             call, ranks = promised.agreed
         else:

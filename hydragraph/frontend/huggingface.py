@@ -103,7 +103,7 @@ def _refuse_own_attention(model: nn.Module) -> None:
             continue
         module = getattr(attentions[chosen], "__module__", "")
         if module.partition(".")[0] not in ("transformers", "hydragraph"):
-            what = f"its attention is {chosen!r} of {module or 'its own'}, which packed attention would replace"
+            what = f"its attention is {chosen!r}{module and f' of {module}'}: packed attention would replace it"
             remedy = "train with plain attention: model.set_attn_implementation('sdpa')"
             raise Unsupported(what, where=type(model).__name__, remedy=remedy)
 

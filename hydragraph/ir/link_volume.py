@@ -20,7 +20,7 @@ _NEAREST, _OWN = range(2)  # choice of a sender: `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the elements from each rank to each other rank in `link.copy(source, target)` [ranks, ranks]."""
+    """Return the elements that each rank sends to every other rank in `link.copy(source, target)` [ranks, ranks]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
         nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks beyond the known ones are on another node

@@ -13,7 +13,7 @@ from hydragraph.ir.value import bucket_of
 # "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
-# A mode, or log-probabilities, by an evaluation with another head.
+# A mode, or an evaluation whose head computes log-probabilities.
 Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 

@@ -105,7 +105,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Keep the best result of each strategy, and the most promising proposal of each other."""
+        """Keep the best result of each strategy, or else its most promising proposal."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}

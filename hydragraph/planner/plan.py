@@ -143,7 +143,7 @@ class Plan:
             return (
                 f"the best plan found with any of them takes {more:.1%} longer"
                 if more > 0.0005
-                else "a plan with some of them takes as long"
+                else "a plan with some of them is no faster"
             )
         most = max(self.limits[rank] for rank in self.spare)
         smallest = min(self.memory[rank] for rank in self.strategy.devices)

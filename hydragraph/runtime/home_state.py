@@ -240,7 +240,7 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
     if strangers:
         raise Unsupported(
-            f"it holds {len(strangers)} tensors that are not the ones it was given",
+            f"the optimizer holds {len(strangers)} tensors that its factory was not given",
             where=f"optimizer {type(optimizer).__name__}",
             remedy="build it from the (name, tensor) pairs that the factory receives",
         )

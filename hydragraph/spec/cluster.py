@@ -127,7 +127,7 @@ class Node:
 
     Attributes:
         inner: link between two of its devices, such as NVLink or PCIe; each device has its own.
-        outer: one of its network cards, such as InfiniBand or Ethernet; its ranks share them.
+        outer: link of one network card, such as InfiniBand or Ethernet; the node's ranks share its cards.
         count: number of consecutive nodes of this kind.
         cards: network cards; neighbouring devices share one.
     """

@@ -98,7 +98,7 @@ def _on_ranks(prepared: Ready) -> tuple[Trained, ...]:
     alike = (1000.0, 950.0)
     first = trained(prepared, alike, measure, lengths=LENGTHS)
     # On a machine too busy to measure, operations are counted, and the next start tries again.
-    later = measure if "by operations" in first.lines[-1] else AssertionError("it was measured before")
+    later = measure if "from operation counts" in first.lines[-1] else AssertionError("it was measured before")
     again = trained(prepared, alike, later, lengths=LENGTHS)
     uneven = trained(prepared, (1000.0, 250.0), pretended, lengths=LENGTHS)
     return first, again, uneven
@@ -137,7 +137,7 @@ def test_all_ranks_have_one_plan_and_explain_it_in_at_most_eight_lines(ranks: li
 def test_a_second_start_measures_no_blocks(ranks: list[tuple[Trained, ...]]) -> None:
     first, again, _ = ranks[0]
     assert len(set(first.measured)) == 1
-    if "by operations" not in first.lines[-1]:
+    if "from operation counts" not in first.lines[-1]:
         assert again.measured == ()
         assert again.lines[-1].startswith("costs: from the cache")
 

@@ -142,7 +142,7 @@ def another(ready: Ready) -> str:
 
 @thorough
 def test_a_rank_that_breaks_its_promise_fails_and_is_named() -> None:
-    with pytest.raises(ValueError, match="all ranks have promised another mini-batch or strategy; call it with"):
+    with pytest.raises(ValueError, match="all ranks have promised another mini-batch or strategy: call step with"):
         hg.launch(another, RANKS, small_llama(), timeout=LIMIT)
 
 

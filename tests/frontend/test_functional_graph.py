@@ -52,7 +52,7 @@ def counted(block: Doing, y: Tensor, x: Tensor) -> Tensor:
         (lambda block, y, x: y * block.up.weight.data.mean(), "a tensor that the trace does not see.*read through"),
         (lambda block, y, x: y + torch.vmap(lambda t: t * 2, 1, 1)(x), "a tensor that the trace does not see"),
         (kept_from_another_block, "one number of tokens or sequences only.*kept from another call or block"),
-        (counted, "one number of tokens or sequences only.*; compute with tensors as they come"),
+        (counted, "one number of tokens or sequences only.*; keep tensors as tensors"),
         (
             lambda block, y, x: block.nothing(y),
             r"no attribute 'nothing'\), at test_functional_graph.py:\d+, .*block.nothing",

@@ -90,7 +90,7 @@ def test_a_site_runs_its_block_with_the_models_arguments() -> None:
     [
         (
             Model(Layer("two")),
-            r"layer.0: the block returns 2 tensors \(\(a tensor, a tensor\)\), and one.*; return",
+            r"layer.0: the block returns 2 tensors \(\(a tensor, a tensor\)\), but only its hidden state.*; return",
         ),
         (
             Model(Layer("shorter")),

@@ -96,7 +96,7 @@ def changed(text, **fields):
         (dropped("backward layer.1 [1] (s."), r"the input half of backward layer.1 \[1\] is missing"),
         (
             moved("G.head += backward head [0]", "t.head.0 += backward"),
-            r"t\.head\.0 is read, but nothing here has made",
+            r"t\.head\.0 is read, but no earlier instruction makes",
         ),
         (changed("backward layer.1 [0] (t.", micro_batch=1), r"this rank should not run it|it should read"),
     ],
@@ -142,7 +142,7 @@ def test_untouched_programs_verify(mode):
             changed("free h1.0", reads=(activation(1, 0),) * 2),
             r"rank 0, .*`compute free h1.0, h1.0`: it names h1.0 tw",
         ),
-        (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but nothing"),
+        (0, moved("d1.0 = receive", "commit"), r"rank 0, .*backward layer.0 \[0\].*d1.0 is read, but no earlier"),
         (0, changed("send h1.0", after=()), r"rank 0, .*`p2p send h1.0 -> rank 2`: it should wait .*: h1.0"),
         (
             0,
@@ -166,11 +166,11 @@ def test_untouched_programs_verify(mode):
         (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull neither reads nor makes h1.0, h1.0>2 like this"),
         (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is used last here and never freed"),
         (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages are freed before the commit"),
-        (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but nothing"),
+        (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but no earlier"),
         (
             0,
             changed("free h1.0>2", after=()),
-            r"rank 0, .*it should wait for those of its reads " "that other streams make: h1.0>2",
+            r"rank 0, .*it should wait for those of its reads that other streams make: h1.0>2",
         ),
         # Exchanges.
         (
@@ -221,7 +221,7 @@ def test_other_order_on_one_tensor_parallel_rank_is_a_deadlock():
         body[a:d] = body[c:d] + body[b:c] + body[a:b]
 
     error = refused(edited(programs(gpipe, [3], "evaluate", 2), 1, edit), "deadlock", "evaluate")
-    assert re.search(r"rank 0 -> rank 1 -> rank 0\. All that wait", str(error))
+    assert re.search(r"rank 0 -> rank 1 -> rank 0\. All waiting ranks", str(error))
     assert "rank 0 at instruction 4 `compute a.0 = forward aux [0]` waits for rank 1" in str(error)
     assert "rank 1 at instruction 4 `compute a.1 = forward aux [1]` waits for rank 0" in str(error)
 

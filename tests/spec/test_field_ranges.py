@@ -29,7 +29,7 @@ LIMITS = (
             {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, -100, 64])},
             "sequence 1: labels is 64 at position 2",  # where it was given
         ),
-        (torch.tensor([1] * 6), "sequence 1 has 6 tokens, and wpe has 5 positions; cut the sequence"),
+        (torch.tensor([1] * 6), "sequence 1 has 6 tokens, but wpe has 5 positions; cut the sequence"),
     ],
 )
 def test_values_outside_are_refused_by_sequence_and_position(wrong: Tensor | dict[str, Tensor], message: str) -> None:

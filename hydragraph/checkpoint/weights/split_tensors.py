@@ -37,7 +37,7 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return its overlap with a box of the whole, or None. Scalars overlap everything."""
+        """Return the part's overlap with a box of the whole tensor, or None. Scalars overlap everything."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)

@@ -268,5 +268,5 @@ def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | N
     return (
         Target.at_least("training step, about 1 B parameters, packed: against torch.compile", 1.0, ratio, "{:.2f}x"),
         Target.at_least("training step: MFU, of 989 TFLOP/s", 45, mfu, "{:.1f} %"),
-        Target.at_most("one rank: pull and push, of the step", 2, share, "{:.2f} %"),
+        Target.at_most("one rank: share of the step in pull and push", 2, share, "{:.2f} %"),
     )

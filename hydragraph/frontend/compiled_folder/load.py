@@ -158,6 +158,6 @@ def _refuse_stale(folder: Path, manifest: FolderManifest) -> None:
     for name, version in manifest.versions.items():
         here = version_of(name)
         if here != version:
-            raise Refused(folder, f"it was compiled with {name} {version}, but here is {here or 'none'}")
+            raise Refused(folder, f"it was compiled with {name} {version}, but this machine has {here or 'none'}")
     if manifest.code != own_code():
         raise Refused(folder, "the files of hydragraph that make graphs were changed since it was compiled")

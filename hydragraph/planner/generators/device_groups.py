@@ -95,7 +95,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return groups of one degree, after the remainder in as few smaller ones as possible."""
+    """Return groups of one degree; the remainder comes first, in as few smaller groups as possible."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):

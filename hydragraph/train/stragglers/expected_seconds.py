@@ -10,7 +10,7 @@ from statistics import median
 
 STEPS = 20  # steps of a plan before the comparison
 LEAST = 5  # steps that can be compared, at least
-MATTERS = 1.2  # factor of the difference that calls for another plan
+MATTERS = 1.2  # difference, as a factor, that calls for another plan
 
 
 @dataclass(frozen=True)
