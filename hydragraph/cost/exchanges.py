@@ -19,7 +19,7 @@ def elements_sent(
     """Return the elements that each rank sends to every other rank in a pull or a push [ranks, ranks].
 
     Args:
-        stages: the ranks of each stage that uses it, in tensor-parallel order.
+        stages: the ranks of each stage that uses the bucket, in tensor-parallel order.
         splits_tokens: whether gradients of a stage's ranks are partial sums.
     """
     from hydragraph.ir.link_volume import copied, reduced  # needs numba, which prices without traffic do not

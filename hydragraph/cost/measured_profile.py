@@ -304,8 +304,7 @@ class Profile:
         if self.memory is None:
             raise self._unsupported(
                 f"scheme <tp{scheme[0]},pp{scheme[1]}> has neither a measured limit nor a memory model",
-                remedy="with a profile that has blocks use hg.Costs(profile, "
-                "cluster), or add it to the profile's limits",
+                remedy="use hg.Costs(profile, cluster) if the profile has blocks, or add it to the profile's limits",
             )
         if scheme[0] not in self.memory.activation:
             raise self._unsupported(

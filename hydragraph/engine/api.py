@@ -160,9 +160,8 @@ def compile(
             model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
         strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list (every step picks the fastest); or
             "auto", which plans for `lengths` with `profile`, or measures the devices.
-        optimizer: function that makes a torch.optim optimizer from a (name, 1-D fp32 tensor) pair per parameter, in
-            model order; tensors of parameters that this rank does not own are empty. Also called after moves, and with
-            whole shapes. None: no training.
+        optimizer: makes a torch.optim optimizer from a (name, 1-D fp32 tensor) pair per parameter in model order; the
+            tensor is empty where this rank owns none. Also called after moves and with whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: compute dtype; master weights and optimizer state are fp32.
         device: compute device; default: a GPU if available.

@@ -200,7 +200,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
         accumulate: add to the target, in the order of the table; the target is fp32 or fp64.
 
     Raises:
-        Unsupported: other tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
+        Unsupported: wrong tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
     """
     _check(source, target, table, accumulate)
     if not len(table.tiles):

@@ -161,7 +161,7 @@ def _draw_memory(axes: Any, plan: Plan, rows: list[int | None]) -> None:
     axes.set_xlim(0, 1.75 * most if len(rows) <= TALLEST else 1.05 * most)
     axes.set_xticks([0, most / 2, most], [f"{part * most:.3g}" for part in (0, 0.5, 1)])
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel(f"peak memory, of the limit ({unit})", fontsize="small")
+    axes.set_xlabel(f"peak memory and its limit ({unit})", fontsize="small")
     axes.tick_params(labelsize="x-small", left=False)
 
 

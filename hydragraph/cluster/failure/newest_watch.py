@@ -24,7 +24,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
     """Return this process's watch over a process group; a new one after a failure or a close.
 
     Args:
-        group: process group to watch; None: it will be created, and passed next.
+        group: process group to watch; None: it does not exist yet; the next call passes it.
         store: returns the store where its ranks meet; called only for a new watch.
     """
     newest = _Newest

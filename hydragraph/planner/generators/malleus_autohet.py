@@ -19,7 +19,7 @@ from hydragraph.planner.price_candidate import SearchCandidate
 
 # Priced partitions that are improved by exchanges.
 IMPROVED = 6
-# Partitions kept, including these.
+# Partitions kept, including the improved ones.
 KEPT = 12
 # Partitions are kept up to this factor of the best one's seconds.
 WITHIN = 1.25
