@@ -21,6 +21,7 @@ from hydragraph.frontend.state_readers import cells_of, file_of, globals_of, nam
 
 _FOLLOWED = ("transformers", "peft")
 _LIBRARIES = ("hydragraph", "numpy", "packaging", "torch", *_FOLLOWED)
+_STDLIB = f"{sysconfig.get_path('stdlib')}/"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -94,7 +95,7 @@ class LibraryCode:
     def _is_of_library(self, module: str | None, file: str | None) -> bool:
         if file is None or file.startswith("<"):  # written in C, or generated, as by dataclasses
             return (module or "").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names, "builtins"}
-        stdlib = file.startswith(f"{sysconfig.get_path('stdlib')}/") and "site-packages" not in file
+        stdlib = file.startswith(_STDLIB) and "site-packages" not in file
         return stdlib or file.startswith(self._folders)
 
     def _add_attributes(self, module: ModuleType, names: set[str]) -> None:
