@@ -13,6 +13,7 @@ from hydragraph.cost.pricing import Pricing, micro_batches_of, ring_pairs
 from hydragraph.cost.traffic import Transfers
 from hydragraph.cost.traffic_bytes import GRADIENT_BYTES
 from hydragraph.ir.instruction import Op
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.ir.value import bucket_of
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns as exchanges
@@ -74,6 +75,8 @@ class CostedWork:
             rings = costs.rings(self._strategy.pipelines[role.pipeline].stages[role.stage], (at, at + 1))
             if rings is not None:
                 ring = rings[op is Op.BACKWARD]
+                if self._strategy.schedule not in WHOLE_BACKWARD:
+                    ring = ring.exposed
                 seconds = [alone + ring.seconds(sum(m)) for alone, m in zip(seconds, batches, strict=True)]
         return seconds
 

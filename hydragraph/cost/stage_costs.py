@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hydragraph.cost.curves import Constants, Curve, Load, Table
 from hydragraph.cost.schedule_replay import stage_ends
+from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
@@ -29,6 +30,11 @@ class Ring:
     token_bytes: int
     link: Interconnect
     hidden: float = 0.0
+
+    @property
+    def exposed(self) -> Ring:
+        """These sums if they overlap with nothing."""
+        return replace(self, hidden=0.0)
 
     @property
     def latency_s(self) -> float:
@@ -103,6 +109,12 @@ class StageCost:
         )
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
+    def under(self, schedule: str) -> StageCost:
+        """Return the stage under a schedule; where backwards are split, weight gradients are too late to hide sums."""
+        if self.rings is None or schedule in WHOLE_BACKWARD:
+            return self
+        return replace(self, rings=(self.rings[0], self.rings[1].exposed))
+
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
         """Return the seconds of aux with forward, and of backward."""
         early, one, two = self.apart(lengths)
@@ -149,6 +161,7 @@ def stages_end(
     """
     if not micro_batches:
         return 0.0
+    stages = [stage.under(schedule) for stage in stages]
     # By micro-batch, the five seconds of each stage for `stage_ends`.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):

@@ -136,12 +136,13 @@ class _Blocks:
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
         """Return when every block's last backward ends if weights arrive at the times `there`."""
-        stages = self._stages
+        stages = [stage.under(schedule) for stage in self._stages]
         early, forward, backward, ahead, back = _rows(stages, batches)
         now = 0.0
         below = []
         for s, (span, alone) in enumerate(zip(self._spans, self._alone, strict=True)):
-            template_seconds = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in alone.items()}
+            costs = {template: cost.under(schedule) for template, cost in alone.items()}
+            template_seconds = {t: (cost.apart(batches[0])[1], cost.apart(batches[-1])[2]) for t, cost in costs.items()}
             forwards, backwards = zip(
                 *(template_seconds[template] for template in self._templates[slice(*span)]), strict=True
             )

@@ -19,6 +19,7 @@ from hydragraph.cost.instruction_work import Without
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
 from hydragraph.cost.rank_memory import Walk, batch_bytes
+from hydragraph.cost.stage_costs import Ring, StageCost, stages_end
 from hydragraph.cost.timeline import simulate
 from hydragraph.cost.what_if import what_if
 from hydragraph.errors import Unsupported
@@ -321,6 +322,17 @@ def test_what_if_changes_one_number() -> None:
     ):
         with pytest.raises(ValueError, match=r"rank|factor|types|scale|write"):
             what_if(found, text)
+
+
+def test_sums_overlap_with_weight_gradients_only_where_backwards_are_whole() -> None:
+    ring = Ring(2, 2, 4096, Interconnect(1e9, 0.0), hidden=1e-6)
+    parts = (((1.0, Constants(0.0, 1e-6, 0.0)),),)
+    stage = StageCost(parts, parts, rings=(ring, ring))
+    exposed = replace(stage, rings=(ring, ring.exposed))
+    for schedule, overlaps in (("1f1b", True), ("gpipe", True), ("zb-h1", False)):
+        ends = [stages_end([each] * 2, [(1000,)] * 4, schedule) for each in (stage, exposed)]
+        assert (ends[0] < ends[1]) == overlaps, schedule
+        assert overlaps or ends[0] == ends[1]
 
 
 def test_what_was_not_measured_is_refused_by_name() -> None:
