@@ -25,7 +25,7 @@ from hydragraph.train.straggler_file import read_slow
 from hydragraph.train.straggler_setup import controller_of
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.lateness import Lateness
-from hydragraph.train.stragglers.run_events import RunEvent
+from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the folder
@@ -229,7 +229,7 @@ def resumed(
         redone = "" if undone is None else f", {lost} steps before"
         places = ", ".join(f"{size / 1e6:.3g} MB from {place}" for place, size in (read or {}).items() if size)
         source = f" (read in pieces: {places})" if places else ""
-        state = f"state was lost, so all returned to the checkpoint after step {survived.restored}{redone}{source}"
+        state = f"{STATE_LOST}, so all returned to the checkpoint after step {survived.restored}{redone}{source}"
     why = f"{ranks} ranks continue after step {step} with {strategies}; {state}"
     numbers: dict[str, Any] = {"lost_steps": lost, "moved_bytes": moved, "read_bytes": dict(read or {})}
     return RunEvent(step, "resumed", tuple(range(ranks)), seconds, why, **numbers)

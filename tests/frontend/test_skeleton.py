@@ -125,7 +125,9 @@ def test_the_hidden_state_is_found_and_replaced(wrap: Any) -> None:
     ],
 )
 def test_other_outputs_are_refused_with_what_they_are(output: Any, said: str) -> None:
-    with pytest.raises(Unsupported, match=f"^layer.0: the block .*{re.escape(said)}, and one.*; return the hid"):
+    with pytest.raises(
+        Unsupported, match=f"^layer.0: the block .*{re.escape(said)}, but only its hidden state.*; return the hid"
+    ):
         hidden_output(output, "layer.0")
 
 

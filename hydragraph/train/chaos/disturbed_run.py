@@ -23,7 +23,7 @@ from hydragraph.train.config import CheckpointConfig, PlanConfig, TrainConfig
 from hydragraph.train.goodput import account
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, read_metrics
-from hydragraph.train.stragglers.run_events import RunEvent, read_events
+from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_events
 
 MACHINES = 2  # of a run with preemptions
 STEPS_PER_STRIKE = 5  # on average
@@ -295,7 +295,7 @@ def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, st
             middle = median(wall_time.pauses)
             longest = max(wall_time.pauses)
             yield "pauses", f"{len(wall_time.pauses)}: median {middle:.2f} s, longest {longest:.2f} s"
-        back = sum(event.event == "resumed" and "went back" in event.why for event in disturbed.events)
+        back = sum(event.event == "resumed" and STATE_LOST in event.why for event in disturbed.events)
         yield "times that state was lost", f"{back}; {wall_time.lost_steps} steps were trained again"
         yield "state that moved", f"{wall_time.moved_bytes / 1e6:,.0f} MB"
         restores = [event for event in disturbed.events if sum(event.read_bytes.values())]

@@ -29,6 +29,9 @@ TITLES: Mapping[Name, str] = {
     "saved": "saved",
 }
 
+# In the reason of a "resumed" event if ranks return to a checkpoint.
+STATE_LOST = "state was lost"
+
 
 def now() -> str:
     """Return the current time in UTC, for events and metrics."""

@@ -78,7 +78,9 @@ def test_what_became_of_a_run() -> None:
         return replace(metrics(step, loss), time=f"2026-11-22T20:00:{second:02}.000+00:00")
 
     calm = Disturbed(0, (ended(1, 0, 3.0), ended(2, 1, 2.0), ended(3, 2, 1.0)))
-    event = RunEvent(1, "resumed", (0,), 0.5, "all returned to the checkpoint after step 0", lost_steps=3)
+    event = RunEvent(
+        1, "resumed", (0,), 0.5, "state was lost, so all returned to the checkpoint after step 0", lost_steps=3
+    )
     event = replace(event, time="2026-11-22T20:00:01.500+00:00")
     wild = replace(calm, metrics=(ended(1, 0, 3.0), ended(2, 3, 2.0), ended(3, 4, 1.01)), events=(event,), left=(7,))
     assert calm.difference(calm) == 0
