@@ -277,7 +277,8 @@ class _Comparer:
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
-        tensors = dict([*model.named_parameters(), *model.named_buffers()]) | loss_buffers(loss_function)
+        buffers = model.named_buffers(remove_duplicate=False)  # a block that occurs twice has buffers by both names
+        tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
         ids = ids_of(subject.model, program)
         sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)
         packed = batches(sequences, attempt.seed if program.drops else None)

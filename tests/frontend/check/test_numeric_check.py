@@ -97,6 +97,22 @@ def test_a_weight_that_distant_blocks_share_is_compared_as_trained(monkeypatch: 
     assert not check(CheckedModel(model, capture(model)), "full").problem
 
 
+def test_a_block_that_occurs_twice_is_compared_with_its_buffers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("scale", torch.rand(32) + 0.5)
+
+        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return self.inner(x, cu_seqlens) * self.scale  # type: ignore[no-any-return]
+
+    model: Any = randomised(Own(layers=2))
+    first, second = map(Scaled, model.stack)
+    model.stack = nn.ModuleList([first, second, first])
+    assert not check(CheckedModel(model, capture(model)), "full").problem
+
+
 @thorough
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_batch_norm_with_fixed_statistics_computes_what_it_does_alone(batched: bool) -> None:
