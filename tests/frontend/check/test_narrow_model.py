@@ -114,6 +114,12 @@ def test_a_model_that_runs_other_code_than_its_library_is_checked_itself(monkeyp
         check(CheckedModel(model, program))
 
 
+def test_a_copy_that_cannot_be_captured_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, model = captured("llama")
+    monkeypatch.setattr(narrow_model, "capture", lambda *_: 1 // 0)
+    assert described(model).narrowed(program) is None
+
+
 @pytest.mark.usefixtures("small_models_count_as_large")
 def test_a_copy_that_fails_leaves_the_verdict_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     program, model = captured("llama")
