@@ -85,7 +85,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
     """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
 
     Args:
-        table: table for at least `stages` stages and `count` micro-batches; further ones are skipped.
+        table: table for `stages` stages and at least `count` micro-batches; further ones are skipped.
         rows: seconds by micro-batch number [M, S, 5].
         order: micro-batch number at each position; the first `count` are read.
         scratch: buffers for at least as many.
@@ -117,6 +117,8 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                     break
                 m = order[x]
                 s = stage[row, a]
+                if s >= stages:
+                    raise ValueError("the table has more stages than the pipeline")
                 if work[row, a] == _RUN_FORWARD:
                     if s and done_f[s - 1] <= x:
                         waiting = True

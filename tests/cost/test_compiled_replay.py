@@ -53,6 +53,13 @@ def test_a_table_that_is_too_short_is_refused(schedule: str) -> None:
         replay(table, 2, np.zeros((9, 2, PARTS)), np.arange(9), 9, scratch_of(2, 9))
 
 
+def test_a_table_of_more_stages_is_refused() -> None:
+    """Without the check, compiled code would write beyond its buffers."""
+    table = table_of("1f1b", (0, 1, 0, 1), 4)
+    with pytest.raises(ValueError, match="more stages"):
+        replay(table, 2, np.zeros((4, 2, PARTS)), np.arange(4), 4, scratch_of(2, 4))
+
+
 def test_a_weight_gradient_may_wait() -> None:
     """Stage 1 returns both gradients before it makes those of its weights: 0-1 F, 1-2 F, then I 2-3, F 3-4, I 4-5."""
     later = Schedule.parse("schedule mine\nstage 0  F0 F1 B0 B1\nstage 1  F0 I0 F1 I1 W0 W1")

@@ -226,8 +226,10 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
         if not len(mine):
             continue
         work = np.ascontiguousarray(problem.cost[mine, t])
+        stages = start.given.terms.stages[t]
+        table = table_at(start.given.terms, t)
         estimates[p], _, count[p], position, _ = form_in_order(
-            work, problem.lengths[mine], problem.terms[t], SUM, PACKING_KICKS, table_at(start.given.terms, t), 0
+            work, problem.lengths[mine], problem.terms[t], SUM, PACKING_KICKS, stages, table, 0
         )
         batch[mine] = first + position
         orders.append(first + np.arange(count[p]))

@@ -191,11 +191,19 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
 
 @compiled
 def form_in_order(
-    work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int, table: ScheduleTable, climb: int
+    work: Floats,
+    lengths: Floats,
+    terms: Floats,
+    objective: int,
+    kicks: int,
+    stages: int,
+    table: ScheduleTable,
+    climb: int,
 ) -> tuple[float, float, int, Ints, float]:
     """Return the result of `form` in the order that ends first, and that end.
 
     Args:
+        stages: number of stages; interleaved ones divide the seconds of their devices equally.
         table: table of the pipeline's schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
@@ -207,14 +215,15 @@ def form_in_order(
     for i in range(len(work)):
         costs[placed[i]] += work[i]
         used[placed[i]] = True
+    share = (terms[BUBBLE] + 1.0) / stages
     number = np.zeros(count, np.int64)  # number of each micro-batch among those that are not empty
     used_count = 0
     for j in range(count):
         if used[j]:
-            costs[used_count] = costs[j]
+            costs[used_count] = share * costs[j]
             number[j] = used_count
             used_count += 1
-    end, order = best_order(costs[:used_count], int(terms[BUBBLE]) + 1, table, climb)
+    end, order = best_order(costs[:used_count], stages, table, climb)
     position = np.empty(len(order), np.int64)
     for at in range(len(order)):
         position[order[at]] = at

@@ -106,6 +106,7 @@ def pack_pipeline(
         problem.terms[0],
         which,
         kicks,
+        pipeline.stages,
         table_of(pipeline.schedule, pipeline.stages, len(problem.lengths)),
         climb,
     )

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hydragraph as hg
 from hydragraph import planner
 from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.reach import Reach
@@ -25,6 +26,7 @@ from hydragraph.planner.assignment.assign_mini_batch import (
 )
 from hydragraph.planner.assignment.problem import problem_of
 from hydragraph.planner.assignment.spread_search import Effort
+from tests.cost import priced
 from tests.planner.every_assignment import exact_assignment
 from tests.planner.exact.test_packing import partitions
 from tests.planner.examples import MIXED, PROFILE, lengths, pipelines, uneven
@@ -51,6 +53,23 @@ def test_the_example_of_the_module() -> None:
 @settings(max_examples=200)
 def test_promises_hold_of_any_input(kinds: tuple[PipelineCost, ...], sizes: list[int], deadline: float | None) -> None:
     check(kinds, sizes, assign_pipelines(kinds, sizes, deadline))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<[0]x1,[1]x2,[0]x2,[1]x1>",
+        "<[0]x1,[1]x1,[0]x1,[1]x1,[0]x1,[1]x1> + <[2]x3,[3]x3>",
+        "<[0]x1,[1]x1,[2]x1,[0]x1,[1]x1,[2]x1> + <[3]x6>",
+        "<[0]x1,[1]x2,[0]x2,[1]x1> + <[2]x2,[3]x4> zb-h1",
+    ],
+)
+def test_promises_hold_of_interleaved_stages(text: str) -> None:
+    costs = priced.costs(6, priced.cluster(4))
+    kinds = tuple(costs.pipelines(hg.Strategy.parse(text, 6)))
+    for seed in range(6):
+        sizes = np.random.default_rng(seed).integers(1, 400, 2 + 5 * seed).tolist()
+        check(kinds, sizes, assign_pipelines(kinds, sizes))
 
 
 @thorough
