@@ -152,11 +152,17 @@ def _stamp(function: Callable[..., Any], source: object) -> str:
     caches = (getattr(value, "_cache", None) for value in values.values())
     functions = sorted({cache.stamp for cache in caches if isinstance(cache, _Cache)})
     constants = sorted(f"{name} {value!r}" for name, value in values.items() if _is_constant(value))
-    return hashlib.sha256(repr((source, functions, constants)).encode()).hexdigest()
+    # Compiled code reads the fields of named tuples by position, and numba knows a tuple by its name and types.
+    tuples = sorted(f"{name} {value._fields}" for name, value in values.items() if _is_named_tuple(value))
+    return hashlib.sha256(repr((source, functions, constants, tuples)).encode()).hexdigest()
 
 
 def _is_constant(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, tuple) and all(map(_is_constant, value)))
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
 
 
 def _say(sentence: str) -> None:

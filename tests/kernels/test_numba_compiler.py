@@ -150,6 +150,19 @@ def test_a_change_of_an_imported_function_or_constant_compiles_its_users_again(l
         assert call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] == f"{printed[:-1]}1"
 
 
+def test_a_change_of_an_imported_named_tuple_compiles_its_users_again(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        "from other import Pair\nfrom hydragraph.kernels.numba_compiler import compiled\n\n"
+        "@compiled\ndef first(pair):\n    return pair.first\n\n"
+        "print(first(Pair(first=3, second=4)), next(iter(first.stats.cache_hits.values()), 0))\n"
+    )
+    for fields in ("first second", "second first"):
+        (tmp_path / "other.py").write_text(
+            f"from collections import namedtuple\nPair = namedtuple('Pair', {fields!r})\n"
+        )
+        assert [call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] for _ in range(2)] == ["3 0", "3 1"]
+
+
 def test_constants_that_compiled_callers_pass_compile_nothing_again() -> None:
     @compiled
     def scaled(a: int, factor: int, negative: bool) -> int:
