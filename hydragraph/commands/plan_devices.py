@@ -81,14 +81,13 @@ def _plan_meanwhile(
 
     console = Console(stderr=True)
     with console.status("reading") as status:
-        said = ""
+        said: set[str] = set()
 
         def say(what: str) -> None:
-            nonlocal said
             status.update(escape(what))
-            if what != said and not console.is_terminal:
+            if what not in said and not console.is_terminal:
                 console.print(what, markup=False, highlight=False, soft_wrap=True)
-            said = what
+            said.add(what)
 
         costs, source = _costs(asked, cluster, config, say)
         running = None if asked.running is None else _running(asked.running, costs)
@@ -229,16 +228,14 @@ def _home(config: TrainConfig | None, running: bool) -> Home:
 
 
 def _told(compiled: VariantOf, say: Say) -> VariantOf:
-    reported: set[object] = set()
+    known: set[object] = set()
 
     def get(block: Any, part: Any) -> Any:
-        key = (block.template, part)
-        if key not in reported:
-            reported.add(key)
-            say(f"compiling graphs for their memory: {block.name}, tensor-parallel degree {part.kind.tp}")
-            variant = compiled(block, part)
+        if (block.template, part) not in known:
+            known.add((block.template, part))
+            say(f"compiling graphs for their memory: tensor-parallel degree {part.kind.tp}")
+            compiled(block, part)
             say("searching")
-            return variant
         return compiled(block, part)
 
     return get

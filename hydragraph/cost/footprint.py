@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from hydragraph.cost.block_pieces import MemoryLines
 from hydragraph.ir.graph_data import storages_of, value_of
@@ -21,6 +21,7 @@ from hydragraph.passes.collective_operators import METHODS
 from hydragraph.passes.differentiate import Variant, saved_names
 from hydragraph.passes.offload import moves
 from hydragraph.passes.split_backward import split_backward
+from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import hint_of, symbol_name
 from hydragraph.spec.stage_kind import StagePart
 
@@ -222,7 +223,7 @@ class Sizes:
 
     def storages(self, node: Any) -> dict[int, int]:
         """Return the bytes of each storage of a node's value; for a view, the bytes of the view."""
-        return {key: self._bytes(tensor) for key, tensor in storages_of(node)}
+        return {key: self._bytes(form) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
         """Return the temporary bytes inside a fused head; 0 for other operators."""
@@ -233,8 +234,8 @@ class Sizes:
         tokens, size = (round(self.number(n)) for n in hidden.shape)
         return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
 
-    def _bytes(self, value: Tensor) -> int:
-        return round(math.prod(map(self.number, value.shape)) * value.dtype.itemsize)
+    def _bytes(self, form: TensorForm) -> int:
+        return round(math.prod(map(self.number, form.sizes)) * form.dtype.itemsize)
 
     def number(self, size: int | torch.SymInt) -> float:
         """Convert a size of the trace."""
@@ -284,11 +285,11 @@ class _Lives:
         terms_by_storage: dict[int, tuple[float, int, int]] = {}
         foreign: set[int] = set()
         for i, node in enumerate(nodes):
-            for key, tensor in storages_of(node):
+            for key, form in storages_of(node):
                 begin.setdefault(key, i)
                 end[key] = max([end.get(key, 0), i, *(order[user] for user in node.users)])
                 if key not in terms_by_storage:
-                    terms_by_storage[key] = _terms(tensor, tokens)
+                    terms_by_storage[key] = _terms(form, tokens)
                 if node.op in ("placeholder", "get_attr"):
                     foreign.add(key)
         own = [key for key in begin if key not in foreign]
@@ -309,10 +310,10 @@ def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
     return lives_by_key[key]
 
 
-def _terms(tensor: Tensor, tokens: str) -> tuple[float, int, int]:
-    constant = float(tensor.dtype.itemsize)
+def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
+    constant = float(form.dtype.itemsize)
     of_tokens = of_bounds = 0
-    for size in tensor.shape:
+    for size in form.sizes:
         symbols = _symbols(size)
         if not symbols:
             constant *= int(size)
@@ -339,8 +340,8 @@ def _symbols(size: int | torch.SymInt) -> set[str]:
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
-    value = value_of(node)
-    return value.shape if isinstance(value, Tensor) else ()
+    forms = [form for _, form in storages_of(node)]
+    return forms[0].sizes if forms else ()
 
 
 def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:

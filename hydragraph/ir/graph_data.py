@@ -15,6 +15,7 @@ import base64
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,13 +101,14 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def storages_of(node: Any) -> list[tuple[int, Tensor]]:
-    """Return (storage number, tensor) for each tensor that a node makes; views share their number."""
+def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
+    """Return (storage number, form) for each tensor that a node makes; views share their number."""
+    if isinstance(node, fx.Node) and "forms" in node.meta:
+        # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
+        return list(zip(node.meta["storages"], node.meta["forms"](), strict=True))
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
-    numbers = (isinstance(node, fx.Node) and node.meta.get("storages")) or [storage_of(t) for t in tensors]
-    return list(zip(numbers, tensors, strict=True))
+    return [(storage_of(tensor), TensorForm(tensor.dtype, tuple(tensor.shape))) for tensor in tensors]
 
 
 def _node(node: fx.Node, graph: fx.GraphModule, values: ValueEncoder) -> list[Any]:
@@ -186,6 +188,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
             node.meta["later"] = lambda value=value: values.value(value)
             node.meta["storages"] = storages(value)
             node.meta["form"] = form_in(value)
+            node.meta["forms"] = partial(values.forms, value)
     return fx.GraphModule(constants, graph)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from hydragraph.ir.graph_data import results_of, storages_of, value_of
+from hydragraph.private.graph_values import TensorForm
 from hydragraph.private.tracing import ancestors_of, draws, hint_of
 
 _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
@@ -46,7 +46,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
     free = {key for node in [*inputs, *results[:outputs]] for key, _ in storages_of(node)}
     kept = {node: {key for key, _ in storages_of(node)} - free for node in joint.graph.nodes if node.name in saved}
-    sizes = {key: _bytes(tensor) for node in kept for key, tensor in storages_of(node) if key not in free}
+    sizes = {key: _bytes(form) for node in kept for key, form in storages_of(node) if key not in free}
     room = budget * sum(sizes.values())
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
@@ -88,18 +88,18 @@ def operations(node: fx.Node) -> float:
     """Return a node's cost in operations of a product; infinite if it must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
-    output_elements = sum(_elements(tensor) for _, tensor in storages_of(node))
+    output_elements = sum(_elements(form) for _, form in storages_of(node))
     if node.target in _PRODUCTS:
         operand = node.args[_PRODUCTS[node.target]]
         return 2.0 * output_elements * hint_of(value_of(operand).shape[-1])
     viewed = {key for input_node in node.all_input_nodes for key, _ in storages_of(input_node)}
-    moved = [tensor for key, tensor in storages_of(node) if key not in viewed]
+    moved = [form for key, form in storages_of(node) if key not in viewed]
     return float(PER_ELEMENT * sum(map(_elements, moved)))
 
 
-def _elements(tensor: Tensor) -> int:
-    return math.prod(hint_of(size) for size in tensor.shape)
+def _elements(form: TensorForm) -> int:
+    return math.prod(hint_of(size) for size in form.sizes)
 
 
-def _bytes(tensor: Any) -> int:
-    return _elements(tensor) * int(tensor.dtype.itemsize)
+def _bytes(form: TensorForm) -> int:
+    return _elements(form) * form.dtype.itemsize

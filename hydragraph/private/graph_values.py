@@ -90,6 +90,14 @@ class ValueDecoder:
         tensor = torch.empty_strided(*sizes, dtype=getattr(torch, dtype), device="meta")
         return FakeTensor(self._trace(), tensor, torch.device(device))
 
+    def forms(self, data: Data) -> list[TensorForm]:
+        """Return the forms of a value's tensors, in order, which takes less time than the tensors do."""
+        if not isinstance(data, list):
+            return []
+        if data[0] == "list":
+            return [form for part in data[1:] for form in self.forms(part)]
+        return [TensorForm(getattr(torch, data[1]), tuple(map(self._size, data[3])))]
+
     def _trace(self) -> FakeTensorMode:
         if self._mode is None:
             self._mode = FakeTensorMode(shape_env=ShapeEnv())

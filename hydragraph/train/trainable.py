@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-from hydragraph.checkpoint.state_pieces import Pieces
-from hydragraph.cluster.launch import World
-from hydragraph.cost.costs import Costs
-from hydragraph.cost.measured_profile import Profile
-from hydragraph.cost.trace_file import TraceEvent
-from hydragraph.data.mini_batches import Drawn
-from hydragraph.engine.candidate_strategies import Planning
-from hydragraph.engine.state_transfer import Restore
-from hydragraph.ir.program import Program
-from hydragraph.planner.request import PlanRequest
-from hydragraph.runtime.instruction_trace import Exposed, RankTimes
-from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.home import Home
-from hydragraph.spec.strategy import Strategy
-from hydragraph.train.step_metrics import Metrics
+    import torch
+    from torch import Tensor
+
+    from hydragraph.checkpoint.state_pieces import Pieces
+    from hydragraph.cluster.launch import World
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.cost.trace_file import TraceEvent
+    from hydragraph.data.mini_batches import Drawn
+    from hydragraph.engine.candidate_strategies import Planning
+    from hydragraph.engine.state_transfer import Restore
+    from hydragraph.ir.program import Program
+    from hydragraph.planner.request import PlanRequest
+    from hydragraph.runtime.instruction_trace import Exposed, RankTimes
+    from hydragraph.spec.assignment import Assignment
+    from hydragraph.spec.home import Home
+    from hydragraph.spec.strategy import Strategy
+    from hydragraph.train.step_metrics import Metrics
 
 
 class StepResult(Protocol):
