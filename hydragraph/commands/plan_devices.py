@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
     from hydragraph.cost.rank_memory import VariantOf
-    from hydragraph.planner.first_compilation import FirstCompilation
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import RentalOffer
     from hydragraph.spec.cluster import Cluster
@@ -50,21 +49,16 @@ def plan_devices(asked: PlanOptions) -> None:
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.workload(config)
 
-    from hydragraph.planner.first_compilation import FirstCompilation
+    from hydragraph.planner.first_compilation import first_compilation
 
-    with FirstCompilation(bool(workload.lengths)) as compilation:
-        _plan_meanwhile(compilation, asked, cluster, config, workload, began)
+    limit = None if asked.deadline is None else COMPILING * asked.deadline
+    with first_compilation(bool(workload.lengths), limit) as compiling:
+        if compiling:
+            Console(stderr=True).print("compiling the planner's search, once: up to a minute of one core")
+        _plan(asked, cluster, config, workload, began)
 
 
-def _plan_meanwhile(
-    compilation: FirstCompilation,
-    asked: PlanOptions,
-    cluster: Cluster,
-    config: TrainConfig | None,
-    workload: Workload,
-    began: float,
-) -> None:
-    """Plan while other processes compile the search, then use their compiled code."""
+def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, workload: Workload, began: float) -> None:
     from hydragraph.planner.brief_explanation import with_causes
     from hydragraph.planner.plan import check_question, plan
     from hydragraph.planner.rental_budget import offers
@@ -93,9 +87,6 @@ def _plan_meanwhile(
         running = None if asked.running is None else _running(asked.running, costs)
         if config is not None:
             costs = _compile_first(costs, left(COMPILING))
-        if not compilation.ended:
-            say("compiling the planner's search, once: up to a minute of one core")
-            compilation.wait(left(COMPILING))
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic

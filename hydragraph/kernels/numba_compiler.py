@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,10 @@ _MOST = 3000
 # Warnings of this process, and folders of announced compilations.
 _said: list[str] = []
 _announced: list[str] = []
+
+# Whether other processes have ended that compile for this one.
+_others: list[Callable[[], bool]] = []
+_POLL_S = 0.05
 
 
 def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
@@ -69,6 +74,16 @@ def is_compiled(function: Any) -> bool:
         return False
 
 
+@contextmanager
+def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
+    """Wait for other processes instead of compiling what they compile, until they have ended."""
+    _others.append(ended)
+    try:
+        yield
+    finally:
+        _others.remove(ended)
+
+
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _dump(self, value: Any) -> bytes:
         # pickle ignores the hash, so numba itself can still read the file.
@@ -100,6 +115,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             overload = super().load_overload(*arguments)
             if overload is None and not self._quick:
                 _announce(self.cache_path)
+                over = False
+                while overload is None and not over:
+                    over = all(ended() for ended in _others)
+                    time.sleep(0.0 if over else _POLL_S)
+                    overload = super().load_overload(*arguments)
             return overload
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")

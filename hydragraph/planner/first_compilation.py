@@ -10,14 +10,16 @@ plan for a made-up one, which fills numba's cache on disk:
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hydragraph.cost import message_rounds
-from hydragraph.kernels.numba_compiler import is_compiled
+from hydragraph.kernels.numba_compiler import compiled_elsewhere, is_compiled
 from hydragraph.planner import metis
 from hydragraph.planner.assignment import schedule_search
 from hydragraph.planner.metis import exact_optimum
@@ -34,41 +36,36 @@ LENGTH = 1024
 _FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their seconds relative to the first
 
 
-class FirstCompilation:
-    """A context manager for processes that compile what is not compiled yet."""
+@contextmanager
+def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
+    """Compile in other processes what is not compiled yet; a search waits for each function when it calls it.
 
-    def __init__(self, varying: bool) -> None:
-        last = {
-            "stages": exact_optimum.best_labels,
-            "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
-        }
-        # If one of them fails, this process compiles the rest, and reports the error.
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            for what, function in last.items()
-            if not is_compiled(function)
-        ]
+    Yields whether there is anything to compile.
 
-    def __enter__(self) -> Self:
-        return self
+    Args:
+        varying: also for sequences of varying lengths.
+        seconds: time after which this process no longer waits, but compiles by itself; None: no limit.
+    """
+    last = {
+        "stages": exact_optimum.best_labels,
+        "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
+    }
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    # If one of them fails, this process compiles the rest, and reports the error.
+    processes = [
+        subprocess.Popen([sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for what, function in last.items()
+        if not is_compiled(function)
+    ]
 
-    def __exit__(self, *_: object) -> None:
-        self.wait(0.0)
+    def ended() -> bool:
+        return time.monotonic() > until or all(process.poll() is not None for process in processes)
 
-    @property
-    def ended(self) -> bool:
-        """Whether everything is compiled, or the processes have failed."""
-        return all(process.poll() is not None for process in self._processes)
-
-    def wait(self, seconds: float | None) -> None:
-        """Wait for the processes, and kill them after `seconds`; None: no limit."""
-        until = None if seconds is None else time.monotonic() + seconds
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(None if until is None else max(0.0, until - time.monotonic()))
-        for process in self._processes:
+    try:
+        with compiled_elsewhere(ended):
+            yield bool(processes)
+    finally:
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -163,6 +163,35 @@ def test_a_change_of_an_imported_named_tuple_compiles_its_users_again(tmp_path: 
         assert [call(tmp_path, PYTHONDONTWRITEBYTECODE="1")[0] for _ in range(2)] == ["3 0", "3 1"]
 
 
+WAITS = """
+import subprocess, sys
+from hydragraph.kernels.numba_compiler import compiled, compiled_elsewhere
+
+@compiled
+def added(a, b):
+    return a + b
+
+if sys.argv[1:]:
+    added(3, 4)
+    sys.exit()
+other = subprocess.Popen([sys.executable, __file__, "compile"])
+ended = lambda: other.poll() is not None
+with compiled_elsewhere(ended):
+    print(added(3, 4), next(iter(added.stats.cache_hits.values()), 0))
+    print(added(3.0, 4.0), added.stats.cache_misses)  # the other process does not compile this one
+other.wait()
+"""
+
+
+def test_what_another_process_compiles_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(WAITS)
+    printed, _ = call(tmp_path)
+    first, second = printed.splitlines()
+    assert first == "7 1"
+    assert second.startswith("7.0 ")
+    assert "float64" in second
+
+
 def test_constants_that_compiled_callers_pass_compile_nothing_again() -> None:
     @compiled
     def scaled(a: int, factor: int, negative: bool) -> int:
