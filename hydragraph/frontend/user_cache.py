@@ -6,6 +6,7 @@ Unreadable files count as missing, and failed writes are ignored.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -25,6 +26,11 @@ def folder(kind: str) -> Path:
     """Return the folder for one kind of files; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
+
+
+def packed_path(kind: str, key: str) -> Path:
+    """Return the path for `write_packed` of what a key determines."""
+    return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
 def read(path: Path) -> bytes | None:

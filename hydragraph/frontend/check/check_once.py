@@ -1,4 +1,4 @@
-"""Scheduling of the check: one rank per host runs it and informs the others."""
+"""The check on one rank per host, which informs the others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; raise its error on all ranks. All ranks must call this."""
+    """Check a captured program on one rank per host; all ranks must call this, and all raise its error."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None

@@ -52,7 +52,6 @@ def run_alone(
 
 @contextmanager
 def _taken(model: nn.Module, done: Callable[[str, Tensor], None]) -> Iterator[None]:
-
     def take(name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
@@ -82,14 +81,13 @@ class Common:
     def of(
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
-        """Compute the inputs from a packed batch."""
         fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]
         return cls(fields, runner(template.graph, wide)(*arguments))
 
     def inputs(self, program: Program, block: Block) -> dict[str, Any]:
-        """Return the inputs of one block, by its template's names."""
+        """Return one block's inputs, by its template's names."""
         others = [n for n in program.templates[block.template].inputs if n.startswith("other.")]
         fed = {n: self.aux[i] for n, i in zip(others, block.aux, strict=True)}
         return {**self.fields, DROPOUT_BLOCK: torch.tensor(program.number_of(block)), **fed}
@@ -106,8 +104,8 @@ def add_captured(
     """Run blocks forward and backward on a packed batch; return the summed loss.
 
     Args:
-        ran: the first and the last block of the program, and blocks between them, with their variants.
-        sums: gradient sums by parameter, each with its own memory; gradients are added to them.
+        ran: the program's first and last block, and blocks between them, with their variants.
+        sums: gradient sums by parameter, each with its own memory.
         wide: compute dtype; None: as captured.
     """
     with torch.no_grad(), default_dtype(wide):
@@ -131,8 +129,8 @@ def add_captured(
 
 def _local(program: Program, block: Block) -> dict[str, str]:
     template = program.templates[block.template]
-    names = [*zip(template.parameters, block.parameters, strict=True)]
-    return dict([*names, *zip(template.buffers, block.buffers, strict=True)])
+    names = (*block.parameters, *block.buffers)
+    return dict(zip((*template.parameters, *template.buffers), names, strict=True))
 
 
 def backward(
@@ -158,9 +156,9 @@ def backward(
             like = tensors[local[name]]
             sums[local[name]] = scratch_pages.zeros(like.shape, like.dtype)
         arguments += [sums[local[name]], counts]
-    # A gradient that views a saved value or another gradient must not become the sum.
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
+    # A gradient that views a saved value or another gradient must not become the sum.
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
     for name, gradient in zip(variant.gradients, gradients, strict=True):
         if name == "hidden":

@@ -16,12 +16,11 @@ from hydragraph.passes.differentiate import Variant
 _END = "the end"
 
 
-class StageBarrier:
+class StageBarrier(threading.Barrier):
     """Rendezvous of a stage's threads, which exchange a value in every call."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size)
+        super().__init__(size)
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
@@ -30,33 +29,26 @@ class StageBarrier:
         Raises:
             RuntimeError: the ranks' calls or shapes differ.
         """
-        # After the first barrier all ranks have written; after the second all have read.
         self._given[index] = call, value
-        self._barrier.wait()
+        self.wait()  # all ranks have written
         contributions = list(self._given)
-        self._barrier.wait()
+        self.wait()  # all ranks have read
         calls = [(name, tuple(getattr(rank_value, "shape", ()))) for name, rank_value in contributions]
         if len(set(calls)) > 1:
             said = "; ".join(f"rank {i}: {name} {list(shape)}" for i, (name, shape) in enumerate(calls))
             raise RuntimeError(f"ranks of a stage do not meet: {said}")
         return [rank_value for _, rank_value in contributions]
 
-    def leave(self) -> None:
-        """Release the ranks that wait for a failed rank."""
-        self._barrier.abort()
-
 
 class EmulatedCollectives(StartsAtOnce):
-    """Thread-based `hydragraph.cluster.collectives.Collectives`; `calls` lists the names of the calls made."""
+    """Thread-based `hydragraph.cluster.collectives.Collectives`."""
 
     def __init__(self, barrier: StageBarrier, index: int) -> None:
         self._barrier = barrier
         self.index = index
-        self.size = barrier.size
-        self.calls: list[str] = []
+        self.size = barrier.parties
 
     def _all(self, call: str, x: Tensor) -> list[Tensor]:
-        self.calls.append(call)
         return self._barrier.exchange(self.index, call, x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -102,7 +94,7 @@ def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list
             result = function(EmulatedCollectives(barrier, index))
             barrier.exchange(index, _END)
         except Exception:
-            barrier.leave()
+            barrier.abort()  # releases the ranks that wait for this one
             raise
         return result
 

@@ -23,8 +23,8 @@ class Bound:
     all: float
 
 
-# Two fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, two in fp64 by 1e-15 to 1e-12; errors are 1e-3
-# and more.
+# Correct fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, fp64 ones by 1e-15 to 1e-12; errors are
+# 1e-3 and more.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
@@ -35,8 +35,7 @@ class Difference:
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
-        error, norm: those of that gradient, or of the loss.
-        ratio: the error divided by its bound; the limit is 1.
+        ratio: the error divided by its bound.
     """
 
     parameter: str
@@ -69,7 +68,7 @@ class GradientComparison:
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or a summand of one, in place if possible. Missing gradients count as 0."""
+        """Subtract an expected gradient, or a summand of one, in place if possible."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)

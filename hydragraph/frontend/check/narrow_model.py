@@ -1,8 +1,7 @@
 """Narrow copies of library models; the numeric check of a copy replaces that of the model.
 
-A copy is built from the model's config with smaller widths, so that both run the same library code. Their graphs must
-have the same text, except for numbers that differ by powers of one factor. A check's cost then does not grow with the
-model.
+Both run the same library code, and their graphs must have the same text, except for numbers that differ by powers of
+one factor. A check's cost then does not grow with the model.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hydragraph.frontend.compiled_folder.program_cache import path_of
 from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
 from hydragraph.frontend.peft_adapters import Adapters, base_model
 from hydragraph.ir.graph_data import value_of
-from hydragraph.ir.program import Program, Template
+from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant
 
 _LOG = logging.getLogger(__name__)
@@ -45,18 +44,13 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 @dataclass(frozen=True)
 class Widths:
-    """How the numbers of a model and of its copy differ.
-
-    Attributes:
-        factor: the model's widths divided by the copy's.
-        tokens: special tokens outside the copy's vocabulary, each with the one that replaces it.
-    """
+    """The model's widths divided by its copy's, and special tokens outside the copy's vocabulary with replacements."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
 
     def equal(self, text: str, narrow: str) -> bool:
-        """Return whether two texts differ only in numbers, as far as the widths explain."""
+        """Return whether two texts differ only in numbers that the widths explain."""
         rest, narrow_rest = map(_NUMBER.split, (text, narrow))
         return rest == narrow_rest and all(map(self._explain, *map(_NUMBER.findall, (text, narrow))))
 
@@ -71,13 +65,13 @@ class Widths:
         exponent = math.log(value / of_narrow, self.factor)
         if number.isdecimal() and narrow.isdecimal():
             return abs(exponent - 1) < 1e-9 or abs(exponent - 2) < 1e-9
-        # Constants such as 1 / sqrt(features).
+        # The other numbers are constants such as 1 / sqrt(features).
         return abs(exponent) <= 2 and abs(2 * exponent - round(2 * exponent)) < 1e-9
 
 
 @dataclass(frozen=True)
 class NarrowModel:
-    """A copy on the meta device, and its captured program."""
+    """A narrow copy on the meta device, and its program."""
 
     model: nn.Module
     program: Program
@@ -111,8 +105,7 @@ class LibraryModel:
     ) -> LibraryModel | None:
         """Describe a model; None if it runs other code than its libraries' (hooks, patches, custom modules or losses).
 
-        Args:
-            dtype, example, loss, blocks: as in `capture`.
+        Arguments as in `capture`.
         """
         arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
         if path_of(model, *arguments) is None:
@@ -139,7 +132,7 @@ class LibraryModel:
         return None
 
     def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
-        """Build a copy on the meta device with widths divided by a factor; None if the config does not allow that."""
+        """Build a copy with widths divided by a factor; None if the config does not allow that."""
         config = copy.deepcopy(self.config)
         tokens = _divide(config, factor)
         if tokens is None:
@@ -161,7 +154,7 @@ class LibraryModel:
 
 
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
-    """Divide a config's widths; return the special tokens that change, or None if a head would be too narrow."""
+    """Divide a config's widths; return the tokens that change (`Widths`), or None if a head would be too narrow."""
     values = vars(config)
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))
@@ -186,16 +179,13 @@ def program_text(program: Program) -> str:
     kinds = [program.aux.template, *program.kinds]
     blocks = [(b.name, kinds.index(b.template), b.parameters, b.buffers, b.aux) for b in (program.aux, *program.blocks)]
     parameters = [(p.name, p.shape, p.aliases, p.trainable) for p in program.parameters.values()]
-    graphs = [_template_text(program.templates[kind]) for kind in kinds]
+    templates = [program.templates[kind] for kind in kinds]
+    graphs = [(t.parameters, t.buffers, t.inputs, _graph_text(t.graph)) for t in templates]
     return "\n".join(map(str, (program.causal, program.positions, blocks, parameters, *graphs)))
 
 
-def _template_text(template: Template) -> str:
-    return f"{template.parameters} {template.buffers} {template.inputs} {_graph_text(template.graph)}"
-
-
 def variant_text(variant: Variant) -> str:
-    """Return the text of the graphs of one rank, for `Widths.equal`."""
+    """Return the text of one rank's graphs, for `Widths.equal`."""
     rest = (variant.inputs, variant.needs, variant.gradients, variant.kinds, variant.vocabulary, variant.added)
     return f"{rest} {_graph_text(variant.forward)} {_graph_text(variant.backward)}"
 

@@ -64,8 +64,7 @@ class Attempt:
 
     Attributes:
         copied: weights are a noisy copy of the model's; otherwise they are drawn at random.
-        widened: casts inside the model are widened to the dtype; otherwise both sides round as written.
-        seed: for weights and tokens.
+        widened: casts inside the model are widened to the dtype.
     """
 
     dtype: torch.dtype
@@ -75,7 +74,6 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
-        """Maximum difference of the two sides."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -84,7 +82,6 @@ class Attempt:
 
     @property
     def kind(self) -> str:
-        """Name of the dtype."""
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
@@ -99,7 +96,7 @@ class Checked:
     Attributes:
         blocks, layers: number of blocks compared, and in total.
         worst: largest gradient error, relative to the gradient's norm.
-        untouched: settings whose limit no sequence exceeded.
+        untouched: settings whose limit no sequence exceeded, and the limits.
         problem: why no comparison was possible, or "".
         factor: the model's widths divided by those compared.
     """
@@ -138,8 +135,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """Compare packed batches with the model on each sequence alone, block by block.
 
     Args:
-        mode: "auto": each structurally distinct block once, and of a large library model at smaller widths; "full":
-            every block.
+        mode: "auto": each distinct block once, and a large library model at smaller widths; "full": every block.
 
     Raises:
         Unsupported: both sides differ for all weights and dtypes tried, or the graphs do not run.
@@ -156,7 +152,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 
 def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
-    """Check a copy; return None if the check at full size must decide, which names the sizes that the user knows."""
+    """Check a copy; return None if the check at full size must decide."""
     try:
         checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
     except Unsupported as error:
@@ -193,8 +189,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield the attempts for a program of a given dtype, in order."""
-    # fp64 distinguishes rounding from errors; new weights are for uninitialised models.
+    """Yield the attempts: fp64 distinguishes rounding from errors, and new weights are for uninitialised models."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -205,8 +200,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    Under "auto" these are the first block of each kind, and the last one if it is small: gradual differences are
-    largest there.
+    "auto" chooses the first block of each kind, and the last if it is small: gradual differences are largest there.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
@@ -246,7 +240,7 @@ class _Comparer:
     forms: Forms = field(default_factory=Forms)
 
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
-        """Return a group's worst difference, or why it is inconclusive; raise Unsupported if both sides differ."""
+        """Return a group's worst difference, or why it is inconclusive."""
         program = self.subject.program
         failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
         problem = "loss or gradients of the model alone are not finite with any weights that were tried"
@@ -317,17 +311,16 @@ class _Comparer:
         where = self._where(group, attempt)
         if isinstance(difference, _Unrunnable):
             return Unsupported(f"its captured graph does not run ({difference})", where=where, remedy=REMEDY)
-        what, itself = (
-            (f"the gradient of {difference.parameter}", "its norm") if difference.parameter else ("the loss", "itself")
-        )
+        name = difference.parameter
+        off = f"is off by {difference.relative:.2g} times {'its norm' if name else 'itself'}"
         tokens = " and ".join(map(str, difference.tokens))
-        return Unsupported(
-            f"packed and captured, {what} is off by {difference.relative:.2g} times {itself} from what the model "
+        what = (
+            f"packed and captured, {f'the gradient of {name}' if name else 'the loss'} {off} from what the model "
             f"computes for each sequence alone (loss {difference.loss:.6g} for {difference.expected:.6g}, batches of "
-            f"{tokens} tokens in {attempt.kind})",
-            where=where,
-            remedy=REMEDY if self.subject.loss is token_cross_entropy else _OF_LOSS,
+            f"{tokens} tokens in {attempt.kind})"
         )
+        remedy = REMEDY if self.subject.loss is token_cross_entropy else _OF_LOSS
+        return Unsupported(what, where=where, remedy=remedy)
 
     def _where(self, group: tuple[int, ...], attempt: Attempt) -> str:
         """Name the part that differs on its own."""

@@ -1,4 +1,4 @@
-"""Cache of passed checks in the user's cache folder, by everything that the outcome depends on."""
+"""Cache of passed checks in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from hydragraph.frontend.compiled_folder.manifest import versions
 from hydragraph.frontend.compiled_folder.model_record import model_record
 from hydragraph.version import __version__
 
+CHECKS = "checks"
+MOST = 4096  # files; those used longest ago are deleted
+
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
     """Return the key of a check, or None if its outcome depends on unknown parts (hooks, closures)."""
-    program = subject.program
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
         return None
     on_meta = [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
+    program = subject.program
     contents = [template.content for template in program.templates.values()]
     return key_of(repr((mode, program.fingerprint, program.origin, record, versions(), on_meta, contents)))
 
 
 def key_of(content: str) -> str:
-    """Return 32 hex digits of a comparison's description and the versions that made it."""
-    versions = torch.__version__, __version__, _own_source()
-    return hashlib.sha256(repr((content, versions)).encode()).hexdigest()[:32]
+    """Return the key of a comparison: its description and the versions that made it."""
+    return repr((content, torch.__version__, __version__, _own_source()))
 
 
 @functools.cache
@@ -46,16 +48,9 @@ def _own_source() -> str:
 
 def recall(key: str) -> str | None:
     """Return the line of a passed check, or None."""
-    try:
-        return str(json.loads(user_cache.read(_path(key)) or b"")["line"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    return user_cache.read_packed(user_cache.packed_path(CHECKS, key), lambda content: str(json.loads(content)))
 
 
 def remember(key: str, line: str) -> None:
     """Store that a check passed, if the file can be written."""
-    user_cache.write(_path(key), json.dumps({"line": line}).encode())
-
-
-def _path(key: str) -> Path:
-    return user_cache.folder("checks") / f"{key}.json"
+    user_cache.write_packed(user_cache.packed_path(CHECKS, key), lambda: line, MOST)

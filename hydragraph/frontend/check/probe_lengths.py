@@ -17,9 +17,8 @@ from hydragraph.private.tracing import ancestors_of
 # Settings with a number of tokens beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# Maximum number of tokens: a comparison should take seconds.
+# A comparison should take seconds: maximum number of tokens, and approximate floating-point operations of one side.
 LONGEST = 512
-# Approximate floating-point operations of one side, for the same reason.
 _WORK = 4e11
 # Lengths if no setting requires more: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
@@ -30,18 +29,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the compared sequences; the second exceeds every limit that it can.
-
-    Attributes:
-        untouched: limits that no sequence reaches, by the setting's name.
-    """
+    """Lengths of the compared sequences, and limits that none reaches, by the setting's name."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths, given the number of parameters used at a time."""
+    """Choose the lengths, given the number of parameters used at a time; the second exceeds every limit that it can."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])

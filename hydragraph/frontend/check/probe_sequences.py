@@ -26,12 +26,7 @@ _TARGETS = 3
 
 @dataclass(frozen=True)
 class Ids:
-    """Valid token ids and labels.
-
-    Attributes:
-        count, labels: exclusive upper limits of token ids and labels.
-        special: ids with a special meaning, which are not drawn.
-    """
+    """Valid token ids and labels: their exclusive upper limits `count` and `labels`, and ids that are not drawn."""
 
     count: int
     special: frozenset[int]
@@ -95,7 +90,7 @@ def draw_sequences(
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
-    """Return the next tokens; if labels are not token ids, random labels at the last and every third token."""
+    """Return the next tokens, or if labels are not token ids, random labels at the last and every third token."""
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
@@ -104,7 +99,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a custom field, [length, ...]: rows of its example, or random fractions if that is all zeros."""
+    """Draw a custom field, [length, ...], from rows of its example, or as random fractions if that is all zeros."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:

@@ -16,24 +16,17 @@ from hydragraph.frontend.check import scratch_pages
 
 # A prime, so that no two rows of a matrix have the same noise.
 _LENGTH = 131_071
-# Standard deviation of the noise, relative to the parameter's own.
-_NOISE = 0.3
-# Its minimum, as a fraction of a new matrix's standard deviation, or of 1 for vectors.
-_LEAST = 0.05
-# Standard deviation of a new vector around 1: most vectors are norm weights.
-_VECTOR = 0.1
-
-
-# Minimum number of elements of new matrices that share memory.
-_SHARED = 1 << 22
+_NOISE = 0.3  # standard deviation of the noise, relative to the parameter's own
+_LEAST = 0.05  # its minimum, as a fraction of a new matrix's standard deviation, or of 1 for vectors
+_VECTOR = 0.1  # standard deviation of a new vector around 1: most vectors are norm weights
+_SHARED = 1 << 22  # elements from which new matrices share memory
 
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Weights of one model, or of one block. Large new matrices share memory and may not be written to.
+    """Weights in the dtype `wide`; large new matrices share memory and may not be written to.
 
     Attributes:
-        wide: dtype of floating-point weights.
         copied: start from the parameters' values; otherwise from new ones.
     """
 
@@ -65,13 +58,11 @@ class DrawnWeights:
         """Return a part of the shared memory with a new matrix's standard deviation, within a factor of 2."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
-        size = value.numel()
-        noise = self._shared.get(exponent)
-        if noise is None or len(noise) < start + size:
-            noise = scratch_pages.zeros(torch.Size([_LENGTH + size]), self.wide)
-            _add_noise(noise, 0, self.seed, 0.25**exponent)
-            self._shared[exponent] = noise
-        return noise[start : start + size].view(value.shape)
+        end = start + value.numel()
+        if end > len(self._shared.get(exponent, ())):
+            self._shared[exponent] = scratch_pages.zeros(torch.Size([_LENGTH + value.numel()]), self.wide)
+            _add_noise(self._shared[exponent], 0, self.seed, 0.25**exponent)
+        return self._shared[exponent][start:end].view(value.shape)
 
 
 def _start(name: str) -> int:
@@ -80,8 +71,7 @@ def _start(name: str) -> int:
 
 def _add_noise(flat: Tensor, start: int, seed: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(flat.dtype) * scale
-    noise = noise.roll(start)
+    noise = torch.randn(_LENGTH, generator=generator, dtype=torch.float32).to(flat.dtype).mul(scale).roll(start)
     whole = len(flat) // _LENGTH * _LENGTH
     flat[:whole].view(-1, _LENGTH).add_(noise)
     flat[whole:].add_(noise[: len(flat) - whole])

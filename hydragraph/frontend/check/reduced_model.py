@@ -23,11 +23,10 @@ _ANYWHERE = ("eager", "sdpa")
 class Forms:
     """Form of a block's output, learned from a block that ran."""
 
-    def __init__(self) -> None:
-        self._rebuild: Callable[[Tensor], Any] | None = None
+    _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record the form of a block's output, whose first tensor is its hidden state (a forward hook)."""
+        """Record the form of an output, whose first tensor is the hidden state (a forward hook)."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # weights of eager attention
@@ -36,8 +35,7 @@ class Forms:
     def pass_on(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the hidden state that a block received, in the form of its output."""
         leaves = tree_leaves((arguments, keywords))
-        hidden = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-        return hidden if self._rebuild is None else self._rebuild(hidden)
+        return self._rebuild(next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()))
 
 
 def reduced(

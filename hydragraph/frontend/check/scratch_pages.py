@@ -1,7 +1,4 @@
-"""Memory for large tensors that are written once, the dominant cost of checking wide blocks.
-
-Huge pages reduce the cost of a page to a fifth. Memory freed by one gradient is reused for the next.
-"""
+"""Memory for large tensors that are written once, the dominant cost of checking wide blocks."""
 
 from __future__ import annotations
 
@@ -16,15 +13,14 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and the values it adapts to for large blocks; calling mallopt stops the
-# adaptation.
+# Settings of glibc's malloc (man mallopt), and the values that it adapts to unless mallopt is called.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return contiguous zeros on the CPU that take no memory until written."""
+    """Return contiguous zeros on the CPU that take no memory until written; huge pages cost a fifth of small ones."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")

@@ -1,6 +1,6 @@
 """Check of a multi-rank stage's graphs against the whole block's, before a strategy is first trained.
 
-`numeric_check` compared the whole block with the model. Ranks run as threads.
+`numeric_check` compared the whole block with the model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class StageCheck:
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
         library: untrusted source of the ranks' graphs: everything it provides is compared.
-        model: of the program; large blocks whose graphs differ from those of a narrow copy in widths only are compared
-            there.
+        model: of the program; large blocks are compared in its narrow copy, if their graphs differ in widths only.
 
     Attributes:
         passed: comparisons that need not be repeated: key -> description.
@@ -135,7 +134,7 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield graphs not compared with the model: all except plain unsharded blocks; with a library, all."""
+        """Yield what was not compared with the model: all except plain unsharded blocks; with a library, all."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -163,7 +162,6 @@ class StageCheck:
 
     @cached_property
     def _narrow(self) -> tuple[StageCheck, Widths] | None:
-        """A check of the narrow copy, and how it differs."""
         narrow = None if self._model is None else self._model.narrowed(self._program)
         if narrow is None:
             return None
@@ -171,7 +169,7 @@ class StageCheck:
         return StageCheck(narrow.program, buffers, self._fused_head, self._added), narrow.widths
 
     def _compare_narrow(self, block: Block, form: StageKind) -> float | None:
-        """Compare a block in the narrow copy; return None if that does not stand for this block, or differs."""
+        """Compare a block in the narrow copy; return None if the comparison at full size must decide."""
         if self._narrow is None:
             return None
         other, widths = self._narrow
@@ -182,7 +180,7 @@ class StageCheck:
                 return None
         try:
             return other._compare(of_copy, form)
-        except Unsupported as error:  # the comparison at full size decides
+        except Unsupported as error:
             log.info("at 1/%d of the widths: %s", widths.factor, error)
             return None
 
@@ -276,7 +274,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on all ranks of a stage; `parameters` and `inputs` are the whole block's, by local name."""
+    """One block on a stage's ranks; `parameters` and `inputs` are the whole block's, by local name."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]

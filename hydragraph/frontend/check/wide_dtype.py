@@ -1,7 +1,4 @@
-"""Widening: both sides of a comparison run in one wide dtype.
-
-If two equal computations round differently, no bound separates wrong from right.
-"""
+"""Widening: both sides of a comparison run in one wide dtype, since rounding would hide errors."""
 
 from __future__ import annotations
 
@@ -70,9 +67,8 @@ class _Widened(fx.Interpreter):
         self._wide = wide
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; `half_to_float` requests a widening that is already done."""
         if target in _SOFTMAX:
-            args = (*args[:2], False)
+            args = (*args[:2], False)  # half_to_float: the operand is already wide
         return super().call_function(target, *_all_replaced(args, kwargs, self._wide))
 
 

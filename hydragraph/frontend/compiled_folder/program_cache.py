@@ -1,13 +1,11 @@
 """Cache of captured programs in the user's cache folder: reading one takes hundredths of a second, tracing seconds.
 
-A file is named by the digest of everything that a capture depends on. Only models of PyTorch and transformers with
-hydragraph's own losses are kept: versions determine them unless something is patched (`library_code`), while custom
-modules may read globals, files or the environment.
+Only models of PyTorch and transformers with hydragraph's own losses are kept: versions determine them unless something
+is patched (`library_code`), while custom modules may read globals, files or the environment.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -47,7 +45,7 @@ def path_of(
         _LOG.info("the program is not cached: %s", code.foreign[0])
         return None
     key = json.dumps([record, str(dtype), versions(), own_code(), sorted(code.values)], sort_keys=True)
-    return user_cache.folder(PROGRAMS) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
+    return user_cache.packed_path(PROGRAMS, key)
 
 
 def _of_libraries(model: nn.Module, loss: Loss | None) -> bool:

@@ -1,12 +1,8 @@
-"""Cache of traced variants in the user's cache folder: reading one takes hundredths of a second, tracing seconds.
-
-A file is named by the digest of everything that determines its graphs: the spec, versions, and own sources.
-"""
+"""Cache of traced variants: reading one takes hundredths of a second, tracing seconds."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 
 from hydragraph.frontend import user_cache
@@ -20,7 +16,7 @@ MOST = 4096  # files; those used longest ago are deleted
 
 
 class VariantCache:
-    """Variants of every program in the user's cache folder."""
+    """Variants in the user's cache folder, by all that determines their graphs: spec, versions, and own sources."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return a spec's variant before backend compilation, or None if none can be read."""
@@ -36,8 +32,7 @@ class VariantCache:
 
 
 def _path(spec: VariantSpec) -> Path:
-    name = hashlib.sha256(f"{_made_by()} {spec.key}".encode()).hexdigest()
-    return user_cache.folder(GRAPHS) / f"{name[:40]}.json.z"
+    return user_cache.packed_path(GRAPHS, f"{_made_by()} {spec.key}")
 
 
 @functools.cache
