@@ -1,6 +1,6 @@
 """Allow-list of the operators that graphs of a compiled folder may call.
 
-None reads or writes files, draws random numbers, or mutates its inputs. `save` rejects graphs that call others.
+They do not access files, draw random numbers, or mutate their inputs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ what is made anew
     arange empty empty_like eye full full_like linspace new_empty new_full new_ones new_zeros ones ones_like
     scalar_tensor zeros zeros_like
 """
-
-# Not listed: as_strided and _reshape_alias, which can access memory outside their inputs.
+# as_strided and _reshape_alias are absent: they can access memory outside their inputs.
 
 # hydragraph's operators, and transformers' grouped product of experts (`private.experts`).
 _OTHERS = """
@@ -100,7 +99,7 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
         given: positional arguments, as data.
-        by_name: keyword arguments, or only their names if their values are unknown.
+        by_name: keyword arguments, or their names if values are unknown.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2
@@ -133,11 +132,7 @@ def _fits(kind: str, value: object) -> bool:
     if kind.startswith("List["):
         inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
         # A number can stand for a list of numbers, and a node may produce a list.
-        return (
-            all(_fits(kind[5:-1], element) for element in inside)
-            if isinstance(inside, list)
-            else _fits(kind[5:-1], value)
-        )
+        return all(_fits(kind[5:-1], element) for element in (inside if isinstance(inside, list) else [value]))
     tag = next(iter(value)) if isinstance(value, dict) and value else None
     if tag == "node" and kind not in _PLAIN:
         return True

@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write the code that Inductor compiled or found in its cache, if any; return whether it did."""
+    """Write the code that Inductor compiled or found in its cache; return whether there was any."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False
@@ -27,7 +27,7 @@ def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
     """Put the code of a trusted folder into Inductor's cache.
 
     Args:
-        arch: GPU architecture that it was compiled for without a GPU, such as sm_90; None: for a device.
+        arch: GPU architecture that it was compiled for without a GPU, such as sm_90.
     """
     if arch is not None:
         share_cache(arch)

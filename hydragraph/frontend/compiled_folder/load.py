@@ -1,4 +1,4 @@
-"""Reading of a compiled folder: all files are verified and all data is validated; none of it is executed."""
+"""Reading of a compiled folder: all files and data are validated; none of it is executed."""
 
 from __future__ import annotations
 
@@ -43,14 +43,9 @@ class CompiledFolder:
     manifest: FolderManifest
     program: Program
     _files: Mapping[str, bytes] = field(repr=False)
-    _known: dict[str, Variant] = field(default_factory=dict, repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant, or None if it is missing.
-
-        Raises:
-            Refused: the variant is invalid.
-        """
+        """Return a spec's variant, or None if it is missing; an invalid one raises Refused."""
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
             return None
@@ -60,17 +55,17 @@ class CompiledFolder:
             raise Refused(self.folder, str(error)) from None
 
     def source(self, spec: VariantSpec) -> str:
-        """Return the SHA-256 of the file with a spec's variant, or "" if there is none."""
+        """Return the SHA-256 of a spec's file, or "" if there is none."""
         entry = self.manifest.variants.get(spec.key)
         return "" if entry is None else self.manifest.files[entry.file].sha256
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the folder's whole content, 64 hex digits."""
+        """SHA-256 of the folder's content."""
         return hashlib.sha256(self.manifest.text().encode()).hexdigest()
 
     def checked(self, mode: str) -> bool:
-        """Return whether the folder was checked in this mode when written, and log this."""
+        """Return whether the folder was checked in this mode when written."""
         covered = self.manifest.check.covers(mode)
         if covered and mode != "off":
             _LOG.info("%s (when %s was compiled)", self.manifest.check.model, self.folder)
@@ -90,9 +85,9 @@ def load(
     """Read a compiled folder.
 
     Args:
-        model: record of the model that the folder must belong to (`model_record`); None: do not check.
+        model: record of the model that the folder must belong to; None: any.
         dtype: required compute dtype; None: the folder's.
-        ranks: number of ranks; None: the strategies in the folder do not matter.
+        ranks: required number of ranks; None: any.
         trust: pass the code that the folder may contain to Inductor; it can do anything that this process may.
 
     Raises:

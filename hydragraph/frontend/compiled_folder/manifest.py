@@ -1,15 +1,4 @@
-"""`manifest.json`: contents of a compiled folder, their origin, and the results of its check.
-
-format      format of the folder
-versions    versions of Python and of the packages that make graphs
-code        SHA-256 of hydragraph's own files that make graphs
-ranks       number of ranks that the folder's strategies are for; null if it has none
-model       record of the model (`model_record`); null in a folder that a process shares with others on its machine
-check       results of the numeric check, and the stages whose graphs it compared
-variants    key of a variant -> its file, and for readers its blocks and its kind of stage
-files       path in the folder -> size in bytes and SHA-256
-sha256      SHA-256 of all of the above
-"""
+"""`manifest.json`: contents of a compiled folder, their origin, and the results of its check."""
 
 from __future__ import annotations
 
@@ -39,8 +28,7 @@ LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
 GPU = "the GPU architecture"  # among the versions of a folder that was compiled for one
-# Folders of hydragraph whose code determines the graphs.
-_MAKERS = ("frontend", "ir", "kernels", "passes", "private")
+_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders of hydragraph whose code determines the graphs
 
 
 class Refused(ValueError):  # noqa: N818
@@ -62,7 +50,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """Location of a variant, and for readers its blocks and its kind of stage, such as tp2s."""
+    """File of a variant, and for people its blocks and its kind of stage, such as tp2s."""
 
     file: str
     blocks: tuple[str, ...]
@@ -84,7 +72,7 @@ class Check:
     Attributes:
         mode: "auto", "full" or "off".
         model: line about the captured program and its model; "" if they were not compared.
-        stages: results for stages: key of a comparison -> its description.
+        stages: key of a stage's comparison -> its description.
     """
 
     mode: str = "off"
@@ -92,13 +80,22 @@ class Check:
     stages: Mapping[str, str] = field(default_factory=dict)
 
     def covers(self, mode: str) -> bool:
-        """Return whether no comparison is needed; "full" does not trust the folder's own claims."""
+        """Return whether no comparison is needed; "full" does not trust the folder."""
         return mode == "off" or (mode == "auto" and self.model != "")
 
 
 @dataclass(frozen=True)
 class FolderManifest:
-    """Contents of `manifest.json`; see the module docstring."""
+    """Contents of `manifest.json`, except its format and the SHA-256 of itself.
+
+    Attributes:
+        versions: of Python and of the packages that make graphs.
+        code: SHA-256 of hydragraph's files that make graphs.
+        ranks: number of ranks that the folder's strategies are for; None: it has none.
+        model: None in a folder that a process shares with others on its machine.
+        variants: by `VariantSpec.key`.
+        files: by path in the folder.
+    """
 
     versions: Mapping[str, str]
     code: str
@@ -112,8 +109,7 @@ class FolderManifest:
         content = {"format": FORMAT, **asdict(self)}
         body = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
         digest = hashlib.sha256(body.encode()).hexdigest()
-        last = f',\n "sha256": "{digest}"\n}}\n'
-        return body.removesuffix("\n}") + last
+        return body.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> FolderManifest:
@@ -128,8 +124,7 @@ def read_manifest(folder: Path) -> FolderManifest:
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
     except OSError as error:
-        why = error.strerror or str(error)
-        raise Refused(folder, f"it has no {NAME} that can be read ({why})") from None
+        raise Refused(folder, f"it has no {NAME} that can be read ({error.strerror or error})") from None
     try:
         data = read_json(written, NAME)
         if isinstance(data, dict) and data.get("format") != FORMAT:
@@ -160,11 +155,7 @@ def _expected(content: bytes) -> ExpectedFile:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
-    """Return the content of a file, which must match the manifest.
-
-    Raises:
-        Refused: it is missing, was changed, lies outside the folder, or is not listed.
-    """
+    """Return the content of a file; raise Refused unless it is a file of the folder that matches the manifest."""
     expected = files.get(path)
     if expected is None:
         raise Refused(folder, f"{NAME} does not name {path:.200}")
@@ -173,7 +164,6 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
         raise Refused(folder, f"{NAME} names {path!r:.200}, which is not a file of the folder")
     place = folder.joinpath(*parts)
     try:
-        # A link may lead out of the folder, and reading a pipe or a device may block forever.
         if place.is_symlink() or not place.resolve(strict=True).is_relative_to(folder.resolve()) or not place.is_file():
             raise Refused(folder, f"{path} is a link, leads out of the folder, or is not a plain file")
         if expected.bytes > LARGEST_FILE or os.stat(place).st_size != expected.bytes:
@@ -187,11 +177,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
 
 
 def read_json(content: bytes, where: str) -> Any:
-    """Parse JSON, without NaN, infinities or duplicate names.
-
-    Raises:
-        Malformed: it is anything else.
-    """
+    """Parse JSON without NaN, infinities or duplicate names; raise Malformed for anything else."""
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -213,11 +199,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions of imported packages that graphs depend on, by name.
-
-    Args:
-        arch: GPU architecture that kernels were compiled for; None: the folder has none.
-    """
+    """Return the versions of imported packages that graphs depend on, by name; `arch`: GPU of the folder's kernels."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
     return {name: version_of(name) for name in names} | kernels

@@ -2,7 +2,7 @@
 
     model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
     config      setting -> value, as JSON
-    modules     class -> SHA-256 of the attributes of all modules of that class
+    modules     class -> SHA-256 of the attributes of its instances
     code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
             library function -> SHA-256 of the function in its place
 
@@ -39,11 +39,7 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return the record of a model; arguments as for `capture`.
-
-    Raises:
-        Unsupported: part of the model cannot be described.
-    """
+    """Return the record of a model, or raise Unsupported if a part cannot be described; arguments as for `capture`."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:

@@ -1,10 +1,4 @@
-"""Conversion of programs and variants to plain data and back, checking every field.
-
-program_data(program)     -> program.json
-program_of(data)          -> the same Program; the templates' graphs are built, their values only on request
-variant_data(variant)     -> graphs/NAME.json
-variant_of(data, spec)    -> the same Variant, which must match the spec
-"""
+"""Conversion of programs (program.json) and variants (graphs/NAME.json) to data and back, checking every field."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from typing import Any, get_type_hints
 from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
-from hydragraph.frontend.compiled_folder.record_schema import Malformed
+from hydragraph.frontend.compiled_folder.record_schema import Malformed, built
 from hydragraph.ir.graph_data import decode, encode
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
@@ -28,35 +22,27 @@ Data = dict[str, Any]
 
 
 def program_data(program: Program) -> Data:
-    """Convert a program to data.
-
-    Raises:
-        ValueError: a template's graph cannot be represented as data.
-    """
+    """Convert a program to data; raise ValueError if a graph cannot be represented."""
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "fingerprint")
     return {
         **{name: getattr(program, name) for name in plain},
         "dtype": str(program.dtype).removeprefix("torch."),
         "blocks": [asdict(block) for block in program.blocks],
         "aux": asdict(program.aux),
-        "parameters": [_parameter_data(parameter) for parameter in program.parameters.values()],
-        "buckets": [_bucket_data(bucket) for bucket in program.buckets],
+        "parameters": [asdict(parameter) for parameter in program.parameters.values()],
+        "buckets": [asdict(b) | {"parameters": [p.name for p in b.parameters]} for b in program.buckets],
         "templates": [_template_data(template) for template in program.templates.values()],
     }
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data.
-
-    Raises:
-        Malformed: names the field that is wrong.
-    """
+    """Build a program from data; raise Malformed, which names the field that is wrong."""
     kinds = get_type_hints(Program)
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
-    parts = {name: record_schema.built(kinds[name], data[name], f"program: {name}") for name in plain}
+    parts = {name: built(kinds[name], data[name], f"program: {name}") for name in plain}
     templates = [_template_of(record) for record in record_schema.listed(data["templates"], "program: templates")]
-    listed = [_parameter_of(record) for record in record_schema.listed(data["parameters"], "program: parameters")]
+    listed: tuple[Parameter, ...] = built(tuple[Parameter, ...], data["parameters"], "program: a parameter")
     parameters = {parameter.name: parameter for parameter in listed}
     buckets = [_bucket_of(record, parameters) for record in record_schema.listed(data["buckets"], "program: buckets")]
     program = Program(
@@ -95,36 +81,14 @@ def _check_program(program: Program) -> None:
     program.outline  # noqa: B018  it checks names of blocks and buckets
 
 
-def _parameter_data(parameter: Parameter) -> Data:
-    data = asdict(parameter)
-    data["cut"] = data.pop("rule")
-    return data
-
-
-def _parameter_of(value: object) -> Parameter:
-    where = "program: a parameter"
-    data = record_schema.fields(value, ("name", "shape", "aliases", "trainable", "cut"), where)
-    return record_schema.record(Parameter, {"rule" if name == "cut" else name: data[name] for name in data}, where)
-
-
-def _bucket_data(bucket: Bucket) -> Data:
-    names = [parameter.name for parameter in bucket.parameters]
-    return {"name": bucket.name, "parameters": names, "blocks": bucket.blocks, "learns": bucket.learns}
-
-
 def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
     where = "program: a bucket"
-    data = record_schema.fields(value, ("name", "parameters", "blocks", "learns"), where)
-    names = record_schema.texts(data["parameters"], where)
-    unknown = set(names) - parameters.keys()
+    kinds = get_type_hints(Bucket) | {"parameters": tuple[str, ...]}
+    parts = {name: built(kinds[name], part, where) for name, part in record_schema.fields(value, kinds, where).items()}
+    unknown = set(parts["parameters"]) - parameters.keys()
     if unknown:
         raise Malformed(f"{where}: there is no parameter {min(unknown)}")
-    return Bucket(
-        record_schema.text(data["name"], where),
-        tuple(parameters[name] for name in names),
-        record_schema.texts(data["blocks"], where),
-        record_schema.flag(data["learns"], where),
-    )
+    return Bucket(**parts | {"parameters": tuple(parameters[name] for name in parts["parameters"])})
 
 
 def _template_data(template: Template) -> Data:
@@ -145,7 +109,7 @@ def _template_of(value: object) -> Template:
     where = f"program: template {name[:6]}"
     (graph,) = _built(record_schema.check_graphs(data["graph"], 1, where), where)
     kinds = get_type_hints(Template)
-    names = {n: record_schema.built(kinds[n], data[n], where) for n in ("parameters", "buffers", "inputs")}
+    names = {n: built(kinds[n], data[n], where) for n in ("parameters", "buffers", "inputs")}
     template = Template(name=name, graph=graph, **names)
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(_placeholders(graph)) != takes:
@@ -161,11 +125,7 @@ def _template_of(value: object) -> Template:
 
 
 def variant_data(variant: Variant) -> Data:
-    """Convert a variant to data.
-
-    Raises:
-        ValueError: its graphs cannot be represented as data.
-    """
+    """Convert a variant to data; raise ValueError if a graph cannot be represented."""
     names = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary")
     return {
         **{name: getattr(variant, name) for name in names},
@@ -175,17 +135,13 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant from data, which must match its spec.
-
-    Raises:
-        Malformed: names the field that is wrong.
-    """
+    """Build a variant from data, which must match its spec; raise Malformed, which names the field that is wrong."""
     kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)
     graphs = record_schema.check_graphs(data["graphs"], 2, where)
     record_schema.fields(data["kinds"], spec.template.parameters, f"{where}: kinds")
-    parts = {name: record_schema.built(kinds[name], data[name], f"{where}: {name}") for name in plain}
+    parts = {name: built(kinds[name], data[name], f"{where}: {name}") for name in plain}
     forward, backward = _built(graphs, where)
     variant = Variant(forward=forward, backward=backward, **parts)
     _check_variant(variant, spec, where)

@@ -1,9 +1,4 @@
-"""Schema of a compiled folder's data: every field is validated before anything is built from it.
-
-A graph's nodes are [name, kind, target, args, kwargs, value] (`hydragraph.ir.graph_data`). Names must be plain and
-unique, a node may depend only on earlier nodes, its target must be on the allow-list and its arguments valid
-(`allowed_operators`), dtypes, devices and sizes valid, and constants small.
-"""
+"""Schema of a compiled folder's data: every field is validated before anything is built from it."""
 
 from __future__ import annotations
 
@@ -32,6 +27,7 @@ if TYPE_CHECKING:
 
     Record = TypeVar("Record", bound=DataclassInstance)
 
+Value = TypeVar("Value")
 LARGEST_CONSTANT = 1 << 24  # bytes
 MOST_NODES = 1 << 18  # per graph
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
@@ -76,23 +72,20 @@ def mapping(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
+def _instance(value: object, kind: type[Value], expected: str, where: str) -> Value:
+    if not isinstance(value, kind):
+        _refuse(where, f"expected {expected}, but it is {value!r:.80}")
+    return value
+
+
 def listed(value: object, where: str) -> list[Any]:
     """Return a list, or raise Malformed."""
-    if not isinstance(value, list):
-        _refuse(where, f"expected a list, but it is {value!r:.80}")
-    return value
+    return _instance(value, list, "a list", where)
 
 
 def text(value: object, where: str) -> str:
     """Return a string, or raise Malformed."""
-    if not isinstance(value, str):
-        _refuse(where, f"expected a text, but it is {value!r:.80}")
-    return value
-
-
-def texts(value: object, where: str) -> tuple[str, ...]:
-    """Return a list of strings as a tuple, or raise Malformed."""
-    return tuple(text(element, where) for element in listed(value, where))
+    return _instance(value, str, "a text", where)
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
@@ -109,13 +102,11 @@ def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
 
 def flag(value: object, where: str) -> bool:
     """Return a bool, or raise Malformed."""
-    if not isinstance(value, bool):
-        _refuse(where, f"expected true or false, but it is {value!r:.80}")
-    return value
+    return _instance(value, bool, "true or false", where)
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return the named dtype if graphs may use it, or raise Malformed."""
+    """Return the named dtype, or raise Malformed."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
@@ -162,10 +153,9 @@ _SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: wh
 
 
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Validate the data of the `count` graphs of one trace, and return it.
+    """Return the data of the `count` graphs of one trace, or raise Malformed, which names the wrong node.
 
-    Raises:
-        Malformed: names the node and what is wrong with it.
+    Nodes are [name, kind, target, args, kwargs, value] (`ir.graph_data`) and may depend only on earlier nodes.
     """
     data = fields(value, ("hints", "graphs"), where)
     # PyTorch specialises on 0 and 1, so a graph for arbitrary sizes was never traced with them.
@@ -177,6 +167,10 @@ def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     for number, nodes in enumerate(graphs):
         _Graph(f"{where}: graph {number}" if count > 1 else where, size).check(nodes)
     return data
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(_IDENTIFIER.fullmatch(name)) and not keyword.iskeyword(name)
 
 
 class _Graph:
@@ -200,7 +194,7 @@ class _Graph:
             if (entry[1] == "output") != (number == len(entries) - 1):
                 _refuse(where, "expected one output, as the last node")
             name = entry[0]
-            if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
+            if not _is_name(name):
                 _refuse(where, f"its name is {name!r:.80}: expected letters, digits and _")
             if name in self._names:
                 _refuse(where, f"its name {name} is an earlier node's")
@@ -230,7 +224,7 @@ class _Graph:
         self._value(value)
 
     def _placeholder(self, target: Any, args: list[Any], kwargs: Mapping[str, Any]) -> None:
-        if not isinstance(target, str) or not _IDENTIFIER.fullmatch(target) or keyword.iskeyword(target):
+        if not _is_name(target):
             raise Malformed(f"a placeholder's target is {target!r:.80}: expected letters, digits and _")
         if args or kwargs:
             raise Malformed("a placeholder has arguments")
@@ -258,7 +252,7 @@ class _Graph:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with arguments that it does not take")
-        # The runtime's objects are the placeholders with reserved names, and what their start methods return.
+        # The runtime's objects are the reserved placeholders, and what their start methods return.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")

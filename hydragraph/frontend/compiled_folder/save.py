@@ -34,12 +34,10 @@ _ON_A_LINE = 3  # maximum depth of a mapping that is written on one line
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Variant to be written.
+    """Variant to be written to `graphs/{name}.json`; `blocks` and `kind` as in `VariantEntry`.
 
     Attributes:
-        name: its file is `graphs/{name}.json`.
-        keys: keys of all specs that it implements (`VariantSpec.key`).
-        blocks, kind: information for readers, as in `VariantEntry`.
+        keys: of all specs that it implements (`VariantSpec.key`).
         variant: its graphs, before compilation by a backend.
     """
 
@@ -51,7 +49,7 @@ class NamedVariant:
 
 
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
-    """Return the variants of all ranks of some strategies, each once; missing ones are compiled."""
+    """Return the variants of all ranks of some strategies, each once."""
     program = variants.program
     # Blocks with the same sharding and trainable parameters run the same graphs.
     first: dict[Hashable, Block] = {}
@@ -87,13 +85,11 @@ def save(
     ranks: int | None = None,
     arch: str | None = None,
 ) -> None:
-    """Write a program, variants, and finally a manifest of all files in the folder.
+    """Write a program, variants, and finally a manifest of all files in the folder, including those there before.
 
     Args:
-        folder: other files in it are kept, and listed in the manifest.
-        model: record of the model; None: only callers that know the model may load the folder.
+        model, ranks: as in `FolderManifest`.
         check: results of the check, if it was made.
-        ranks: number of ranks that the strategies in the folder are for; None: it has no strategies.
         arch: GPU architecture that the kernels were compiled for, such as sm_90; None: it has none.
 
     Raises:
@@ -105,13 +101,13 @@ def save(
     data = program_data(program)
     for template in data["templates"]:
         record_schema.check_graphs(_as_read(template["graph"]), 1, f"template {template['name'][:6]}")
-    _write(folder / PROGRAM, data)
+    (folder / PROGRAM).write_text(json_text(data), encoding="utf-8")
     entries: dict[str, VariantEntry] = {}
     for named in variants:
         file = f"{GRAPHS}/{named.name}.json"
         data = variant_data(named.variant)
         record_schema.check_graphs(_as_read(data["graphs"]), 2, file)
-        _write(folder / file, data)
+        (folder / file).write_text(json_text(data), encoding="utf-8")
         entries |= dict.fromkeys(named.keys, VariantEntry(file, named.blocks, named.kind))
     manifest = FolderManifest(versions(arch), own_code(), ranks, model, check or Check(), entries, files_of(folder))
     (folder / NAME).write_text(manifest.text(), encoding="utf-8")
@@ -121,10 +117,6 @@ def _as_read(data: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(data, allow_nan=False))
 
 
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json_text(data), encoding="utf-8")
-
-
 def json_text(data: Mapping[str, Any]) -> str:
     """Return readable JSON: one node, block or parameter per line."""
     return _text(data, 0) + "\n"
@@ -132,9 +124,8 @@ def json_text(data: Mapping[str, Any]) -> str:
 
 def _text(value: Any, depth: int) -> str:
     if isinstance(value, dict) and (depth == 0 or _height(value) > _ON_A_LINE):
-        return _lines(
-            "{", [f"{json.dumps(name)}: {_text(member, depth + 1)}" for name, member in value.items()], "}", depth
-        )
+        members = [f"{json.dumps(name)}: {_text(member, depth + 1)}" for name, member in value.items()]
+        return _lines("{", members, "}", depth)
     # A list that starts with a string is a node, or a list of names.
     if isinstance(value, list) and _height(value) > 1 and not isinstance(value[0], str):
         return _lines("[", [_text(element, depth + 1) for element in value], "]", depth)
