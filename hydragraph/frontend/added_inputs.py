@@ -11,11 +11,10 @@ ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added
 
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
-    """Return the placeholder of a field, and make it, with a fake value, if there is none yet."""
-    placeholders: list[fx.Node] = graph.find_nodes(op="placeholder")  # type: ignore[assignment]
-    given = next((node for node in placeholders if node.name == name), None)
-    if given is None:
-        with graph.inserting_after(placeholders[-1]):
-            given = graph.placeholder(name)
-        given.meta["val"] = value()
-    return given
+    """Return the placeholder of a field; make it, with a fake value, if there is none."""
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    if name not in placeholders:
+        with graph.inserting_after([*placeholders.values()][-1]):
+            placeholders[name] = graph.placeholder(name)
+        placeholders[name].meta["val"] = value()
+    return placeholders[name]

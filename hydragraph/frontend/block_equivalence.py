@@ -1,14 +1,12 @@
-"""Equivalence of blocks by the operators that each runs on the meta device.
-
-This takes milliseconds, a trace tenths of a second.
-"""
+"""Equivalence of blocks by the operators that each runs on the meta device, which is faster than tracing them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +23,7 @@ _LARGEST = 1 << 20
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation; None: it needs its own trace.
-
-    Args:
-        hints: example values of symbolic sizes, by symbol.
-    """
+    """Return a digest of a block's computation, or None if it needs its own trace; `hints`: symbol -> example size."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
@@ -37,17 +31,14 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
     """Return whether a block does nothing with its index attributes (`LAYER_INDEX`) but pass them on."""
     plain = _noted(call, hints)
-    places = [(vars(m), name) for m in call.module.modules() for name in LAYER_INDEX if name in vars(m)]
-    kept = [attributes[name] for attributes, name in places]
-    try:
-        for attributes, name in places:
-            attributes[name] = _Nowhere()
-        return plain is not None and _noted(call, hints) == plain
-    except Unsupported:
-        return False
-    finally:
-        for (attributes, name), index in zip(places, kept, strict=True):
-            attributes[name] = index
+    with ExitStack() as indices:
+        for attributes in map(vars, call.module.modules()):
+            unusable = {name: _Nowhere() for name in LAYER_INDEX if name in attributes}
+            indices.enter_context(mock.patch.dict(attributes, unusable))
+        try:
+            return plain is not None and _noted(call, hints) == plain
+        except Unsupported:
+            return False
 
 
 class _Nowhere:
@@ -66,7 +57,7 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Check the model around its `opaque` blocks like `refuse_state`, on a meta batch."""
+    """Check the model around its `opaque` blocks in the same way, on a meta batch."""
     notes = []
     try:
         with meta_as_cpu(), opaque:
@@ -76,7 +67,7 @@ def refuse_state_around(
                 with noted:
                     result = module(batch)
                 notes.append(noted.all(result))
-    except Exception:  # the block cannot run on shapes; the trace finds other errors
+    except Exception:  # the trace reports it
         return
     refuse_own_backward(result, where)
     _refuse_difference(notes[0], notes[1], where)

@@ -46,7 +46,7 @@ from hydragraph.frontend.templates import capture_template
 from hydragraph.frontend.token_mixing import field_of, refuse_mixing, refuse_other_bounds, refuse_unproven
 from hydragraph.frontend.trainable_parameters import learning, refuse_other_dtypes
 from hydragraph.frontend.untraceable import refuse_unseen
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.passes.find_cuts import uncut_heads
@@ -143,16 +143,15 @@ def _captured(
         skeleton = _Skeleton(*functional_graph(exported, where), where, tuple(fields), sizes)
         pieces = _slice_skeleton(skeleton, calls)
         templates = _capture_layers(calls, keys, pieces.sizes, where)
-        if any(_has_added(template, pieces.feeds[block]) for block, template in templates.items()):
+        if any(i >= len(pieces.feeds[block]) for block, template in templates.items() for i, _ in _others(template)):
             pieces = _slice_skeleton(skeleton, calls, added=True)
         pieces = replace(pieces, layers=templates)
     for name, template in pieces.unique.items():
         refuse_mixed_dtypes(template, name, dtype)
         prove_sizes(template.graph, name, exported=True)
-    if is_huggingface and any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-        # This names the cause in terms of the model, not of an arange.
-        huggingface.refuse_own_positions(where, pieces.used_fields())
     if is_huggingface:
+        if any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
+            huggingface.refuse_own_positions(where, pieces.used_fields())  # its error does not mention an arange
         huggingface.refuse_own_mixing(copied, pieces.layers)
     _refuse_leaks(pieces, own_loss=loss is not None)
     if is_huggingface:
@@ -174,7 +173,7 @@ class _Pieces:
     """Model split into templates, and the inputs of each block.
 
     Attributes:
-        feeds: block -> index of the aux output for each of its other tensor inputs.
+        feeds: block -> index of the aux output for each of its other inputs.
         sizes: symbols of the token count and the sequence count, in this order -> example values.
     """
 
@@ -203,27 +202,22 @@ class _Pieces:
 
     def fed(self, block: str) -> dict[str, fx.Node]:
         """Return a block's inputs besides the hidden state -> their values in `aux`."""
-        outputs: Any = self.aux.graph.graph.output_node().args[0]
+        outputs = results_of(self.aux.graph)
         return {name: outputs[self.feeds[block][i]] for i, name in _others(self.layers[block])}
 
     def used_fields(self) -> set[str]:
         used = {node: None for block in self.layers for node in self.fed(block).values()}
         aux = extract(self.aux.graph, list(used), {})
-        return {*self.embed.inputs, *(n.name for n in aux.graph.find_nodes(op="placeholder"))}
+        return {*self.embed.inputs, *(n.name for n in placeholders_of(aux))}
 
 
 def _others(template: Template) -> list[tuple[int, str]]:
     return [(int(name.removeprefix("other.")), name) for name in template.inputs if name.startswith("other.")]
 
 
-def _has_added(template: Template, fed: Sequence[int]) -> bool:
-    """Return whether a block has inputs after those that it was called with."""
-    return any(i >= len(fed) for i, _ in _others(template))
-
-
 @dataclass(frozen=True)
 class _Skeleton:
-    """The model around its blocks, with the fields that it was traced with, and example sizes "T" and "N+1"."""
+    """The model around its blocks, the fields that it was traced with, and example sizes "T" and "N+1"."""
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -238,20 +232,14 @@ class _Skeleton:
 
     def field(self, name: str) -> fx.Node:
         """Return the placeholder of a field."""
-        placeholders: list[fx.Node] = self.graph.graph.find_nodes(op="placeholder")  # type: ignore[assignment]
-        return next(node for node in placeholders if self.inputs.get(node.name) == name)
+        return next(node for node in placeholders_of(self.graph) if self.inputs.get(node.name) == name)
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Cut a model into the parts around its blocks.
-
-    Args:
-        added: blocks get the fields of `ADDED` after all else.
-    """
+    """Cut a model into the parts around its blocks; `added`: blocks get the fields of `ADDED` after all else."""
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # These are computed on every stage, once per micro-batch (`aux`), so they may depend only on the batch and on
-    # buffers.
+    # `aux` is computed on every stage, once per micro-batch, so it may depend only on the batch and on buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -283,14 +271,13 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
     def piece(results: Sequence[fx.Node], renamed: Mapping[fx.Node, str], where: str) -> Template:
         part = extract(skeleton.graph, results, renamed)
         if not renamed:  # a loss may count through the row
-            given = (n for n in part.graph.find_nodes(op="placeholder") if inputs.get(n.name) == "position_ids")
+            given = (n for n in placeholders_of(part) if inputs.get(n.name) == "position_ids")
             use_position_ids(part.graph, tokens, next(given, None))
         return template_of(part, (parameters, buffers, inputs), where)
 
-    result: Any = skeleton.graph.graph.output_node().args[0]
     embed = piece([node_inputs(nodes[0])[0]], {}, "the model before its first block")
     aux = piece(outputs, {}, "what blocks need besides the hidden state")
-    head = piece([result[0]], {previous: "hidden"}, "the model after its last block")
+    head = piece(results_of(skeleton.graph)[:1], {previous: "hidden"}, "the model after its last block")
     if INPUTS.keys() & set(aux.inputs):
         remedy = "set that dropout probability to 0, or apply it inside the blocks"
         raise Unsupported("dropout of a value that blocks share", where=model, remedy=remedy)
@@ -308,31 +295,29 @@ def _capture_layers(
     """Trace each block that differs from those before it; return the template of every block.
 
     Args:
-        keys: id of a block -> its structure without the index. Blocks with equal keys are equal if they are called in
-            the same way and do not compute with their index.
+        keys: id of a block -> its structure without the index.
     """
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for number, call in enumerate(calls, start=1):
         log.doing(f"capturing {model}", number, len(calls))
-        # Find an earlier equal block; the cheapest comparison comes first.
+        # The cheapest comparison comes first; it suffices if blocks do not compute with their index.
         built = ("built", keys[id(call.module)] + call.called())
-        if built not in template_of:
-            kind = kind_of(call, hints)
-            does = ("does", kind or call.name)
-            if does not in template_of:
-                if kind is not None:
-                    refuse_state(call, hints)
-                template = capture_template(call, hints)
-                template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
-            templates[call.name] = template_of[does]
-            # A single block does not benefit from this check.
-            seen[built] += 1
-            if seen[built] == 2 and is_without_index(call, hints):
-                template_of[built] = template_of[does]
-        else:
+        if built in template_of:
             templates[call.name] = template_of[built]
+            continue
+        kind = kind_of(call, hints)
+        does = ("does", kind or call.name)
+        if does not in template_of:
+            if kind is not None:
+                refuse_state(call, hints)
+            template = capture_template(call, hints)
+            template_of[does] = next((t for t in templates.values() if t.content == template.content), template)
+        templates[call.name] = template_of[does]
+        seen[built] += 1
+        if seen[built] == 2 and is_without_index(call, hints):
+            template_of[built] = template_of[does]
     return templates
 
 
@@ -347,7 +332,7 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
         else:
             fields = {identifier(name): field_of(node) for name, node in pieces.fed(where).items()}
             batch_fields = {name: field for name, field in fields.items() if field is not None}
-            hidden = next((n for n in template.graph.graph.find_nodes(op="placeholder") if n.name == "hidden"), None)
+            hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
             symbol = symbol_name(value_of(hidden).shape[1]) if hidden else None
         refuse_other_bounds(template, where, batch_fields)
         if template is pieces.head and own_loss:
@@ -425,11 +410,7 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
 def _buckets(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Group parameters into buckets, in block order: one per block, and one per tied parameter.
-
-    Parameters without a gradient (not in `learns`) have separate buckets, which are never pushed. Unused ones come
-    last.
-    """
+    """Group parameters into buckets, in block order, unused ones last (`Bucket`)."""
     users: dict[str, list[str]] = {}
     for block in blocks:
         for name in dict.fromkeys(block.parameters):

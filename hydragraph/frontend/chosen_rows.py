@@ -9,8 +9,8 @@ The number of rows depends on values, so a graph cannot have it. `with_all_rows`
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-Values and gradients are the same if each row is computed from one token alone, which `token_axes` proves, and if other
-rows have finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+The result is the same if each row is computed from one token alone, which `token_axes` proves, and if other rows have
+finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import VIEWS
 from hydragraph.private.operator_schemas import argument_of, aten_operators, has_tag
-from hydragraph.private.tracing import fake_mode_of, symbol_name, symbols_in
+from hydragraph.private.tracing import fake_mode_of, is_counted, symbol_name, symbols_in
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,10 +46,9 @@ class _Unchanged(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Selection:
-    """Mask over tokens, or over tokens and their chosen experts.
+    """Mask over tokens, or over tokens and their chosen experts, with the dimension of tokens first.
 
     Attributes:
-        mask: the mask, with the dimension of tokens first.
         dims, sizes: the dimensions of the original mask in this order, and their sizes.
     """
 
@@ -159,7 +158,6 @@ class _Rewriting:
         return selection
 
     def _dimension(self, node: fx.Node) -> int:
-        """Return the dimension of the mask whose places a part of a list holds."""
         listed = operands(node)[0]
         dims = len(self._lists[listed].dims)
         if node.target is operator.getitem and listed.target in _PLACES:
@@ -193,7 +191,7 @@ class _Rewriting:
     def _taken(
         self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
     ) -> tuple[fx.Node, _Selection]:
-        """Return the rows of a value that a mask selects, in its order: [..., rows, ...]."""
+        """Return the rows of a value that a mask selects, [..., rows, ...]."""
         selection, dims = chosen
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
@@ -272,7 +270,7 @@ class _Rewriting:
         before = value_of(node)
         node.meta = {**node.meta, "val": self._value(node, before)}
         for one, now in zip(_sizes(before), _sizes(value_of(node)), strict=True):
-            unbacked = any(name.startswith("u") for name in symbols_in(one)) if symbol_name(one) is not None else False
+            unbacked = is_counted(one)
             if unbacked and str(one) not in symbols_in(one):
                 raise _Unchanged(f"{node.target} joins or splits rows")
             if not _equal(now, math.prod(selection.sizes) if unbacked else one):
@@ -310,12 +308,10 @@ class _Rewriting:
         for node in self._graph.nodes:
             if node is place:
                 break
-            value = value_of(node) if "val" in node.meta else None
-            for d, node_size in enumerate(
-                value.shape if isinstance(value, Tensor) and not self._is_selected(node) else ()
-            ):
-                if _equal(node_size, size):
-                    return self._call(place, aten.sym_size.int, node, d)
+            value = value_of(node)
+            sizes = [*map(str, value.shape)] if isinstance(value, Tensor) and not self._is_selected(node) else []
+            if str(size) in sizes:
+                return self._call(place, aten.sym_size.int, node, sizes.index(str(size)))
         raise _Unchanged("a size that no value has")
 
     def _call(self, place: fx.Node, target: Any, *arguments: Any) -> fx.Node:

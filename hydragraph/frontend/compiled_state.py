@@ -1,9 +1,5 @@
 """Detection of changes to the Python state that a model was compiled with, which graphs would not follow.
 
-Compared are each module's parts, hooks, attributes, and its training flag if it matters; each parameter's and buffer's
-identity, requires_grad, memory and version counter; and the attributes, globals and closed-over variables that the
-user's own forward and loss read.
-
 Not detected are changes that no version counter counts (`p.data.zero_()`, NumPy), the inside of nested objects, and
 lists of more than 1,000 elements.
 """
@@ -104,7 +100,6 @@ class _Tensor:
 
     name: str
     local: str
-    table: str
     tensor: weakref.ref[Tensor]
     learns: bool
     state: tuple[int, int]
@@ -112,11 +107,10 @@ class _Tensor:
     meta: bool
 
     @classmethod
-    def of(cls, prefix: str, local: str, table: str, tensor: Tensor) -> _Tensor:
+    def of(cls, prefix: str, local: str, tensor: Tensor) -> _Tensor:
         name = f"{prefix}.{local}".removeprefix(".")
-        state = _state(tensor)
         hooks = number_of_tensor_hooks(tensor)
-        return cls(name, local, table, weakref.ref(tensor), tensor.requires_grad, state, hooks, tensor.is_meta)
+        return cls(name, local, weakref.ref(tensor), tensor.requires_grad, _state(tensor), hooks, tensor.is_meta)
 
 
 @dataclass(slots=True)
@@ -134,13 +128,12 @@ class _Module:
     @classmethod
     def of(cls, name: str, module: nn.Module, depends: bool) -> _Module:
         parameters, buffers, children = tables_of(module)
-        tables: dict[str, dict[str, Any]] = {"parameters": parameters, "buffers": buffers}
         return cls(
             name or type(module).__name__,
             weakref.ref(module),
             (len(parameters), len(buffers), len(children)),
             [(n, None if child is None else weakref.ref(child)) for n, child in children.items()],
-            [_Tensor.of(name, n, kind, t) for kind, table in tables.items() for n, t in table.items() if t is not None],
+            [_Tensor.of(name, n, t) for table in (parameters, buffers) for n, t in table.items() if t is not None],
             number_of_hooks(module),
             module.training if depends else None,
         )
@@ -178,7 +171,7 @@ class _Module:
             if children.get(name, _MISSING) is not (None if child is None else child()):
                 raise _refused(self.where, f"its module {name!r} was replaced after hg.compile")
         for part in self.tensors:
-            tensor: Tensor | None = (parameters if part.table == "parameters" else buffers).get(part.local)
+            tensor: Tensor | None = parameters.get(part.local, buffers.get(part.local))
             if tensor is None:
                 raise _refused(part.name, "it was removed after hg.compile")
             if tensor is part.tensor() and _state(tensor) == part.state:
@@ -235,7 +228,7 @@ class CompiledState:
         return ""
 
     def hand_out(self, state: Mapping[str, Tensor]) -> None:
-        """Record trained values that the user receives and may load into the model between steps."""
+        """Record trained values that the user may load into the model between steps."""
         for module in self._modules:
             for part in module.tensors if module.module() is not None else ():
                 tensor = part.tensor()
@@ -243,7 +236,7 @@ class CompiledState:
                     self._handed_out[part.name] = _digest(state[part.name].to(tensor.dtype))
 
     def _is_trained(self, part: _Tensor, tensor: Tensor) -> bool:
-        ours = self._buffers.get(part.name) if part.table == "buffers" else None
+        ours = self._buffers.get(part.name)
         if ours is not None and ours.shape == tensor.shape and torch.equal(ours.to(tensor), tensor):
             return True
         return part.name in self._handed_out and self._handed_out[part.name] == _digest(tensor)
@@ -289,20 +282,16 @@ class CompiledState:
         for function in readers.functions.values():
             name = function.__qualname__.replace(".<locals>", "")
             cells = cells_of(function)
-            inner = {n: c.cell_contents for n, c in cells.items()}
+            inner = _contents(cells)
+            stateful = {n: v for n, v in inner.items() if _has_state(v)}
             # Holding a cell would keep a model or a trainer alive.
-            compared_cells = {
-                n: c for n, c in cells.items() if not isinstance(inner[n], nn.Module | Tensor | types.MethodType)
-            }
-            compared_cells = {n: c for n, c in compared_cells.items() if not _has_state(inner[n])}
-            self._add(
-                f"variables of {name}", functools.partial(_contents, compared_cells), _contents(compared_cells), readers
-            )
-            for variable, value in inner.items():
-                if _has_state(value):
-                    self._add_attributes(f"{variable} in {name}", value, readers)
+            apart = nn.Module | Tensor | types.MethodType
+            compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
+            self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)
+            for variable, value in stateful.items():
+                self._add_attributes(f"{variable} in {name}", value, readers)
             read = {n: v for n, v in globals_of(function).items() if not isinstance(v, types.ModuleType | type)}
-            self._add(f"globals of {name}", functools.partial(_itself, function.__globals__), read, readers)
+            self._add(f"globals of {name}", lambda scope=function.__globals__: scope, read, readers)  # type: ignore[misc]
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
@@ -359,10 +348,6 @@ def _arguments(reference: weakref.ref[functools.partial[Any]]) -> Mapping[str, A
 
 def _contents(cells: Mapping[str, types.CellType]) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells.items()}
-
-
-def _itself(names: Mapping[str, Any]) -> Mapping[str, Any]:
-    return names
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,7 @@
 """Positions that a model counts along its row of tokens, replaced by those of each packed sequence.
 
 A model that runs on one sequence reads positions from `torch.arange(T)`. In a packed row that count continues across
-sequences, whereas `position_ids` restarts in each. Everything computed from it is then proven to keep tokens separate
-(`token_axes`), so each sequence gets the same result as alone.
+sequences, whereas `position_ids` restarts in each.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.s
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace what counts through the tokens of a row.
+    """Replace what counts through the tokens of a row, whose number is the symbol `tokens`.
 
     Args:
-        tokens: the symbol of the token count.
         given: the value of the positions, [1, T] int64; None: an added input.
     """
     counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]

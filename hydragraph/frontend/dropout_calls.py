@@ -1,7 +1,7 @@
 """Dropout in traced graphs, which reads the keys of tokens instead of a generator.
 
 `number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
-`with_keys` adds the inputs that they read:
+`add_keys` adds the inputs that they read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
     dropout_block   0-d int64, the number of the block: blocks of one template draw different masks
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, region
 from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dropout, operands
@@ -75,14 +75,13 @@ def _token_dim(x: fx.Node, where: str) -> int:
     return dims[0]
 
 
-def with_keys(graph: fx.GraphModule) -> fx.GraphModule:
+def add_keys(graph: fx.GraphModule) -> None:
     """Append the inputs `dropout_block` and `dropout_keys` to a functional graph, if it has dropout."""
     calls = [n for n in graph.graph.nodes if n.target in DRAWN]
     if not calls:
-        return graph
-    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
+        return
     first: Any = value_of(operands(calls[0])[0])
-    with graph.graph.inserting_after(last):
+    with graph.graph.inserting_after(placeholders_of(graph)[-1]):
         block = graph.graph.placeholder(DROPOUT_BLOCK)
         keys = graph.graph.placeholder(DROPOUT_KEYS)
     tokens = first.shape[0 if calls[0].target in ATTENDING else operands(calls[0])[6]]
@@ -91,6 +90,3 @@ def with_keys(graph: fx.GraphModule) -> fx.GraphModule:
     for node in calls:
         at = 7 if node.target in ATTENDING else 1
         node.args = (*node.args[:at], keys, block, *node.args[at + 2 :])
-    graph.graph.lint()
-    graph.recompile()
-    return graph

@@ -15,10 +15,10 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from hydragraph.errors import Unsupported
 from hydragraph.frontend.chosen_rows import with_all_rows
-from hydragraph.frontend.dropout_calls import number_calls, with_keys
+from hydragraph.frontend.dropout_calls import add_keys, number_calls
 from hydragraph.frontend.token_axes import MADE
 from hydragraph.frontend.untraceable import watched
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, clean, inline_regions, region, remove_dead_code
 from hydragraph.passes.graph_node import operands
 from hydragraph.private.argument_trees import tree_leaves
@@ -27,8 +27,7 @@ from hydragraph.private.tracing import decided, meta_as_cpu, writes
 
 aten = torch.ops.aten
 
-# Words in PyTorch's messages about a tensor outside the meta device.
-_TWO_DEVICES = ("device", "meta", "cpu")
+_TWO_DEVICES = ("device", "meta", "cpu")  # words in PyTorch's messages about a tensor outside the meta device
 # Substring of a PyTorch message -> what the model did to cause it, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
@@ -52,8 +51,7 @@ _KNOWN: Mapping[str, tuple[str, str]] = {
     ),
 }
 _NAMED = 4  # maximum number of attributes in an error
-# PyTorch and hydragraph.
-_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # PyTorch and hydragraph
 _LONGEST = 80  # maximum number of characters of a code line in an error
 
 
@@ -121,15 +119,22 @@ def functional_graph(
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
     if any(writes(n) for n in _nodes(exported.graph_module)):
-        # `run_decompositions` takes seconds and ignores regions without gradients, so inline those regions here.
+        # `run_decompositions` ignores regions without gradients.
         _refuse_unseen_writes(exported.graph_module, where)
         inline_regions(exported.graph_module)
         exported.graph_module.recompile()
         exported = exported.run_decompositions({})
-    graph = _steady(clean(exported.graph_module), where)
+    graph = clean(exported.graph_module)
+    _refuse_random(graph, where)
     if block:
         graph = with_all_rows(graph, where)
-    return with_keys(_with_elementwise_norms(_with_linears(_with_concatenations(graph)))), exported.graph_signature
+    _write_concatenations(graph.graph)
+    _write_linears(graph.graph)
+    _write_elementwise_norms(graph.graph)
+    add_keys(graph)
+    remove_dead_code(graph.graph)
+    graph.recompile()
+    return graph, exported.graph_signature
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
@@ -137,7 +142,7 @@ def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
-            outside = {n: n.name for n in body.graph.find_nodes(op="placeholder")}
+            outside = {n: n.name for n in placeholders_of(body)}
             _refuse_writes(body, outside, "under torch.no_grad() into a value from outside", where)
             _refuse_unseen_writes(body, where)
     detached = {n: n.name for n in graph.graph.nodes if n.target is aten.detach.default}
@@ -154,8 +159,7 @@ def _refuse_changes(exported: ExportedProgram, where: str) -> None:
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     graph = exported.graph_module
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    changed = _changed(graph, {n: targets[n.name] for n in placeholders if n.name in targets})
+    changed = _changed(graph, {n: targets[n.name] for n in placeholders_of(graph) if n.name in targets})
     if changed:
         raise changes(changed.removeprefix("model.").removeprefix("block."), where)
     changed_input = _changed(graph, {n: n.name for n in graph.graph.nodes if n.name in signature.user_inputs})
@@ -180,7 +184,7 @@ def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
             body, arguments = region(graph, node)
-            inner = zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True)
+            inner = zip(placeholders_of(body), arguments, strict=True)
             inside = _changed(body, {n: targets[a] for n, a in inner if a in targets})
             if inside:
                 return inside
@@ -196,30 +200,22 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for module in graph.modules() if isinstance(module, fx.GraphModule) for n in module.graph.nodes]
 
 
-def _steady(graph: fx.GraphModule, where: str) -> fx.GraphModule:
+def _refuse_random(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
-        # Attention with dropout is rejected later, with a more helpful error.
-        attends = "scaled_dot_product" in str(node.target)
+        attends = "scaled_dot_product" in str(node.target)  # refused later, with a more helpful error
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, and each rank would draw different ones"
             remedy = "draw with torch.nn.functional.dropout, or train without: model.eval(), or model.dropout: false"
             raise Unsupported(what, where=where, remedy=remedy)
-    return graph
 
 
-def _with_concatenations(graph: fx.GraphModule) -> fx.GraphModule:
+def _write_concatenations(graph: fx.Graph) -> None:
     """Write tensors filled part by part as concatenations, which tensor parallelism can cut."""
-    for node in list(graph.graph.nodes):
-        if node.target is not aten.slice_scatter.default or any(u.target is node.target for u in node.users):
-            continue
-        parts = _parts_written(node)
+    for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
+        parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
-            with graph.graph.inserting_before(node):
-                result = insert(node, aten.cat.default, parts, operands(node)[2])
-            node.replace_all_uses_with(result)
-            remove_dead_code(graph.graph)
-            graph.recompile()
-    return graph
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(insert(node, aten.cat.default, parts, operands(node)[2]))
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
@@ -242,21 +238,17 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
     return [part for _, _, part in written] if full and same and node.target in MADE else None
 
 
-def _with_linears(graph: fx.GraphModule) -> fx.GraphModule:
+def _write_linears(graph: fx.Graph) -> None:
     """Write `x @ weight.T` as a linear layer, which tensor parallelism can cut."""
-    for node in [n for n in graph.graph.nodes if n.target is aten.matmul.default]:
+    for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned
         if weight is not turned and weight.op == "placeholder" and value_of(weight).dim() == 2:
-            with graph.graph.inserting_before(node):
+            with graph.inserting_before(node):
                 node.replace_all_uses_with(insert(node, aten.linear.default, x, weight))
-    remove_dead_code(graph.graph)
-    graph.recompile()
-    return graph
 
 
 def _turns(node: fx.Node) -> bool:
-    """Return whether a node is the transpose of a matrix."""
     if node.target in (aten.t.default, aten.numpy_T.default):
         return True
     if node.target is aten.permute.default:
@@ -264,13 +256,13 @@ def _turns(node: fx.Node) -> bool:
     return node.target is aten.transpose.int and operands(node)[1] % 2 != operands(node)[2] % 2
 
 
-def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
+def _write_elementwise_norms(graph: fx.Graph) -> None:
     """Write batch norms with fixed statistics as elementwise operators; the original also returns statistics."""
-    norms = [n for n in graph.graph.nodes if n.target is aten.batch_norm.default and not n.args[5] and n.args[3]]
-    for node in norms:
+    norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
+    for node in [n for n in norms if not n.args[5] and n.args[3]]:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args
         sizes = [-1, *[1] * (len(value_of(x).shape) - 2)]
-        with graph.graph.inserting_before(node), torch.no_grad():
+        with graph.inserting_before(node), torch.no_grad():
             add = functools.partial(insert, node)
             scale = add(aten.rsqrt.default, add(aten.add.Tensor, variance, eps))
             scale = scale if weight is None else add(aten.mul.Tensor, scale, weight)
@@ -281,9 +273,6 @@ def _with_elementwise_norms(graph: fx.GraphModule) -> fx.GraphModule:
             if value_of(result).dtype is not value_of(node).dtype:
                 result = add(aten.to.dtype, result, value_of(node).dtype)
         node.replace_all_uses_with(result)
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return graph
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:

@@ -81,6 +81,7 @@ class Common:
     def of(
         cls, program: Program, buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor], wide: torch.dtype | None
     ) -> Common:
+        """Compute the inputs from a packed batch."""
         fields = _widened(batch, wide)
         template = program.templates[program.aux.template]
         arguments = [buffers[b] for b in program.aux.buffers] + [fields[i] for i in template.inputs]

@@ -74,6 +74,7 @@ class Attempt:
 
     @property
     def bound(self) -> Bound:
+        """Maximum difference of the two sides."""
         return DOUBLE if self.dtype is torch.float64 and self.widened else SINGLE
 
     @property
@@ -82,6 +83,7 @@ class Attempt:
 
     @property
     def kind(self) -> str:
+        """Name of the dtype."""
         return str(self.dtype).removeprefix("torch.")
 
     def is_training(self, dtype: torch.dtype) -> bool:
