@@ -338,7 +338,7 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
         if template is pieces.head and own_loss:
             refuse_mixing(template.graph, None, where)
             refuse_mean(template, where)
-            refuse_unsummed(template, tokens, where)
+            refuse_unsummed(template, where)
         elif symbol is None:
             refuse_mixing(template.graph, None, where)
         else:

@@ -1,34 +1,27 @@
 """Rejection of losses that are not a sum over tokens, since a step divides by the mini-batch's targets.
 
-Backwards from the result, through values of one element:
-
-    loss = nll.mean()                      a mean over tokens
-    loss = cross_entropy(x, y)             the same: reduction="mean" is PyTorch's default
-    loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
-    loss = nll.sum() / temperature         a sum
-
-Forwards from the batch: each term must depend on one token alone, and the sum may only be used linearly.
-
-    loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
-    loss = nll.sum().sqrt()                the root of a sum
+loss = nll.mean()                      a mean over tokens
+loss = cross_entropy(x, y)             the same: reduction="mean" is PyTorch's default
+loss = nll.sum() / (y != -100).sum()   divided by a number that depends on the batch
+loss = nll.sum() / temperature         a sum
+loss = (nll * x.softmax(1)).sum()      a softmax over all tokens that were packed together
+loss = nll.sum().sqrt()                the root of a sum
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.terms import SCALED, first_across, stays_a_sum, sums_rows
-from hydragraph.frontend.token_axes import mixing
-from hydragraph.frontend.token_order import Rows
-from hydragraph.ir.graph_data import value_of
+from hydragraph.frontend.terms import SCALED, first_across
+from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.program import Template
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import ancestors_of, is_counted
+from hydragraph.private.tracing import ancestors_of
 
 aten = torch.ops.aten
 
@@ -36,57 +29,28 @@ _MEAN = 1  # PyTorch's code of reduction="mean"
 _MEANS = aten_operators("mean mean.dim")
 
 
-def refuse_unsummed(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for a loss that is not a sum of terms, each computed from one token alone.
-
-    `terms` checks losses that read sequence bounds or select tokens with a mask. `tokens`: symbol of the token count.
-    """
+def refuse_unsummed(template: Template, where: str) -> None:
+    """Raise Unsupported for a loss that is not a sum of terms, each computed from one token or sequence alone."""
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
-    if bounds or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ())):
-        across = first_across(nodes, bounds)
-        if across is not None:
-            _refuse(across, where)
-        return
-    sums = _TokenSums()
-    mixer = mixing(template.graph, tokens, 0, sums.follow)
-    if mixer is not None:
-        _refuse(f"{mixer[0]} {mixer[1]}", where)
-
-
-class _TokenSums:
-    def __init__(self) -> None:
-        self._summed: set[fx.Node] = set()
-
-    def follow(self, node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool | str:
-        """Record sums over tokens; return False if the node involves none. See `mixing`."""
-        if node.op == "output":
-            unsummed = next((n for n in node.all_input_nodes if n not in self._summed), None)
-            return True if unsummed is None else "is returned, which is not a sum over tokens"
-        if node.op != "call_function":
-            return False
-        if any(n in self._summed for n in node.all_input_nodes):
-            if any(n in rows for n in node.all_input_nodes) or not stays_a_sum(node, self._summed):
-                return "takes a sum over tokens, which only sums and factors may follow"
-        elif not sums_rows(node, rows):
-            return False
-        self._summed.add(node)
-        return True
+    across = first_across(nodes, bounds)
+    if across is not None:
+        _refuse(across, where)
 
 
 def refuse_mean(template: Template, where: str) -> None:
     """Raise Unsupported for a mean over tokens, or a value divided by a batch-dependent one."""
     nodes = list(template.graph.graph.nodes)
-    placeholders = [n for n in nodes if n.op == "placeholder"]
+    placeholders = placeholders_of(template.graph)
     varies = set(placeholders[len(placeholders) - len(template.inputs) :])
     for node in nodes:
         if any(n in varies for n in node.all_input_nodes):
             varies.add(node)
-    for node in nodes:  # including per-token values
+    for node in nodes:
         sizes = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
         if node.target in SCALED and sizes:
             _refuse(f"it is scaled by {sizes[0].name}, a number of tokens or sequences ({node.target})", where)
-    results: Any = template.graph.graph.output_node().args[0]
+    results = results_of(template.graph)
     numbers = ancestors_of(results, lambda n: n.op == "call_function" and (n in results or _is_one_number(n)))
     for node in reversed([n for n in nodes if n in numbers]):
         if node.target in _MEANS or argument_of(node, "reduction") == _MEAN:

@@ -1,6 +1,4 @@
-"""Proof, from its graph, that a loss that selects tokens or reads sequence bounds is a sum of separate terms.
-
-Values of such a loss have a dimension whose size the graph does not determine. They are of four kinds:
+"""Proof, from its graph, that a loss is a sum of separate terms. Its values are of four kinds:
 
     constant    the same for every batch
     bounds      computed only from cu_seqlens and positions in the row: which sequence a token belongs to
@@ -18,13 +16,13 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_axes import LOSSES, MADE, classes_apart, first_tensor, keeps
-from hydragraph.frontend.token_order import ARANGES, Rows
+from hydragraph.frontend.token_axes import COUNTS, LOSSES, MADE, RESHAPES, first_tensor, keeps
+from hydragraph.frontend.token_order import ARANGES, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import symbol_name
+from hydragraph.private.tracing import is_counted, symbol_name, symbols_in
 
 aten = torch.ops.aten
 
@@ -39,6 +37,7 @@ _FINDS = aten_operators("""
 """)
 _WHOLE_ROW = "weighs tokens by their position in the packed row, which depends on what is packed together"
 _ACROSS = "computes a term from several tokens or sequences"
+_SIZED = "computes with a number of tokens or sequences"
 _BEHIND = "takes a sum over tokens, which only sums and factors may follow"
 
 SCALED = aten_operators("div.Tensor div.Scalar true_divide.Tensor mul.Tensor mul.Scalar")
@@ -56,6 +55,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         bounds: the placeholders cu_seqlens and max_length, if used.
     """
     from_bounds = set(bounds)  # kind "bounds"
+    selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
     running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two is a term
     for node in nodes:
@@ -65,11 +65,16 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor):
             continue
         inputs = node.all_input_nodes
+        sizes = [n for n in inputs if isinstance(value_of(n), torch.SymInt | torch.SymFloat)]
+        if any(n in sizes for n in node.args) and (is_pointwise(node) or node.target in MADE):
+            return f"{node.target} {_SIZED}"
         if any(n in totals for n in inputs):
             if any(_has_rows(n) or n in from_bounds for n in inputs) or not stays_a_sum(node, totals):
                 return f"{node.target} {_BEHIND}"
             totals.add(node)
         elif node.target in ARANGES and _has_rows(node):
+            if not selects:
+                return f"{node.target} {COUNTS}"
             from_bounds.add(node)
         elif any(n in from_bounds for n in inputs) and not any(_has_rows(n) and n not in from_bounds for n in inputs):
             if node.target not in _FINDS | VIEWS | MOVES and not is_pointwise(node) and _has_rows(node):
@@ -105,9 +110,14 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
         return None
     if not _has_rows(node):
         return _ACROSS
+    first = operands(node)[0]
     if node.target in LOSSES:
-        return None if classes_apart(node, row_of) else _ACROSS
+        return None if first in rows and rows[first][0] != min(1, len(shape(first)) - 1) else _ACROSS
     (dim,) = _row_dims(node)
+    if node.target in RESHAPES and first in rows:
+        (symbol, *_) = symbols_in(shape(first)[rows[first][0]])
+        seen = viewed(node, row_of, dim, symbol)
+        return None if seen is not None and isinstance(seen.order, int) else _ACROSS
     return None if keeps(node, list(rows), {n: dims[0] for n, dims in rows.items()}, dim) else _ACROSS
 
 

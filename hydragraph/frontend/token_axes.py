@@ -8,14 +8,14 @@ their size is a number of tokens: `arange(T)` counts through the packed row inst
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from hydragraph.frontend.token_order import ARANGES, Routing, Rows, viewed
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.passes.graph_node import ALONG_SEQUENCES, DRAWN, dropout, operands, shape
 from hydragraph.passes.operator_rules import MOVES, SPLITS, VIEWS, is_pointwise, split_dim
@@ -41,8 +41,7 @@ MADE = aten_operators("""
     zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty zeros ones full
     empty.memory_format scalar_tensor sym_size.int
 """)
-# They read only the sizes or the dtype of their second operand.
-_LIKE = aten_operators("expand_as view_as reshape_as type_as")
+_LIKE = aten_operators("expand_as view_as reshape_as type_as")  # they read the sizes or dtype of their second operand
 # Operators that move dimensions; no other dimension has size T.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
@@ -55,7 +54,7 @@ _ROWS: Mapping[int, frozenset[Any]] = {
     4: aten_operators("conv2d conv2d.padding avg_pool2d pixel_shuffle"),
 }
 _CONVOLUTIONS = aten_operators("conv1d conv1d.padding conv2d conv2d.padding")
-_RESHAPES = VIEWS | aten_operators("view_as reshape_as")
+RESHAPES = VIEWS | aten_operators("view_as reshape_as")
 _ELEMENTWISE = aten_operators("""
     real imag conj _conj resolve_conj polar complex __or__.Tensor __and__.Tensor __xor__.Tensor __or__.Scalar
     __and__.Scalar __xor__.Scalar
@@ -66,23 +65,19 @@ _POINTWISE_LOSSES = aten_operators("""
     soft_margin_loss margin_ranking_loss
 """)
 _MIXES = "mixes the tokens of packed sequences"
-_COUNTS = "counts through a packed row; use position_ids"
+COUNTS = "counts through a packed row; use position_ids"
 _PACKED = "computes with cu_seqlens or max_length, which depend on what is packed together"
 _ROUTED = "uses the order that tokens are permuted to for more than permuting them there and back"
 _FIRST = Rows(0, 1)
 _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
-Sums = Callable[[fx.Node, Mapping[fx.Node, Rows]], bool | str]
-
-
-def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None = None) -> tuple[str, str] | None:
+def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str] | None:
     """Return the first operator of a graph that may mix tokens and what it does, or None.
 
     Args:
         tokens: symbol of the token count; inputs with one dimension of this size have tokens along it.
         given: number of placeholders, at the end, that are not parameters or buffers.
-        sums: for a loss: called for each operator first.
     """
     rows: dict[fx.Node, Rows] = {}
     bounds = _bounds(graph, tokens, given)
@@ -91,18 +86,11 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
         dims = _token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
-        summed = sums(node, rows) if sums is not None and node.op != "placeholder" else False
-        if isinstance(summed, str):
-            return str(node.target), summed
-        if summed:
-            continue
         # Results, and values compared with labels, must be in batch order.
         if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
                 return str(teller.target), _ROUTED
-        if node.target in LOSSES and dims and classes_apart(node, rows):
-            rows[node] = Rows(dims[0], 1)
         if node.op != "call_function" or not isinstance(first_tensor(node), Tensor) or node.target in LOSSES:
             continue
         if routing.follow(node):
@@ -116,7 +104,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0, sums: Sums | None
         with_tokens = [n for n in _read(node) if n in rows]
         if with_tokens:
             attends = node.target in ALONG_SEQUENCES
-            seen = viewed(node, rows, dims[0], tokens) if node.target in _RESHAPES else None
+            seen = viewed(node, rows, dims[0], tokens) if node.target in RESHAPES else None
             rows[node] = Rows(0, 1) if attends else seen or Rows(dims[0], rows[with_tokens[0]].order)
     return None
 
@@ -127,15 +115,9 @@ def _read(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes[:1] if node.target in _LIKE else node.all_input_nodes
 
 
-def classes_apart(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
-    """Return whether a classification loss has its classes along another dimension than the tokens."""
-    first = operands(node)[0]
-    return first in rows and rows[first].dim != min(1, len(shape(first)) - 1)
-
-
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
     """Return values that depend on which sequences are packed together, but not on any token."""
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    placeholders = placeholders_of(graph)
     bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
     for node in graph.graph.nodes:
         from_bounds = node.op == "call_function" and any(n in bounds for n in node.all_input_nodes)
@@ -149,20 +131,20 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
 def _problem(
     node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
-    """Return how an operator may mix tokens, with the name of an earlier operator if that is the cause."""
+    """Return how an operator may mix tokens, with the earlier operator that is the cause."""
     from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
     if teller is not None:
-        return (str(teller.target), _COUNTS) if teller.target in ARANGES else _ROUTED
+        return (str(teller.target), COUNTS) if teller.target in ARANGES else _ROUTED
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
     # A value as long as the row that is not computed from tokens counts through the row.
     if not with_tokens:
         sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
-        uniform = from_sizes or node.target in _RESHAPES or node.target in _MOVES or _is_pointwise(node)
-        return _COUNTS if sized and not uniform else None
+        uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
+        return COUNTS if sized and not uniform else None
     orders = {rows[n].order for n in with_tokens}
     if node.target in ALONG_SEQUENCES:
         return None if orders == {1} else _ROUTED
@@ -171,7 +153,7 @@ def _problem(
         return None if orders == {1} and x in rows and rows[x].dim == token_dim else _MIXES
     if len(orders) > 1 or len(dims) != 1:
         return _MIXES
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return None if viewed(node, rows, dims[0], tokens) is not None else _MIXES
     return None if keeps(node, with_tokens, {n: rows[n].dim for n in with_tokens}, dims[0]) else _MIXES
 
@@ -191,15 +173,12 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     """Return whether each token of the result is computed from the same token of the operands."""
     target = node.target
     arguments = operands(node)
-    ndim = len(shape(node)) if isinstance(value_of(node), Tensor) else 0
+    ndim = len(first_tensor(node).shape)
     first = arguments[0]
     if target in (operator.getitem, communicate) or target in _BATCH_NORMS:
         return True
-    if _is_pointwise(node):
+    if _is_pointwise(node) or target is aten.broadcast_tensors.default:
         return all(dims[n] + ndim - len(shape(n)) == dim for n in with_tokens)
-    if target is aten.broadcast_tensors.default:
-        width = len(first_tensor(node).shape)
-        return all(dims[n] + width - len(shape(n)) == dim for n in with_tokens)
     if target is aten.cosine_similarity.default:
         width = max(len(shape(n)) for n in arguments[:2])
         places = {dims[n] + width - len(shape(n)) for n in with_tokens}
@@ -227,9 +206,8 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target is aten.embedding.default:
         return with_tokens == [arguments[1]]
     if target is aten.index.Tensor:
-        return first not in dims or all(
-            i is None or (d != dims[first] and i not in dims) for d, i in enumerate(arguments[1])
-        )
+        indices = [(d, i) for d, i in enumerate(arguments[1]) if i is not None]
+        return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
     if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:] is
         return bool(argument_of(node, "step") == 1)
     if target is aten.select_scatter.default:  # the second operand has no dimension `at`
