@@ -1,4 +1,4 @@
-"""Fields of the packed batch that a part of a model gets although the model does not pass them to it."""
+"""Fields of the packed batch for parts to which the model does not pass them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
     """Return the placeholder of a field; make it, with a fake value, if there is none."""
-    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    placeholders: dict[str, fx.Node] = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if name not in placeholders:
         with graph.inserting_after([*placeholders.values()][-1]):
             placeholders[name] = graph.placeholder(name)

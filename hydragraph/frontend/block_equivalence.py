@@ -1,4 +1,4 @@
-"""Equivalence of blocks by the operators that each runs on the meta device, which is faster than tracing them."""
+"""Equivalence of blocks by the operators that each runs on the meta device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from hydragraph.frontend.untraceable import refuse_own_backward, watched
 from hydragraph.private.argument_trees import TorchDispatchMode
 from hydragraph.private.tracing import meta_as_cpu, symbol_name
 
-# Largest constant tensor that is compared by content, in elements.
-_LARGEST = 1 << 20
+_LARGEST = 1 << 20  # elements of a constant tensor that is compared by content
 
 
 def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
-    """Return a digest of a block's computation, or None if it needs its own trace; `hints`: symbol -> example size."""
+    """Return a digest of a block's computation, or None if unknown; `hints`: symbol -> example size."""
     notes = _noted(call, hints)
     return None if notes is None else hashlib.sha256("\n".join(notes).encode()).hexdigest()
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block does nothing with its index attributes (`LAYER_INDEX`) but pass them on."""
+    """Return whether a block only passes its index attributes (`LAYER_INDEX`) on."""
     plain = _noted(call, hints)
     with ExitStack() as indices:
         for attributes in map(vars, call.module.modules()):

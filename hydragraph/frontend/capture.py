@@ -170,7 +170,7 @@ def check_model(model: object, call: str) -> None:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Model split into templates, and the inputs of each block.
+    """Model split into templates.
 
     Attributes:
         feeds: block -> index of the aux output for each of its other inputs.
@@ -227,7 +227,6 @@ class _Skeleton:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Placeholder -> field of the packed batch."""
         return dict(zip(self.signature.user_inputs, self.fields, strict=True))  # type: ignore[arg-type]
 
     def field(self, name: str) -> fx.Node:
@@ -292,11 +291,7 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Trace each block that differs from those before it; return the template of every block.
-
-    Args:
-        keys: id of a block -> its structure without the index.
-    """
+    """Return the template of every block; `keys`: id of a block -> its structure without the index."""
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
@@ -322,7 +317,6 @@ def _capture_layers(
 
 
 def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
-    """Check that packed sequences cannot interact, and that a custom loss (`own_loss`) sums over tokens."""
     tokens = next(iter(pieces.sizes))
     around = pieces.around
     for where, template in pieces.unique.items():
@@ -346,7 +340,6 @@ def _refuse_leaks(pieces: _Pieces, own_loss: bool) -> None:
 
 
 def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) -> Program:
-    # Tied parameters get the first of their names.
     first = {id(p): n for n, p in model.named_parameters()}
     canonical = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     raw = {"embed": pieces.embed, **pieces.layers, "head": pieces.head}
@@ -410,7 +403,6 @@ def _is_causal(model: nn.Module, layers: Mapping[str, Template]) -> bool:
 def _buckets(
     blocks: Sequence[Block], parameters: Mapping[str, Parameter], learns: Collection[str]
 ) -> tuple[Bucket, ...]:
-    """Group parameters into buckets, in block order, unused ones last (`Bucket`)."""
     users: dict[str, list[str]] = {}
     for block in blocks:
         for name in dict.fromkeys(block.parameters):

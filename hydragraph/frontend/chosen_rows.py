@@ -46,10 +46,11 @@ class _Unchanged(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Selection:
-    """Mask over tokens, or over tokens and their chosen experts, with the dimension of tokens first.
+    """Mask over tokens, or over tokens and their chosen experts.
 
     Attributes:
-        dims, sizes: the dimensions of the original mask in this order, and their sizes.
+        mask: with the dimension of tokens first.
+        dims, sizes: the original mask's, in this order.
     """
 
     mask: fx.Node
@@ -95,7 +96,7 @@ class _Rewriting:
         self._graph = graph.graph
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
-        self._lists: dict[fx.Node, _Selection] = {}  # operators that list all selected positions of a mask
+        self._lists: dict[fx.Node, _Selection] = {}  # all selected positions of a mask
         self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension of a mask
         self._rows: dict[fx.Node, _Selection] = {}  # values with a row for each place
 
@@ -131,8 +132,10 @@ class _Rewriting:
 
     def _choice(self, node: fx.Node) -> tuple[_Selection, dict[int, int]] | None:
         arguments = operands(node)
-        if node.target in (aten.index.Tensor, aten.index_put.default) and self._is_selection(arguments[1]):
-            return self._chosen(arguments[1], node)
+        if node.target in (aten.index.Tensor, aten.index_put.default):
+            indices = arguments[1]
+            if _mask_of(indices) is not None or any(index in self._indices for index in indices):
+                return self._chosen(indices, node)
         by_index = (aten.index_select.default, aten.index_add.default, aten.index_copy.default)
         if node.target in by_index and arguments[2] in self._indices:
             selection, along = self._indices[arguments[2]]
@@ -169,9 +172,6 @@ class _Rewriting:
                 return 0
         raise _Unchanged(f"places of a mask are read by {node.target}")
 
-    def _is_selection(self, indices: Sequence[fx.Node | None]) -> bool:
-        return _mask_of(indices) is not None or any(index in self._indices for index in indices)
-
     def _chosen(self, indices: Sequence[fx.Node | None], place: fx.Node) -> tuple[_Selection, dict[int, int]]:
         """Return a selection, and dimension of the mask -> dimension of the indexed value."""
         mask = _mask_of(indices)
@@ -191,7 +191,6 @@ class _Rewriting:
     def _taken(
         self, place: fx.Node, x: fx.Node, chosen: tuple[_Selection, dict[int, int]]
     ) -> tuple[fx.Node, _Selection]:
-        """Return the rows of a value that a mask selects, [..., rows, ...]."""
         selection, dims = chosen
         self._check_sizes(x, selection, dims)
         position = min(dims.values())
@@ -210,8 +209,7 @@ class _Rewriting:
                 result = self._call(place, aten.reshape.default, result, [-1, *kept])
             order = [*range(1, position + 1), 0, *range(position + 1, len(rest) + 1)]
             result = self._permuted(place, result, order)
-            # Selections are tracked by node, and other readers of `x` do not select.
-            if result is x:
+            if result is x:  # other readers of `x` do not select
                 result = self._call(place, aten.permute.default, x, list(range(len(order))))
             return result, selection
 

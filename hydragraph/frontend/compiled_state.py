@@ -1,7 +1,6 @@
 """Detection of changes to the Python state that a model was compiled with, which graphs would not follow.
 
-Not detected are changes that no version counter counts (`p.data.zero_()`, NumPy), the inside of nested objects, and
-lists of more than 1,000 elements.
+Not detected are changes that no version counter counts (`p.data.zero_()`, NumPy), and the inside of nested objects.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _LONGEST = 1000  # of longer containers only the length and the identity are compared
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
-# Attributes that libraries leave on modules and configs, and settings that do not affect graphs.
+# Attributes that do not affect graphs.
 _NOTES = frozenset({"_is_hf_initialized", "gradient_checkpointing", "generation_config", "warnings_issued"}) | {
     *("name_or_path", "architectures", "transformers_version", "dtype", "loss_type"),
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions"),
@@ -64,8 +63,8 @@ class _Names:
 
     Attributes:
         now: returns their current values, or None if the owner no longer exists.
-        plain, others: names compared by value, and by identity or content (`_frozen`).
-        known: all names at compilation; None: names added later are ignored.
+        plain, others: names compared by value, and by `_frozen`.
+        known: all names at compilation; None: added names are ignored.
         kind: the class whose code would read added names.
     """
 
@@ -188,7 +187,7 @@ class CompiledState:
 
     Args:
         loss: the user's own loss, or None.
-        buffers: the buffers that steps compute with, by name.
+        buffers: those that steps compute with, by name.
     """
 
     def __init__(self, model: nn.Module, loss: Any, buffers: Mapping[str, Tensor]) -> None:
@@ -219,7 +218,7 @@ class CompiledState:
             names.check()
 
     def changed_weights(self) -> str:
-        """Return which parameter, buffer or module was changed or replaced; "": none."""
+        """Return which parameter, buffer or module was changed; "": none."""
         try:
             for module in self._modules:
                 module.check_parts(self._is_trained)
@@ -295,7 +294,6 @@ class CompiledState:
 
 
 def _depends_on_training(module: nn.Module, own: bool) -> bool:
-    """Return whether a module's result may depend on its training flag; `own`: the user's code reads it."""
     library = base_library_of(type(module))
     rates = rates_of(module)
     if library_of(type(module)) is None and (own or library is None):
@@ -314,7 +312,6 @@ def _digest(tensor: Tensor) -> int:
 
 
 def _frozen(value: Any, depth: int = 4) -> Any:
-    """Return a key of a value and its containers' content."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if not isinstance(value, _CONTAINERS) or not depth or len(value) > _LONGEST:

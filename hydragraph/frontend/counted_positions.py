@@ -1,8 +1,4 @@
-"""Positions that a model counts along its row of tokens, replaced by those of each packed sequence.
-
-A model that runs on one sequence reads positions from `torch.arange(T)`. In a packed row that count continues across
-sequences, whereas `position_ids` restarts in each.
-"""
+"""Positions that a model counts along its row of tokens by `torch.arange(T)`, replaced by `position_ids`."""
 
 from __future__ import annotations
 
@@ -25,10 +21,11 @@ _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.s
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace what counts through the tokens of a row, whose number is the symbol `tokens`.
+    """Replace what counts through the tokens of a row.
 
     Args:
-        given: the value of the positions, [1, T] int64; None: an added input.
+        tokens: the symbol of the token count.
+        given: the positions, [1, T] int64; None: an added input.
     """
     counters = [n for n in graph.nodes if n.target in ARANGES and _counts(n, tokens) and not _chooses_rows(n, tokens)]
     for node in counters:
@@ -42,7 +39,6 @@ def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None)
 
 
 def _counts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value is 0, 1, 2, ... for the tokens of a row."""
     first, step = argument_of(node, "start") or 0, argument_of(node, "step") or 1
     return first == 0 and step == 1 and symbol_name(shape(node)[0]) == tokens
 

@@ -17,9 +17,6 @@ def caller(model: nn.Module, fields: Collection[str]) -> Callable[[nn.Module, di
     """Return a function that calls a module with the fields that its forward's parameters name.
 
     A module whose only required parameter is not a field (`batch`) gets the whole dict.
-
-    Raises:
-        Unsupported: a required parameter is not a field.
     """
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _NAMED]
     names = [p.name for p in parameters if p.name in fields]

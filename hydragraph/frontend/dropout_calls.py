@@ -30,11 +30,7 @@ INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 
 def number_calls(graph: fx.GraphModule, where: str) -> None:
-    """Replace PyTorch's dropout in a graph and its regions by ours, numbered in call order.
-
-    Raises:
-        Unsupported: a value does not have one dimension of tokens.
-    """
+    """Replace PyTorch's dropout in a graph and its regions by ours, numbered in call order."""
     numbers = itertools.count()
 
     def visit(module: fx.GraphModule) -> None:
@@ -76,7 +72,7 @@ def _token_dim(x: fx.Node, where: str) -> int:
 
 
 def add_keys(graph: fx.GraphModule) -> None:
-    """Append the inputs `dropout_block` and `dropout_keys` to a functional graph, if it has dropout."""
+    """Append the inputs to a functional graph, if it has dropout."""
     calls = [n for n in graph.graph.nodes if n.target in DRAWN]
     if not calls:
         return

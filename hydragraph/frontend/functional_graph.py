@@ -114,7 +114,7 @@ def functional_graph(
         block: whether selections of rows are computed for all tokens (`chosen_rows`).
 
     Raises:
-        Unsupported: the graph contains writes that autograd does not see, or draws random numbers.
+        Unsupported: the graph writes into values that must not change, or draws random numbers.
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
@@ -138,7 +138,7 @@ def functional_graph(
 
 
 def _refuse_unseen_writes(graph: fx.GraphModule, where: str) -> None:
-    """Reject writes that autograd does not record: through `x.detach()`, or to an outside value under no_grad."""
+    """Reject writes that autograd does not record."""
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target):
             body, _ = region(graph, node)
@@ -219,7 +219,6 @@ def _write_concatenations(graph: fx.Graph) -> None:
 
 
 def _parts_written(last: fx.Node) -> list[fx.Node] | None:
-    """Return the parts that a chain of slice_scatter writes along one dimension, if they fill a new tensor."""
     written: list[tuple[int, int, fx.Node]] = []
     node = last
     dim = (*operands(last), 0)[2]
@@ -257,7 +256,7 @@ def _turns(node: fx.Node) -> bool:
 
 
 def _write_elementwise_norms(graph: fx.Graph) -> None:
-    """Write batch norms with fixed statistics as elementwise operators; the original also returns statistics."""
+    """Write batch norms with fixed statistics as elementwise operators."""
     norms = graph.find_nodes(op="call_function", target=aten.batch_norm.default)
     for node in [n for n in norms if not n.args[5] and n.args[3]]:
         x, weight, bias, mean, variance, _, _, eps, *_ = node.args

@@ -1,4 +1,4 @@
-"""Hugging Face models: attention by `varlen_attention`, packed sequences, rejection of unsupported features."""
+"""Hugging Face models: attention, packed sequences, rejection of unsupported features."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from hydragraph.passes.graph_node import ALONG_SEQUENCES, ATTENDING, operands
 
 ATTENTION = "hydragraph"
 
-# Arguments whose information is in cu_seqlens.
-_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})
-# Suffixes of transformers classes with labels at the predicted token itself.
-_ALIGNED = ("ForMaskedLM", "ForTokenClassification")
+_IGNORED = frozenset({"position_ids", "cu_seq_lens_k", "max_length_k", "cache_position"})  # cu_seqlens has them
+_ALIGNED = ("ForMaskedLM", "ForTokenClassification")  # classes with labels at the predicted token itself
 
 
 def attention(
@@ -44,8 +42,7 @@ def attention(
     """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
 
     Raises:
-        Unsupported: the mask is neither a window nor chunks, or dropout is combined with a window, chunks, caps or
-            sinks.
+        Unsupported: the mask, or its combination with dropout.
     """
     where = type(module).__name__
     if cu_seq_lens_q is None:
@@ -65,8 +62,7 @@ def attention(
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    # The option `sliding_window` repeats the mask for flash attention.
-    if attention_mask is not None:
+    if attention_mask is not None:  # the option `sliding_window` repeats the mask for flash attention
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):
@@ -93,7 +89,6 @@ def _packed(x: Tensor, size: int) -> Tensor:
 
 
 def _refuse_own_attention(model: nn.Module) -> None:
-    """Reject attention registered by the user, since ours would replace it."""
     from transformers import AttentionInterface
 
     attentions = AttentionInterface()
@@ -109,7 +104,6 @@ def _refuse_own_attention(model: nn.Module) -> None:
 
 
 def _refuse_linear_biases(model: nn.Module) -> None:
-    """Raise Unsupported for models that add biases to attention scores (ALiBi), as BLOOM, MPT and some Falcons do."""
     for module in model.modules():
         builds = any("alibi" in name for name in vars(type(module)))
         if builds or any("alibi" in name and value is True for name, value in vars(module).items()):
@@ -119,7 +113,6 @@ def _refuse_linear_biases(model: nn.Module) -> None:
 
 
 def _refuse_shared_values(model: nn.Module) -> None:
-    """Raise Unsupported for models whose layers read more than the hidden state of the layer before."""
     settings = {"num_kv_shared_layers": "keys and values of earlier layers", "hidden_size_per_layer_input": "a table"}
     for module in model.modules():
         for name, read in settings.items():
@@ -131,13 +124,13 @@ def _refuse_shared_values(model: nn.Module) -> None:
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Return whether a model is from transformers, without importing it for others."""
+    """Return whether a model is from transformers."""
     classes = type(base_model(model)).__mro__
     return any(c.__module__.startswith("transformers.") for c in classes) and hasattr(model, "config")
 
 
 def is_library_class(model: nn.Module) -> bool:
-    """Return whether a model's class and forward are from transformers or peft, which keep no state."""
+    """Return whether a model's class and forward are from transformers or peft."""
     from_library = type(model).__module__.partition(".")[0] in ("transformers", "peft")
     return from_library and not any("forward" in vars(module) for module in model.modules())
 
@@ -158,7 +151,7 @@ def use_packed_attention(model: nn.Module) -> None:
 
 
 class _OrPyTorchs(str):
-    """Our name, equal to "sdpa" for layers that do not look it up but call PyTorch's attention (`plain_attention`)."""
+    """Our name, equal to "sdpa" for layers that call PyTorch's attention themselves."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -222,12 +215,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported for a layer that mixes tokens otherwise than by attention as its model's masks have it.
-
-    Args:
-        model: our copy, which was traced.
-        layers: the template of each block.
-    """
+    """Raise Unsupported for a traced layer that mixes tokens otherwise than its model's masks say."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the sequence length: dynamic NTK and longrope, as in transformers.
+"""Rotary frequencies that depend on the sequence length: dynamic NTK and longrope.
 
 Capture keeps the frequencies of short sequences; longer sequences are rejected (`positions`).
 """
@@ -16,7 +16,7 @@ _LONG = "longrope"
 
 
 def hold_frequencies(model: nn.Module) -> None:
-    """Keep a meta copy from changing its frequencies in forward."""
+    """Keep a meta copy from changing its frequencies."""
     for module in model.modules():
         kinds = _kinds(module)
         if any(map(_changes, kinds.values())):
@@ -25,7 +25,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the length up to which a longrope model keeps its frequencies, and the setting's name."""
+    """Return the length up to which a longrope model keeps its frequencies, and the setting, or None."""
     name = "original_max_position_embeddings"
     original_lengths = [
         int(most)
@@ -56,7 +56,6 @@ def _changes(kind: str) -> bool:
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """Return a module's rotary type by layer type; "": all layers."""
     rope_type = vars(module).get("rope_type")
     kinds = {"": rope_type} if isinstance(rope_type, str) else rope_type if isinstance(rope_type, dict) else {}
     return {str(layer): kind for layer, kind in kinds.items() if isinstance(kind, str)}

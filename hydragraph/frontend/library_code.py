@@ -1,8 +1,4 @@
-"""Code that a library model's forward runs beyond what the versions of its libraries determine.
-
-Patches, such as Liger's and Unsloth's, are found without running anything, by following names from each module's
-forward through methods, globals, closures and attributes of Python modules.
-"""
+"""Code that a library model's forward runs beyond what the versions of its libraries determine, such as patches."""
 
 from __future__ import annotations
 
@@ -26,12 +22,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class LibraryCode:
-    """Code that a model's forward may run and values that it may read, by name.
+    """Code that a model's forward may run and values that it may read, found by following names from each forward.
 
     Attributes:
-        foreign: functions, classes and objects from outside the libraries, with their places.
+        foreign: texts about functions, classes and objects from outside the libraries.
         patches: (place, function, class or object) of the same.
-        values: (place, value) of plain values read from the libraries' modules, closures and defaults.
+        values: (place, value) of plain values that the libraries read.
     """
 
     def __init__(self, model: nn.Module) -> None:

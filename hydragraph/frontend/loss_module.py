@@ -13,12 +13,11 @@ from hydragraph.frontend.check.wide_dtype import widened
 from hydragraph.frontend.packed_inputs import Loss
 from hydragraph.ir.program import Program
 
-# Prefix of a loss's buffers in a program.
-_PREFIX = "_hydragraph_loss."
+_PREFIX = "_hydragraph_loss."  # of a loss's buffers in a program
 
 
 def refuse_trained(loss: Loss | None) -> None:
-    """Raise Unsupported for a loss module with parameters, which no rank would own or update."""
+    """Raise Unsupported for a loss module with parameters."""
     for name, _ in loss.named_parameters() if isinstance(loss, nn.Module) else ():
         what = f"a loss with the parameter {name!r}, but only the model's parameters are trained and saved"
         remedy = "register the parameter in the model, and have its forward return it along with the logits"
@@ -26,11 +25,7 @@ def refuse_trained(loss: Loss | None) -> None:
 
 
 def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
-    """Return a loss module's buffers by their names in a program, on the CPU; none for a function.
-
-    Raises:
-        Unsupported: a buffer is on the meta device.
-    """
+    """Return a loss module's buffers by their names in a program, on the CPU."""
     if not isinstance(loss, nn.Module):
         return {}
     buffers = {}
@@ -43,14 +38,12 @@ def loss_buffers(loss: Loss | None) -> dict[str, Tensor]:
 
 
 def check_loss_of(program: Program, loss: Loss | None) -> None:
-    """Raise ValueError unless a program's loss and the given one have the same buffers."""
+    """Raise ValueError unless a loss has the buffers of a program's."""
     needed = {name for block in program.blocks for name in block.buffers if name.startswith(_PREFIX)}
     missing = sorted(needed - loss_buffers(loss).keys())
     if missing:
-        name = missing[0].removeprefix(_PREFIX)
-        raise ValueError(
-            f"program: its loss has the buffer {name!r}; pass the module that it was captured with as loss="
-        )
+        what = f"its loss has the buffer {missing[0].removeprefix(_PREFIX)!r}"
+        raise ValueError(f"program: {what}; pass the module that it was captured with as loss=")
 
 
 def name_in_program(attribute: str, name: str) -> str:

@@ -64,7 +64,6 @@ def refuse_mean(template: Template, where: str) -> None:
 
 
 def _is_divisor(node: fx.Node, by: fx.Node, varies: Collection[fx.Node]) -> bool:
-    """Return whether a batch-dependent number divides a value, or multiplies another one."""
     second = len(by.args) > 1 and by.args[1] is node and _is_one_number(node)
     first = by.args[0]
     return second and ("mul" not in str(by.target) or (isinstance(first, fx.Node) and first in varies))

@@ -1,8 +1,4 @@
-"""Attention patterns that a Hugging Face model requests through its mask: windows, chunks and custom patterns.
-
-transformers builds masks from functions of positions. Ours classifies these functions instead of building a tensor [T,
-T]: it returns None for plain attention, and otherwise a marker, which layers compute (windows, chunks) or refuse.
-"""
+"""Attention patterns of Hugging Face models: `mask` classifies functions of positions instead of building a tensor."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-# Patterns that keep packed sequences separate, which our attention always does.
-_PACKED = frozenset({"packed_sequence_mask_function"})
+_PACKED = frozenset({"packed_sequence_mask_function"})  # our attention always keeps packed sequences separate
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 _DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
@@ -33,10 +28,10 @@ class Marker:
     """Stand-in for a mask, which a model may only pass on.
 
     Attributes:
-        kind, remedy: description of the mask, and what to change if it is refused.
-        both_ways: queries also attend to later keys, which only non-causal attention computes.
-        window: a query attends only to keys at a smaller distance; None: no window.
-        chunk: a query attends only within its chunk of this many tokens; None: no chunks.
+        kind: description of the mask.
+        both_ways: queries also attend to later keys.
+        window: a query attends only to keys at a smaller distance.
+        chunk: a query attends only within its chunk of this many tokens.
     """
 
     kind: str
@@ -66,11 +61,11 @@ class Marker:
 def mask(
     *_: Any, mask_function: Pattern, attention_mask: Tensor | None = None, config: Any = None, **__: Any
 ) -> Marker | None:
-    """Classify a mask; return None for plain attention. transformers' mask interface calls this.
+    """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
         mask_function: maps indices of batch, head, query and key to whether the query sees the key.
-        attention_mask: [B, T], marks the tokens that count; made by the model itself.
+        attention_mask: [B, T], marks the tokens that count.
     """
     if attention_mask is not None and not constant_of(attention_mask):
         return Marker("a padding mask", "choose a model that makes no mask of its own")
@@ -90,11 +85,7 @@ def mask(
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Return whether a layer without a marker attends to earlier tokens only: as it says, or as its model's masks do.
-
-    Raises:
-        Unsupported: the layer attends both ways, and its model makes masks of both kinds.
-    """
+    """Return whether a layer without a marker attends to earlier tokens only, or raise Unsupported if unknown."""
     if getattr(module, "is_causal", True):
         return True
     made = directions(module)
@@ -118,7 +109,6 @@ def _local(limits: Sequence[tuple[str, int]], both_ways: bool) -> Marker:
 
 
 def _parts(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the functions that must all admit a key, except those that keep sequences separate."""
     name = _name(pattern)
     if name in _PACKED:
         return
@@ -136,7 +126,6 @@ def _parts(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _is_empty(pattern: Pattern) -> bool:
-    """Return whether a pattern is a blockwise overlay without blocks."""
     if _name(pattern) != "blockwise_overlay":
         return False
     number = constant_of(inspect.getclosurevars(pattern).nonlocals["block_sequence_ids"])

@@ -1,7 +1,4 @@
-"""Initialisation of a meta-device model by its own initialiser, block by block.
-
-Random numbers are seeded by the block's name, so any number of ranks produces the same values in any order.
-"""
+"""Initialisation of a meta-device model by its own initialiser, block by block, seeded by the block's name."""
 
 from __future__ import annotations
 
@@ -17,16 +14,11 @@ from hydragraph.frontend.huggingface import is_huggingface
 from hydragraph.frontend.peft_adapters import is_peft
 from hydragraph.frontend.repeated_blocks import block_list, entries
 
-# An integer that no initialiser sets: where it remains, the initialiser set no value.
-_UNSET = -(2**31)
+_UNSET = -(2**31)  # an integer that no initialiser sets
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model has no weights yet.
-
-    Raises:
-        Unsupported: only some parameters have weights, or the model has adapters.
-    """
+    """Return whether a model has no weights; raise Unsupported if only some are missing, or it has adapters."""
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
         what = f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not"
@@ -43,7 +35,6 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
     """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name, those outside its blocks first.
 
     Args:
-        seed: the same on every rank.
         blocks: as in `capture`.
 
     Raises:
@@ -61,11 +52,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name on the CPU, initialised if they are on the meta device.
-
-    Raises:
-        Unsupported: names a buffer that the model's own initialiser does not set.
-    """
+    """Return a model's buffers by name on the CPU, initialised like parameters if they are on meta."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_buffers(prefix, recurse=False, remove_duplicate=False))

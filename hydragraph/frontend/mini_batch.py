@@ -1,4 +1,4 @@
-"""Global mini-batches: validated, agreed upon by all ranks, and packed for this rank."""
+"""Global mini-batches: validated, compared by all ranks, and packed for this rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class MiniBatch:
 
     Attributes:
         sequences: with aligned labels.
-        lengths: tokens of each sequence; 0 for one without a target, which does not contribute.
-        tokens: number of targets in all sequences, at least one.
+        lengths: tokens of each sequence; 0 for one without a target.
+        tokens: number of targets, at least one.
     """
 
     sequences: tuple[workload.Sequence, ...]
@@ -42,11 +42,8 @@ class MiniBatch:
     ) -> MiniBatch:
         """Validate sequences, or padded batches of them (`hydragraph.spec.padded`).
 
-        Args:
-            limits: limits on values from the model's tables and its loss.
-
         Raises:
-            ValueError: a sequence is malformed, a value is outside the limits, or no sequence has a target.
+            ValueError: a sequence is malformed or outside the limits, or none has a target.
         """
         checked = tuple(workload.sequence_of(s, i, causal, fields) for i, s in enumerate(sequences_in(given, fields)))
         if not all(limit.holds(checked) for limit in limits):
@@ -60,11 +57,7 @@ class MiniBatch:
         return cls(checked, tuple(len(s) if n else 0 for s, n in zip(checked, targets, strict=True)), tokens)
 
     def divisor(self, divide_by: DivideBy) -> float:
-        """Return the divisor of the summed losses.
-
-        Raises:
-            ValueError: it is not "targets", "sequences" or a positive, finite number.
-        """
+        """Return the divisor of the summed losses, or raise ValueError."""
         if divide_by == "targets":
             return self.tokens
         if divide_by == "sequences":
@@ -77,11 +70,11 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Planned:
-    """Planning times of an assignment.
+    """Planning times of an assignment, in seconds.
 
     Attributes:
-        exposed_s, hidden_s: planning time that this step waited for, and did not wait for, in seconds.
-        expected_s: predicted compute time of the iteration, in seconds; 0 without measurements.
+        exposed_s, hidden_s: planning time that this step waited for, and did not wait for.
+        expected_s: predicted compute time of the iteration; 0 without measurements.
     """
 
     exposed_s: float
@@ -116,13 +109,7 @@ def packed(
     unplaced: int | None = None,
     draws: Draws | None = None,
 ) -> AssignedBatch:
-    """Pack a rank's micro-batches.
-
-    Args:
-        several: the model keeps packed sequences separate, so padding is a separate sequence.
-        unplaced: token id without a position, see `Program`.
-        draws: the numbers of all sequences, for a model with dropout.
-    """
+    """Pack a rank's micro-batches; `several`, `unplaced` and `draws` as in `pack`."""
     mine = {place.pipeline for place in strategy.places(rank)}
     blanks = 0
     batches = []
@@ -149,7 +136,7 @@ def digest(text: str, batch: MiniBatch | None) -> int:
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            # A row of one element may have any stride, which `view` to another dtype rejects.
+            # A row of one element may have any stride, which `view` rejects.
             flat = value.contiguous().as_strided((value.numel(),), (1,))
             hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

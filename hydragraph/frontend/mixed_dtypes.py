@@ -1,7 +1,4 @@
-"""Rejection of operators whose operands have incompatible dtypes.
-
-A model may cast operands to a parameter's dtype, which is wrong here, since all parameters compute in one dtype.
-"""
+"""Rejection of operators with incompatible dtypes."""
 
 from __future__ import annotations
 
@@ -11,19 +8,17 @@ import torch
 from torch import Tensor, fx
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.program import Template
 from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator with unsupported dtypes."""
-    nodes = template.graph.graph.nodes
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    tensors = dict(zip(placeholders, (*template.parameters, *template.buffers), strict=False))
+    """Raise Unsupported for an operator that does not take its operands' dtypes."""
+    tensors = dict(zip(placeholders_of(template.graph), (*template.parameters, *template.buffers), strict=False))
     asked: dict[object, str] = {}
-    for node in nodes:
+    for node in template.graph.graph.nodes:
         floating_operands = [n for n in node.all_input_nodes if _is_floating(value_of(n))]
         dtypes = [value_of(n).dtype for n in floating_operands]
         if not is_operator(node.target) or len(set(dtypes)) < 2:

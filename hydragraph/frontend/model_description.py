@@ -1,7 +1,4 @@
-"""Descriptions of a model's parts as texts that are the same in every process.
-
-Library code is described by its name, other code by its source file.
-"""
+"""Descriptions of a model's parts as texts that are the same in every process."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ class Unknown(Exception):  # noqa: N818
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's attributes except tensors and modules, sorted, as texts.
-
-    Raises:
-        Unknown: the module has a hook, or a value that cannot be described.
-    """
+    """Return a module's attributes except tensors and modules, sorted, as texts, or raise Unknown."""
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
@@ -74,19 +67,15 @@ def _value(value: object) -> str:
         return f"{type(value).__module__}.{type(value).__qualname__}"  # a config or a library's helper
     if type(value).__module__ == "builtins" and callable(value) and "0x" not in repr(value):
         return repr(value)
-    raise Unknown(f"a {type(value).__name__} cannot be told from another")
+    raise Unknown(f"a {type(value).__name__} cannot be distinguished from another")
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a function by its name, and by its source if it is not a library's or hydragraph's.
-
-    Raises:
-        Unknown: it is a closure, or not a plain function or `functools.partial`.
-    """
+    """Describe a function by its name, and by its source if it is not a library's; raise Unknown for a closure."""
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
-        raise Unknown(f"a {type(function).__name__} cannot be told from another")
+        raise Unknown(f"a {type(function).__name__} cannot be distinguished from another")
     if function.__closure__:
         raise Unknown(f"the function {function.__qualname__} closes over values")
     name = f"{function.__module__}.{function.__qualname__}"
@@ -98,11 +87,7 @@ def described_function(function: Callable[..., Any]) -> str:
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of the file that defines a class or a function.
-
-    Raises:
-        Unknown: no such file can be read.
-    """
+    """Return the SHA-256 of the file that defines a class or a function, or raise Unknown."""
     file = file_of(thing)
     if not file:
         raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")

@@ -19,21 +19,16 @@ from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")
-# Names of attributes that usually hold a block's index.
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")
-# A hash seeded per process and a mark of transformers, which do not describe a module.
-_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")
-# Py_TPFLAGS_HEAPTYPE, set for classes defined in Python.
-_HEAP = 1 << 9
-# Limit of values; a larger structure, which may hold a data set, counts as unique.
-_LARGEST = 20_000
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # attributes that usually hold a block's index
+_BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # they do not describe a module
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
+_LARGEST = 20_000  # values; a larger structure, which may hold a data set, counts as unique
 
 
 def structure(value: object, index: bool = True) -> str:
     """Return a digest that values, such as modules, share only if built alike.
 
-    Tensors are described by shape, dtype, requires_grad and aliasing; functions by code, defaults and closure cells;
-    objects of Python classes by class and attributes. Anything else equals only itself, in this process and its forks.
+    A value that cannot be described equals only itself, in this process and its forks.
 
     Args:
         index: whether attributes with a block's index (`LAYER_INDEX`) count.
@@ -42,7 +37,7 @@ def structure(value: object, index: bool = True) -> str:
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
-    """Return a digest of a loss, and of the globals that the user's forward and loss read."""
+    """Return a digest of a loss, and of the globals that it and the user's forward read."""
     functions = Readers(model, loss).functions.values()
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     return structure((loss, [(f.__qualname__, globals_of(f)) for f in ordered]))
@@ -61,7 +56,7 @@ class _Describer:
         self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, so that no id is used twice
 
     def text(self, value: Any) -> str:
-        """Describe a value, or refer to one seen before by its number, as structures may be recursive."""
+        """Describe a value, or refer to one seen before by its number."""
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, _PLAIN):
@@ -129,7 +124,6 @@ class _Describer:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Return whether an object's attributes are its whole state: no base except `object` is written in C."""
     new: Any = kind.__new__
     ours = new is object.__new__ or isinstance(new, FunctionType)
     heap = all(base is object or base.__flags__ & _HEAP for base in kind.__mro__)

@@ -18,15 +18,15 @@ class Draws:
     """Numbers that determine the dropout masks of sequences.
 
     Attributes:
-        key: key of the step (`kernels.philox.key_of`).
-        numbers: number of each sequence in its mini-batch; -1: without dropout.
+        key: of the step (`kernels.philox.key_of`).
+        numbers: of each sequence in its mini-batch; -1: without dropout.
     """
 
     key: int
     numbers: Sequence[int]
 
     def of(self, chosen: Sequence[int]) -> Draws:
-        """Return the numbers of some of the sequences, by index."""
+        """Return those of some of the sequences, by index."""
         return Draws(self.key, [self.numbers[i] for i in chosen])
 
 
@@ -51,11 +51,10 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and to at least 2, by a separate sequence without
-            targets.
-        several: also pad a lone sequence: a loss that computes with cu_seqlens is traced for at least two sequences.
+        multiple: the token count is padded to a multiple of this, and to at least 2, by a sequence without targets.
+        several: also pad a lone sequence.
         unplaced: token id whose position is -1 and which does not advance the positions.
-        draws: numbers of the sequences, for a model with dropout.
+        draws: for a model with dropout.
 
     Returns:
         input_ids, position_ids, labels [1, T] int64; cu_seqlens [N + 1] int32; max_length, 0-d int64 on the CPU; custom

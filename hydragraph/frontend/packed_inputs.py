@@ -1,4 +1,4 @@
-"""Inputs of a captured model, a packed batch of T tokens, and the default loss of its outputs."""
+"""Fields of a packed batch, and the default loss of a model's outputs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.private.tracing import TensorSpec
 from hydragraph.spec.workload import Field
 
-# PyTorch's default ignore_index.
-IGNORED = -100
+IGNORED = -100  # PyTorch's default ignore_index
 
-# name -> shape (T tokens, N sequences) and dtype of every field
+# Fields of every packed batch of T tokens in N sequences.
 FIELDS = {
     "input_ids": TensorSpec((1, "T"), torch.int64),
     "position_ids": TensorSpec((1, "T"), torch.int64),
@@ -37,7 +36,7 @@ Loss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], where: str) -> dict[str, TensorSpec]:
-    """Return the fields of a packed batch: FIELDS, and the custom fields [1, T, ...] of an example.
+    """Return FIELDS, and the custom fields [1, T, ...] of an example.
 
     Args:
         tensor_names: names of the model's parameters and buffers, which no field may have.
@@ -48,12 +47,12 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
     example = dict(example or {})
     fields = dict(FIELDS)
     tokens = {int(t.shape[1]) for t in example.values() if t.dim() > 1}
-    kinds = {n: str(f.dtype).removeprefix("torch.") for n, f in FIELDS.items()}
-    described = [f"{n} {kinds[n]} [{', '.join(map(str, f.shape))}]" for n, f in FIELDS.items()]
     for name, tensor in example.items():
         field = FIELDS.get(name) or _own_field(name, tensor, tensor_names)
         if field is None or not _fits(tensor, field) or len(tokens) > 1:
             what = f"the example's field {name!r} is {tensor.dtype} {list(tensor.shape)}"
+            shapes = {n: ", ".join(map(str, f.shape)) for n, f in FIELDS.items()}
+            described = [f"{n} {f.dtype} [{shapes[n]}]".replace("torch.", "") for n, f in FIELDS.items()]
             remedy = f"pass what a packed batch has ({', '.join(described)}), or [1, T, ...] under an unused name"
             raise Unsupported(what, where=where, remedy=remedy)
         fields[name] = field
@@ -77,12 +76,11 @@ def own_fields(program: Program) -> dict[str, Field]:
     """Return the custom fields that every sequence must provide."""
     own = {}
     for template in program.templates.values():
-        placeholders = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
-        for node, name in zip(placeholders[::-1], template.inputs[::-1], strict=False):
+        for node, name in zip(placeholders_of(template.graph)[::-1], template.inputs[::-1], strict=False):
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # Padding has no targets, so fields of targets get the value that the loss ignores.
+    # In padding, fields of targets have the value that the loss ignores.
     limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}

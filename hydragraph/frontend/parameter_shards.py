@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from hydragraph.ir.graph_data import placeholders_of
 from hydragraph.ir.parameter import ShardRule
 from hydragraph.ir.program import Block, Template
 from hydragraph.passes.annotate import annotate
@@ -16,29 +17,23 @@ from hydragraph.passes.tensor_cut import Cuts
 
 def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
     """Return a template's cuts and parameter placeholders; those in `whole` stay unsharded."""
-    nodes = {n.name: n for n in template.graph.graph.nodes if n.op == "placeholder"}
+    nodes = {n.name: n for n in placeholders_of(template.graph)}
     parameters = list(nodes.values())[: len(template.parameters)]
     return find_cuts(template.graph.graph, set(parameters), nodes.get("input_ids"), whole), parameters
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
     """Return a template's placeholders for parameters that must stay whole in some block."""
-    # FX writes names in lower case, so only their order tells which is which.
-    placeholders = [node.name for node in template.graph.graph.nodes if node.op == "placeholder"]
-    return {
-        placeholder
-        for block in blocks
-        if block.template == template.name
-        for placeholder, name in zip(placeholders, block.parameters, strict=False)
-        if name in whole
-    }
+    # FX writes names in lower case, so only their order identifies them.
+    placeholders = placeholders_of(template.graph)
+    used_as = [block.parameters for block in blocks if block.template == template.name]
+    return {n.name for names in used_as for n, name in zip(placeholders, names, strict=False) if name in whole}
 
 
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
     """Return the rule of every sharded parameter.
 
-    A parameter that its blocks would shard differently, such as a tied embedding, stays whole. That may force others
-    to, so the analysis repeats.
+    A parameter that its blocks would shard differently stays whole. That may force others to, so the analysis repeats.
     """
     whole: set[str] = set()
     while True:
@@ -59,7 +54,7 @@ def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[st
 
 
 def annotated_template(template: Template, whole: set[str]) -> Template:
-    """Return a template with Communicate-Activation placeholders in its graph."""
+    """Return a template with `communicate` placeholders in its graph."""
     cuts, parameters = analyse(template, whole)
-    hidden = next((n for n in template.graph.graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
+    hidden = next((n for n in placeholders_of(template.graph) if n.name == "hidden"), None)
     return replace(template, graph=annotate(template.graph, cuts, set(parameters), hidden))

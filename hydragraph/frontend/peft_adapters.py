@@ -1,4 +1,4 @@
-"""Support for `peft` adapters: supported methods, and the tensors that belong to adapters."""
+"""Models with `peft` adapters."""
 
 from __future__ import annotations
 
@@ -34,24 +34,19 @@ def base_model(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Settings of a peft model's adapters.
-
-    Attributes:
-        configs: adapter -> its peft config.
-        active: the adapters that compute.
-    """
+    """Config of each of a peft model's adapters, and those that compute."""
 
     configs: Mapping[str, Any]
     active: str | list[str]
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return the settings, or None for a model without adapters."""
+        """Return a model's settings, or None without adapters."""
         peft_model: Any = model
         return cls(copy.deepcopy(peft_model.peft_config), peft_model.active_adapter) if is_peft(model) else None
 
     def on(self, base: nn.Module) -> nn.Module:
-        """Return another base model with new adapters of these settings."""
+        """Add new adapters of these settings to another base model."""
         from peft import get_peft_model
 
         (first, config), *others = copy.deepcopy(dict(self.configs)).items()
@@ -78,7 +73,7 @@ def switchable_parameters(model: nn.Module | None) -> list[str]:
     """Return the names of LoRA's B parameters: while they are zero, a peft model's adapters are off.
 
     Raises:
-        Unsupported: the model is not a peft model, or it trains parameters other than LoRA's A and B.
+        Unsupported: the model trains parameters other than LoRA's A and B.
     """
     if model is None or not is_peft(model):
         remedy = "compile the reference model as a second executable, and score with that"

@@ -1,8 +1,6 @@
 """PyTorch's own attention over a row of tokens, replaced by attention within each packed sequence.
 
-A model that runs on one sequence may call `scaled_dot_product_attention(q, k, v, is_causal=True)`. Over a packed row,
-tokens would see other sequences; `varlen_attention` computes the same result as for each sequence alone. Calls with a
-mask or with dropout stay, and are refused.
+Calls with a mask or with dropout stay, and are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _BOUNDS = 3  # entries of cu_seqlens in the example that is traced
 
 
 def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
-    """Replace attention over all tokens of a row, given the symbol of their number."""
+    """Replace attention over all tokens of a row; `tokens`: symbol of their number."""
     calls = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
     for node in calls:
         if argument_of(node, "attn_mask") is None and not argument_of(node, "dropout_p") and _over_row(node, tokens):
@@ -35,7 +33,6 @@ def use_packed_sequences(graph: fx.Graph, tokens: str) -> None:
 
 
 def _over_row(node: fx.Node, tokens: str) -> bool:
-    """Return whether query, key and value are [1, heads, T, D], all of one D."""
     sizes = [shape(x) for x in operands(node)[:3]]
     widths = {str(size[-1]) for size in sizes}
     rows = all(symbol_name(size[-2]) == tokens and all(n == 1 for n in size[:-3]) for size in sizes)

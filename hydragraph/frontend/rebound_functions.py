@@ -1,8 +1,4 @@
-"""Rebinding of functions copied with a module, from the original's objects to the copy's.
-
-`copy.deepcopy` copies functions by reference, so a forward that was set on an instance would run the original's
-modules.
-"""
+"""Rebinding of functions, which `copy.deepcopy` copies by reference, from the original's objects to the copy's."""
 
 from __future__ import annotations
 
@@ -17,11 +13,7 @@ from hydragraph.frontend.state_readers import cells_of
 
 
 def rebind(copied: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Rebind functions among the attributes of a deep copy's modules.
-
-    Args:
-        memo: the memo of `copy.deepcopy`: id of an original -> its copy.
-    """
+    """Rebind functions among the attributes of a deep copy's modules, given the memo of `copy.deepcopy`."""
     rebuilt: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(vars(module).items()):

@@ -1,7 +1,4 @@
-"""Linear attention and short convolutions of transformers, which would mix packed sequences.
-
-During a capture, `kernels/gated_delta_rule.py` and `kernels/causal_convolution.py` replace their functions.
-"""
+"""Linear attention and short convolutions of transformers, which would mix packed sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from hydragraph.frontend.block_keywords import sequence_bounds
 
 @contextmanager
 def packed_recurrences(model: nn.Module) -> Iterator[None]:
-    """Replace the functions in the modules that define a model's layers."""
+    """Replace functions in the Python modules of a model's layers by our kernels."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
     scopes = [vars(sys.modules[name]) for name in names]
@@ -60,8 +57,7 @@ def _convolution(
     rows = hidden_states.to(weight.dtype).transpose(1, 2).flatten(0, 1)
     out = torch.ops.hydragraph.causal_convolution(rows, weight, bias, bounds)
     out = out if activation is None else ACT2FN[activation](out)
-    result: Tensor = out.unsqueeze(0).transpose(1, 2).to(hidden_states.dtype)
-    return result
+    return out.unsqueeze(0).transpose(1, 2).to(hidden_states.dtype)  # type: ignore[no-any-return]
 
 
 _OURS: Mapping[str, Callable[..., Any]] = {

@@ -14,10 +14,7 @@ from hydragraph.private.module_internals import table_of
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model to the meta device with floating-point parameters in `dtype`.
-
-    Tied parameters stay tied. Buffers keep their dtype (rotary frequencies stay fp32 under bf16).
-    """
+    """Copy a model to the meta device with floating-point parameters in `dtype`; buffers keep theirs."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
@@ -38,13 +35,7 @@ def computed(model: nn.Module) -> dict[int, Any]:
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
-    """Return the path and the container of a model's repeated blocks; default: that with the most parameters.
-
-    An `nn.ModuleDict` counts if its keys are "0", "1" and so on.
-
-    Raises:
-        Unsupported: there is none.
-    """
+    """Return the path and the container of a model's repeated blocks, by default those with the most parameters."""
     containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
         sizes = {

@@ -1,4 +1,4 @@
-"""Dropout of an unmodified model with the masks of its captured program, for comparisons on one device."""
+"""Dropout of an unmodified model with the masks of its captured program."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
     """Draw a program's masks while an equal model computes one sequence.
 
     Args:
-        keys: keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
-        blocks: as in `capture`.
+        keys: of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
     """
     if not program.drops:
         yield
@@ -65,7 +64,7 @@ def _calls(program: Program) -> dict[tuple[int, int], int | None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout; `block` is the number of the block that runs, 0 outside of blocks."""
+    """Mode that replaces dropout; `block` is the number of the running block, or 0."""
 
     def __init__(self, calls: Mapping[tuple[int, int], int | None], keys: Tensor) -> None:
         super().__init__()

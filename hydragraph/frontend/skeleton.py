@@ -1,4 +1,4 @@
-"""Capture of the model around its blocks, which are opaque, so the cost does not grow with depth."""
+"""Capture of the model around its blocks, which are opaque."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BlockCall:
     inputs: list[Tensor] = field(repr=False)  # their fake values; the hidden state as [1, T, H]
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
-    form: str  # form of the output, as assumed for blocks of its kind
+    form: str  # of the output, as assumed for blocks of its kind
     feeds: tuple[int, ...] | None = None  # for a node of all blocks: this block's other inputs there
 
     def called(self) -> str:
@@ -144,7 +144,7 @@ def _summed(loss: Any, where: str) -> Tensor:
 
 
 def meta_batch(example: Mapping[str, int], fields: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-    """Return a packed batch without values; arguments as for `capture_skeleton`."""
+    """Return a packed batch without values."""
     shapes = {name: [example[s] if isinstance(s, str) else s for s in field.shape] for name, field in fields.items()}
     return {name: torch.zeros(shape, dtype=fields[name].dtype, device="meta") for name, shape in shapes.items()}
 
@@ -159,18 +159,16 @@ def capture_skeleton(
     """Trace a model and its loss with each block opaque.
 
     Args:
-        traced: a meta copy; the forwards of its blocks may be overridden permanently.
+        traced: a meta copy, which may be changed.
         listed: its blocks, in the order in which the model must call them.
         alike: key of a block; blocks with the same key must return outputs of the same form.
         example: sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
-    batch = meta_batch(example, fields)
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
-    trace = functools.partial(export, traced, (batch,), (dynamic,), where)
-    # Blocks without parameters, fused into one node, trace fastest. This fails if the model uses their parameters or
-    # values between blocks.
+    trace = functools.partial(export, traced, (meta_batch(example, fields),), (dynamic,), where)
+    # Blocks fused into one node trace fastest. This fails if the model uses their parameters or values between them.
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
         exported = trace()
@@ -212,13 +210,12 @@ def opaque_blocks(
         before = [dict(vars(light)) for light in entries(listed)]
         yield
         if any(vars(light) != attributes for light, attributes in zip(entries(listed), before, strict=True)):
-            raise Unsupported("forward sets attributes of blocks", where="blocks", remedy="trace the blocks themselves")
+            raise ValueError("forward sets attributes of blocks")
     finally:
         table_of(listed).update(own)
 
 
 def _light(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a block without tensors and submodules, which it looks up in the original."""
     kind = type(block)
     members = {"__getattr__": lambda _, name: getattr(block, name), "__module__": kind.__module__}
     light: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
@@ -231,8 +228,8 @@ class _Forms:
     """Facts about blocks learned during the trace.
 
     Attributes:
-        of: by key of a block: a function that inserts a hidden state into its output, and the output's form.
-        wide: id of a hidden state [T, H] that a block returned -> the same state as [1, T, H].
+        of: key of a block -> function that inserts a hidden state into its output, and the output's form.
+        wide: id of a block's result [T, H] -> the same as [1, T, H].
     """
 
     of: dict[str, tuple[Callable[[Tensor], Any], str]] = field(default_factory=dict)
@@ -241,13 +238,12 @@ class _Forms:
 
 @dataclass
 class _FusedBlocks:
-    """All blocks as one node, created by the last; other uses of values between blocks fail.
+    """All blocks as one node, created by the last.
 
     Attributes:
-        first, last: names of blocks.
         given: the hidden state passed to the first block, [1, T, H].
         passed: output of the previous block.
-        others: the blocks' other inputs, in order of appearance.
+        others: the blocks' other inputs.
     """
 
     first: str
@@ -257,14 +253,12 @@ class _FusedBlocks:
     others: list[Tensor] = field(default_factory=list)
 
     def enter(self, name: str, hidden: Tensor, others: Sequence[Tensor]) -> tuple[int, ...]:
-        """Record a block's inputs; return the indices of its other inputs in `others`."""
+        """Record a block's inputs; return the indices of its others."""
         if name == self.first:
             self.given = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
             self.others = []
         elif hidden is not self.passed:
-            raise Unsupported(
-                "there is computation between two blocks", where=name, remedy="trace the blocks themselves"
-            )
+            raise ValueError(f"there is computation before {name}")
         places = {id(other): i for i, other in enumerate(self.others)}
         for other in others:
             if id(other) not in places:
@@ -273,7 +267,7 @@ class _FusedBlocks:
         return tuple(places[id(other)] for other in others)
 
     def leave(self, name: str, hidden: Tensor) -> Tensor:
-        """Return a block's hidden state: the node's for the last block, otherwise a placeholder for the next block."""
+        """Return a block's output: the node's for the last block, otherwise a placeholder."""
         if name == self.last:
             result: Tensor = torch.ops.hydragraph.block(self.given, self.others, name)
             self.passed = result.squeeze(0) if hidden.dim() == 2 else result
@@ -291,11 +285,8 @@ def _opaque(
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         leaves, spec = tree_flatten((arguments, keywords))
-        # The hidden state is the first floating-point tensor, at any position.
-        tensors = sorted(
-            (i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)),
-            key=lambda i: not leaves[i].is_floating_point(),
-        )
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state first
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         # Run one block of each kind to learn the form of its output.
@@ -307,14 +298,12 @@ def _opaque(
             _refuse_other_hidden(hidden, inputs, name)
         rebuild, form = forms.of[key]
         hidden, *others = inputs
-        # `wide` avoids a squeeze and an unsqueeze between blocks.
         flat = hidden.dim() == 2
-        feeds = None
+        feeds = None if fused is None else fused.enter(name, hidden, others)
         wide: Any
         if fused is not None:
-            feeds = fused.enter(name, hidden, others)
             wide = fused.given
-        else:
+        else:  # `forms.wide` avoids a squeeze and an unsqueeze between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
         calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
         if fused is not None:
@@ -345,7 +334,6 @@ def _refuse_other_hidden(result: Tensor, inputs: Sequence[Tensor], where: str) -
         what = f"the block turns a hidden state of {sizes}{kinds[0]} into {list(result.shape)}{kinds[1]}"
         remedy = "blocks must keep shape and dtype of the hidden state, the first floating-point argument"
         raise Unsupported(what, where=where, remedy=remedy)
-    # Stages always exchange [1, T, H], even if a block reshapes it.
     sizes = list(hidden.shape)
     row = len(sizes) == 2 or (len(sizes) == 3 and isinstance(sizes[0], int) and sizes[0] == 1)
     if not row or not isinstance(sizes[-1], int):

@@ -1,4 +1,4 @@
-"""Parts of the skeleton, and construction of a Template from each."""
+"""Parts of the skeleton as templates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[
 
 
 def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where: str) -> Template:
-    """Make a Template from a graph, with readable names.
+    """Make a Template from a graph.
 
     Args:
         names: for parameters, buffers and inputs, in this order: placeholder -> name in the template.

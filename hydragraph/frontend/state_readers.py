@@ -1,4 +1,4 @@
-"""Names that a model's own forward and its loss can read."""
+"""Names that a model's own code and its loss can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# Code that mentions these may read attributes without spelling out their names.
+# Code that mentions these may read any attribute.
 _DYNAMIC = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec"})
 _LIBRARIES = ("torch", "transformers", "peft", "hydragraph", "builtins", "numpy")
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -29,7 +29,7 @@ def library_of(kind: type) -> str | None:
 
 
 def base_library_of(kind: type) -> str | None:
-    """Return the library of the first base class from one, except nn.Module, which reads no attributes."""
+    """Return the library of the first base class from one, except nn.Module."""
     return next((library for k in kind.__mro__ if k not in (nn.Module, object) and (library := library_of(k))), None)
 
 
@@ -46,8 +46,8 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the user's functions and methods that these name, by identity.
-        names: every name and every text that they mention.
+        functions: forward, the loss, and the user's functions that these name, by id.
+        names: every name and text that they mention.
         classes: the user's classes of modules and of the loss.
     """
 
@@ -71,11 +71,7 @@ class Readers:
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether the user's code may depend on a training flag.
-
-        It does not depend on the flag if it reads it only together with a rate of 0: `p=self.dropout if self.training
-        else 0`.
-        """
+        """Return whether the user's code may depend on a training flag, other than by rates that are 0."""
         if "training" not in self.names:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
@@ -196,11 +192,8 @@ def _beside_a_rate(function: FunctionType) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call | ast.IfExp):
             inside = set(ast.walk(node))
-            if any(part in name for name in _attributes(inside) for part in _RATES):
+            called = {n.func for n in inside if isinstance(n, ast.Call)}
+            attributes = [n.attr for n in inside if isinstance(n, ast.Attribute) and n not in called]
+            if any(part in name for name in attributes for part in _RATES):
                 beside |= inside & flags
     return bool(flags) and beside == flags
-
-
-def _attributes(nodes: set[ast.AST]) -> set[str]:
-    called = {n.func for n in nodes if isinstance(n, ast.Call)}
-    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and n not in called}

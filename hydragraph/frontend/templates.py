@@ -15,15 +15,13 @@ from hydragraph.frontend.functional_graph import export, functional_graph
 from hydragraph.frontend.plain_attention import use_packed_sequences
 from hydragraph.frontend.skeleton import BlockCall, FlatBlock
 from hydragraph.frontend.skeleton_parts import template_of
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.program import Template
 from hydragraph.private.tracing import symbol_name
 
 
 def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
-    """Trace a block with the inputs "hidden", and "other.{i}" for other tensor arguments.
-
-    A block that counts positions itself, or whose attention knows no sequences, has `ADDED` inputs.
+    """Trace a block with the inputs "hidden", and "other.{i}" for other tensor arguments and `ADDED` fields.
 
     Args:
         hints: example values of symbolic sizes, by symbol.
@@ -40,7 +38,7 @@ def capture_template(call: BlockCall, hints: dict[str, int]) -> Template:
         {k: v.removeprefix("block.") for k, v in local.items()}
         for local in (signature.inputs_to_parameters, signature.inputs_to_buffers)
     ]
-    hidden = next(n for n in graph.graph.find_nodes(op="placeholder") if n.name == given[0])
+    hidden = next(n for n in placeholders_of(graph) if n.name == given[0])
     tokens = symbol_name(value_of(hidden).shape[1])
     if tokens is not None:
         use_position_ids(graph.graph, tokens)

@@ -52,7 +52,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     """Return the first operator that keeps a loss from being a sum of separate terms and what it does, or None.
 
     Args:
-        bounds: the placeholders cu_seqlens and max_length, if used.
+        bounds: the used placeholders among cu_seqlens and max_length.
     """
     from_bounds = set(bounds)  # kind "bounds"
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
@@ -128,7 +128,7 @@ def _runs_on(node: fx.Node) -> bool:
 
 
 def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
-    """Return whether an operator computes prefix sums, indexes them by bounds, or subtracts two of them."""
+    """Return whether an operator computes prefix sums, indexes them by bounds, or subtracts them."""
     arguments = operands(node)
     if _runs_on(node):
         return True
@@ -142,7 +142,6 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
 
 
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
-    """Return whether rows are taken or summed according to a mask or bounds."""
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
         # A mask with several dimensions replaces as many dimensions of the operand.
@@ -161,7 +160,6 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _origins(node: fx.Node) -> set[object]:
-    """Return the operators that a value comes from, through casts, views and pointwise operators."""
     seen: set[object] = {node.target}
     pending = [node]
     while pending:
@@ -177,7 +175,6 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _row_dims(node: fx.Node) -> list[int]:
-    """Return the dimensions of symbolic size."""
     tensor = first_tensor(node)
     sizes = tensor.shape if isinstance(tensor, Tensor) else ()
     return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]

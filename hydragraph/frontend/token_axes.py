@@ -1,8 +1,7 @@
 """Allow-list of operators that keep packed tokens separate; every other operator is rejected.
 
-A value *has tokens* if it holds data for each token along one dimension of size T, which `mixing` follows through the
-graph. Values without tokens may be combined in any way, unless they depend on which sequences are packed together, or
-their size is a number of tokens: `arange(T)` counts through the packed row instead of each sequence.
+A value *has tokens* if it holds data for each token along one dimension of size T. Other values may be combined in any
+way, unless they depend on which sequences are packed together, or their size is a number of tokens, as of `arange(T)`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that work along their dimensions `dim`, or along all dimensions by default.
+# Operators that work along their dimensions `dim`, by default along all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -76,7 +75,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
     """Return the first operator of a graph that may mix tokens and what it does, or None.
 
     Args:
-        tokens: symbol of the token count; inputs with one dimension of this size have tokens along it.
+        tokens: symbol of the token count.
         given: number of placeholders, at the end, that are not parameters or buffers.
     """
     rows: dict[fx.Node, Rows] = {}
@@ -122,7 +121,6 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
     for node in graph.graph.nodes:
         from_bounds = node.op == "call_function" and any(n in bounds for n in node.all_input_nodes)
         reads = node.target not in MADE or node.target is aten.sym_size.int
-        # An operator that combines tokens is rejected at that operator.
         if from_bounds and reads and not any(_token_dims(n, tokens) for n in (node, *node.all_input_nodes)):
             bounds.add(node)
     return bounds
@@ -131,7 +129,6 @@ def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
 def _problem(
     node: fx.Node, rows: Mapping[fx.Node, Rows], routing: Routing, dims: list[int], tokens: str
 ) -> str | tuple[str, str] | None:
-    """Return how an operator may mix tokens, with the earlier operator that is the cause."""
     from_sizes = node.target in MADE
     with_tokens = [n for n in _read(node) if n in rows]
     teller = next((n for n in node.all_input_nodes if routing.tells(n)), None) if not from_sizes else None
@@ -140,8 +137,7 @@ def _problem(
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    # A value as long as the row that is not computed from tokens counts through the row.
-    if not with_tokens:
+    if not with_tokens:  # a value as long as the row then counts through it
         sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return COUNTS if sized and not uniform else None
@@ -260,13 +256,12 @@ def _is_masked_fill(node: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
 
 
 def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
-    """Return whether all operands and the result use the same letter for tokens."""
     equation, parts = operands(node)[:2]
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow:
         return False
     terms = left.split(",")
-    # Dimensions of an ellipsis get letters, aligned from the last one.
+    # Dimensions of an ellipsis get letters.
     widths = [len(shape(part)) - len(term.replace("...", "")) for term, part in zip(terms, parts, strict=True)]
     more = [chr(0x100 + i) for i in range(max(widths))]
     terms = [t.replace("...", "".join(more[len(more) - n :])) for t, n in zip(terms, widths, strict=True)]
@@ -275,7 +270,7 @@ def _einsum_keeps(node: fx.Node, dims: Mapping[fx.Node, int], dim: int) -> bool:
 
 
 def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
-    """Return whether a matrix product neither sums over tokens nor pairs one token with another."""
+    """Return whether a matrix product neither sums over tokens nor pairs them."""
     if a in dims and dims[a] == len(shape(a)) - 1:
         return False
     if b in dims and a not in dims:

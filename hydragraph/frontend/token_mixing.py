@@ -1,8 +1,4 @@
-"""Rejection of operators that would mix packed sequences: only `varlen_attention` may mix tokens.
-
-Other attention, options that read a whole batch, scores of token pairs, and shifts get specific errors; all other
-operators must be known to keep tokens separate (`token_axes`).
-"""
+"""Rejection of operators that would mix packed sequences."""
 
 from __future__ import annotations
 
@@ -38,10 +34,10 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for an operator that mixes packed tokens.
+    """Raise Unsupported for other attention, options that read a whole batch, token pairs, and shifts.
 
     Args:
-        tokens: symbol of the token count; None: look for attention operators only.
+        tokens: symbol of the token count; None: pairs and shifts pass.
     """
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.target in ALONG_SEQUENCES:
@@ -81,11 +77,7 @@ _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported for attention with bounds other than the packed sequences'.
-
-    Args:
-        given: the template's inputs that are unmodified fields of the packed batch -> the field.
-    """
+    """Raise Unsupported for attention with other bounds than the packed batch's; `given`: unmodified input -> field."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
             what = "its attention takes sequence bounds that are not the packed batch's"
@@ -100,7 +92,7 @@ def field_of(node: fx.Node) -> str | None:
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value belongs to pairs of tokens, or to more or fewer tokens than the batch has."""
+    """Return whether a value belongs to pairs of tokens, or to more or fewer tokens."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -8,8 +8,8 @@ Orders, for 3 tokens a b c with 2 experts each:
     b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`Points`), the results of sort and arange, may only index rows: as data they would leak information about other tokens.
-The number of rows with each sorted value (`histc`) may only be used to find where an expert's rows end.
+(`Points`) may only index rows: as data they would reveal other tokens. The number of rows with each sorted value
+(`histc`) may only be used to find where an expert's rows end.
 """
 
 from __future__ import annotations
@@ -73,14 +73,10 @@ class Routing:
         self._rows = rows
         self._tokens = tokens
         self._points: dict[fx.Node, Points] = {}
-        # Counters 0, 1, 2, ... through the rows of an order;
-        self._counters: dict[fx.Node, Order] = {}
-        # sort keys of rows, in sorted order -> the sort;
-        self._sorted: dict[fx.Node, fx.Node] = {}
-        # number of rows with each key -> the sort;
-        self._counts: dict[fx.Node, fx.Node] = {}
-        # index after the last row with each key -> the sort.
-        self._ends: dict[fx.Node, fx.Node] = {}
+        self._counters: dict[fx.Node, Order] = {}  # 0, 1, 2, ... through the rows of an order
+        self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
+        self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
+        self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
         # All except sort keys reveal positions or counts of other tokens.
         self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
 
@@ -110,15 +106,12 @@ class Routing:
         """Return whether a value reveals positions or counts of other tokens."""
         return any(node in notes for notes in self._tells)
 
-    def _first(self, node: fx.Node) -> Any:
-        return operands(node)[0]
-
     def _flat(self, value: Any) -> Order | None:
         rows = self._rows.get(value) if isinstance(value, fx.Node) else None
         return rows.order if rows is not None and len(shape(value)) == 1 else None
 
     def _same(self, node: fx.Node) -> bool:
-        first = self._first(node)
+        first = operands(node)[0]
         for notes in self._tells:
             if first in notes:
                 notes[node] = notes[first]
@@ -128,8 +121,7 @@ class Routing:
         return False
 
     def _sort(self, node: fx.Node) -> bool:
-        """Handle a sort of rows by a value, or by their positions, which inverts the order."""
-        first = self._first(node)
+        first = operands(node)[0]
         if self._is_permutation(first) and isinstance(value_of(node), torch.Tensor) and _ascends(node):
             along, to = self._points[first]
             self._points[node] = Points(to, along)
@@ -141,7 +133,7 @@ class Routing:
 
     def _part_of_sort(self, node: fx.Node) -> bool:
         sort, part = operands(node)
-        order = self._flat(self._first(sort)) if isinstance(sort, fx.Node) and sort.target in _SORTS else None
+        order = self._flat(operands(sort)[0]) if isinstance(sort, fx.Node) and sort.target in _SORTS else None
         if order is None:
             return False
         if part == 1:
@@ -152,7 +144,6 @@ class Routing:
         return True
 
     def _is_permutation(self, value: Any) -> bool:
-        """Return whether an index points exactly once to each row of an order."""
         points = self._points.get(value)
         return points is not None and multiple_of(shape(value)[0], self._tokens) == points.to
 
@@ -164,7 +155,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle division of row positions by the rows per token, or by a divisor of it."""
+        """Handle division of row positions by a divisor of the rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -174,8 +165,8 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Handle inversion of an order: each row's number is written at the row's position."""
-        index: Any = None
+        """Handle inversion of an order by writing each row's number at its position."""
+        index: Any
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]
             index = indices[0] if len(indices) == 1 and not argument_of(node, "accumulate") else None
@@ -202,7 +193,7 @@ class Routing:
         if points is None or rows != Rows(dim % len(shape(first)), points.to):
             return False
         self._rows[node] = Rows(rows.dim, points.along)
-        if isinstance(points.along, fx.Node) and self._first(points.along) is first:
+        if isinstance(points.along, fx.Node) and operands(points.along)[0] is first:
             self._sorted[node] = points.along
         return True
 
@@ -218,7 +209,6 @@ class Routing:
         return True
 
     def _copied(self, node: fx.Node) -> bool:
-        """Handle repeating the whole row of tokens, once for each expert."""
         first, times = operands(node)
         rows = self._rows.get(first)
         if rows is None or rows.order != 1 or len(times) != len(shape(first)):
@@ -234,16 +224,15 @@ class Routing:
         points = self._points.get(index)
         if points is None or self._rows.get(rows) != Rows(dim, points.along):
             return False
-        if self._rows.get(into, Rows(dim, points.to)) != Rows(dim, points.to):
+        result = Rows(dim, points.to)
+        if self._rows.get(into, result) != result or multiple_of(shape(node)[dim], self._tokens) != points.to:
             return False
-        if multiple_of(shape(node)[dim], self._tokens) != points.to:
-            return False
-        self._rows[node] = Rows(dim, points.to)
+        self._rows[node] = result
         return True
 
     def _count(self, node: fx.Node) -> bool:
-        sort = self._sorted.get(self._first(node))
-        if sort is None or not _ascends(sort) or not _is_choice(self._first(sort)):
+        sort = self._sorted.get(operands(node)[0])
+        if sort is None or not _ascends(sort) or not _is_choice(operands(sort)[0]):
             return False
         if argument_of(node, "min") != 0 or argument_of(node, "max") != argument_of(node, "bins") - 1:
             return False
@@ -251,22 +240,20 @@ class Routing:
         return True
 
     def _end(self, node: fx.Node) -> bool:
-        if self._first(node) not in self._counts:
+        if operands(node)[0] not in self._counts:
             return False
-        self._ends[node] = self._counts[self._first(node)]
+        self._ends[node] = self._counts[operands(node)[0]]
         return True
 
     def _grouped(self, node: fx.Node) -> bool:
-        """Handle the product of each expert's contiguous rows with its weight."""
-        arguments: list[Any] = [*operands(node), *node.kwargs.values()]
-        first, weight, *rest = arguments
-        ends = [self._ends[argument] for argument in rest if isinstance(argument, fx.Node) and argument in self._ends]
-        others = [argument for argument in rest if isinstance(argument, fx.Node) and argument not in self._ends]
-        if len(ends) != 1 or others or weight in self._rows or self.tells(weight):
+        first, weight, *_ = operands(node)
+        ends = [self._ends.get(argument) for argument in node.all_input_nodes if argument not in (first, weight)]
+        if len(ends) != 1 or ends[0] is None or weight in self._rows or self.tells(weight):
             return False
-        if self._rows.get(first) != Rows(0, ends[0]):
+        result = Rows(0, ends[0])
+        if self._rows.get(first) != result:
             return False
-        self._rows[node] = Rows(0, ends[0])
+        self._rows[node] = result
         return True
 
 
@@ -275,7 +262,7 @@ def _ascends(sort: fx.Node) -> bool:
 
 
 def _is_choice(value: Any) -> bool:
-    """Return whether a value holds indices, such as chosen experts, which are never negative."""
+    """Return whether a value holds indices, which are never negative."""
     while isinstance(value, fx.Node) and value.target in SAME | VIEWS:
         value = operands(value)[0]
     if not isinstance(value, fx.Node):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from hydragraph.errors import Unsupported
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Block, Template
 from hydragraph.private.operator_schemas import aten_operators
@@ -27,7 +26,7 @@ _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters that are not floating-point, and for tensors without a shape or elements."""
+    """Raise Unsupported for parameters that are not floating-point, or have no shape or elements."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
@@ -50,29 +49,23 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
         differentiable = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in several)
         return differentiable and node.target not in _CONSTANT
 
-    results: Any = graph.graph.output_node().args[0]
-    return {node for node in ancestors_of(results, passes_on) if node.op == "placeholder"}
+    return {node for node in ancestors_of(results_of(graph), passes_on) if node.op == "placeholder"}
 
 
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the names of the parameters that get a gradient; warn about trainable ones that do not.
-
-    Args:
-        blocks: in order; the loss is the result of the last.
-    """
+    """Return the names of the parameters that get a gradient; warn about trainable ones that do not."""
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
     for block in reversed(blocks):
         template = templates[block.template]
         flow = flows[block.template]
-        nodes = [n for n in template.graph.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders_of(template.graph)
         names.update(name for name, node in zip(block.parameters, nodes, strict=False) if node in flow)
         inputs = dict(zip(template.inputs, nodes[len(nodes) - len(template.inputs) :], strict=True))
         if inputs.get("hidden") not in flow:
-            # No earlier block contributes to the loss.
-            break
+            break  # no earlier block contributes to the loss
     used = {name for block in blocks for name in block.parameters}
     _warn("no block uses", (name for name in parameters if name not in used))
     _warn("the loss does not reach", (n for n, p in parameters.items() if p.trainable and n in used and n not in names))

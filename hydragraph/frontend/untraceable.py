@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hydragraph.errors import Unsupported
-from hydragraph.frontend.state_readers import cells_of
+from hydragraph.frontend.state_readers import cells_of, library_of
 from hydragraph.private.hooks_and_overrides import (
     global_hooks,
     hooks_of,
@@ -31,7 +31,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, and modules and tensors that no graph represents."""
+    """Raise Unsupported for hooks, wrappers, modules and tensors that no graph represents."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -57,7 +57,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements are one")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # In the order of addresses, a tensor overlaps with an earlier one only if it overlaps with the one that ends last.
+    # A tensor overlaps with an earlier one only if it overlaps with the one that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -108,14 +108,15 @@ def refuse_own_backward(result: Tensor, where: str) -> None:
 
 @contextlib.contextmanager
 def watched(where: str, module: nn.Module) -> Iterator[None]:
-    """Reject custom backwards, hooks, Python random numbers and state changes of a forward run in this context."""
+    """Reject custom backwards, hooks, Python's random numbers and state changes of a forward."""
     random_before = _random_state()
     numbers = _numbers(module)
     state = _kept_state(module)
     with noticing(lambda what, remedy: Unsupported(what, where=where, remedy=remedy)):
         yield
     for name, number in _numbers(module).items():
-        users = _is_own(module.get_submodule(name.rpartition(".")[0]))  # library modules may add any state
+        owner = module.get_submodule(name.rpartition(".")[0])
+        users = library_of(type(owner)) is None  # library modules may add any state
         if numbers.get(name, None if users else number) != number:
             change = f"from {numbers.get(name, 'nothing')} to {number}"
             what = f"forward changes {name!r} {change}, but a graph computes with one of them"
@@ -141,11 +142,10 @@ def _numbers(module: nn.Module) -> dict[str, float]:
 
 
 def _kept_state(module: nn.Module) -> dict[str, str]:
-    """Return the user's modules' and loss's containers, counters and generators."""
     state = {}
     for prefix, child in module.named_modules():
         for name, value in vars(child).items():
-            if not name.startswith("_") and _is_own(child):
+            if not name.startswith("_") and library_of(type(child)) is None:
                 state[f"{prefix}.{name}".removeprefix(".")] = _state_of(value)
     loss = vars(module).get("_loss")
     for name, value in getattr(loss, "__dict__", {}).items():
@@ -172,10 +172,6 @@ def _state_of(value: object) -> str:
     if isinstance(value, int | float | str | itertools.count):
         return repr(value)
     return ""
-
-
-def _is_own(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] not in ("torch", "transformers", "peft", "hydragraph")
 
 
 def _random_state() -> tuple[Any, ...]:

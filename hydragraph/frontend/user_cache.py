@@ -1,7 +1,4 @@
-"""Files in the user's cache folder, `$XDG_CACHE_HOME/hydragraph` or `~/.cache/hydragraph`.
-
-Unreadable files count as missing, and failed writes are ignored.
-"""
+"""Files in the user's cache folder; unreadable files count as missing, and failed writes are ignored."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def folder(kind: str) -> Path:
-    """Return the folder for one kind of files; it may not exist yet."""
+    """Return the folder for one kind of files, which may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hydragraph" / kind
 
 
 def packed_path(kind: str, key: str) -> Path:
-    """Return the path for `write_packed` of what a key determines."""
+    """Return the path of the file for a key."""
     return folder(kind) / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json.z"
 
 
@@ -77,7 +74,7 @@ def write_packed(path: Path, data: Callable[[], object], most: int) -> None:
 
 
 def evict(kind: str, most: int) -> None:
-    """Delete the files used longest ago if there are more than `most`, down to three quarters of it."""
+    """Delete the files used longest ago if there are more than `most`."""
     files = list(folder(kind).rglob("*"))
     if len(files) <= most:
         return

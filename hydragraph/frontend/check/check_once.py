@@ -1,4 +1,4 @@
-"""The check on one rank per host, which informs the others."""
+"""The check on one rank per host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from hydragraph.frontend.compiled_folder.variant_cache import VariantCache
 from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
-# The project's tests, which compare everything themselves, set it to "off".
-AUTO = "auto"
-
-# Graphs of the last checked program, which its executable need not compile again.
-_latest: list[Variants] = []
+AUTO = "auto"  # the project's tests set it to "off"
+_latest: list[Variants] = []  # graphs of the last checked program, for its executable
 
 
 def mode_of(asked: str | bool) -> str:
@@ -26,7 +23,7 @@ def mode_of(asked: str | bool) -> str:
 
 
 def check_here(subject: CheckedModel, asked: str | bool) -> str:
-    """Check a captured program here; return a line about it, or "" if the check is off."""
+    """Check a captured program; return a line about it, or "" if the check is off."""
     mode = mode_of(asked)
     if mode == "off":
         return ""

@@ -1,4 +1,4 @@
-"""The two sides of the comparison: the unmodified model on each sequence, and the captured graphs."""
+"""The two sides of the comparison: the unmodified model, and the captured graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_alone(
     """Return `times` the loss of one sequence.
 
     Args:
-        done: called with each parameter's complete gradient, which is dropped afterwards.
+        done: called with each parameter's complete gradient.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), computing(wide):
         fields = _widened(batch, wide)
@@ -105,9 +105,8 @@ def add_captured(
     """Run blocks forward and backward on a packed batch; return the summed loss.
 
     Args:
-        ran: the program's first and last block, and blocks between them, with their variants.
+        ran: the program's first block, some blocks and the last block, with their variants.
         sums: gradient sums by parameter, each with its own memory.
-        wide: compute dtype; None: as captured.
     """
     with torch.no_grad(), default_dtype(wide):
         common = Common.of(program, tensors, batch, wide)
@@ -146,12 +145,11 @@ def backward(
     """Run one block backward, adding to `sums`; return the gradient of its hidden state, or None.
 
     Args:
-        local: a template's names -> those in `tensors` and `sums`.
+        local: the template's names -> those in `tensors` and `sums`.
     """
     kept = dict(zip(saved_names(len(saved)), saved, strict=True)) | {"tangent": tangent}
     arguments: list[Any] = [kept[n] if n in kept else tensors[local[n]] for n in variant.needs]
     for name in variant.added:
-        # A factor of 0.0 ignores the content of the new memory.
         counts = float(local[name] in sums)
         if not counts:
             like = tensors[local[name]]

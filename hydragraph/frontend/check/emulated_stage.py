@@ -24,11 +24,7 @@ class StageBarrier(threading.Barrier):
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return the values of all ranks, in rank order.
-
-        Raises:
-            RuntimeError: the ranks' calls or shapes differ.
-        """
+        """Return the values of all ranks, in rank order; raise RuntimeError if their calls or shapes differ."""
         self._given[index] = call, value
         self.wait()  # all ranks have written
         contributions = list(self._given)
@@ -78,7 +74,7 @@ class EmulatedCollectives(StartsAtOnce):
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate graphs' Python code before several threads run them: first calls would interfere."""
+    """Generate graphs' Python code: the first calls of several threads would interfere."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):
@@ -86,7 +82,7 @@ def generate_code(variants: Iterable[Variant]) -> None:
 
 
 def run_ranks(size: int, function: Callable[[EmulatedCollectives], Any]) -> list[Any]:
-    """Call a function once per rank, in threads; return the results, or raise the first error."""
+    """Call a function once per rank, in threads; return the results or raise the first error."""
     barrier = StageBarrier(size)
 
     def work(index: int) -> Any:

@@ -16,22 +16,21 @@ class Bound:
 
     Attributes:
         own: limit for a gradient relative to its norm, and for the loss relative to itself.
-        all: allowance relative to the norm of all gradients, since some true gradients are 0 (key biases).
+        all: allowance relative to the norm of all gradients, since some true gradients are 0.
     """
 
     own: float
     all: float
 
 
-# Correct fp32 computations over a few dozen tokens differ by 1e-7 to 1e-5, fp64 ones by 1e-15 to 1e-12; errors are
-# 1e-3 and more.
+# Correct fp32 computations differ by 1e-7 to 1e-5, fp64 ones by 1e-15 to 1e-12; errors are 1e-3 and more.
 SINGLE = Bound(1e-4, 1e-6)
 DOUBLE = Bound(1e-7, 1e-9)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Worst difference found by a comparison.
+    """Worst difference of a comparison.
 
     Attributes:
         parameter: the parameter whose gradient differs; "" for the loss.
@@ -57,7 +56,7 @@ class GradientComparison:
 
     Args:
         computed: gradients by name; modified in place.
-        norms: norms of the expected gradients; None: those of the computed ones.
+        norms: of the expected gradients; None: those of the computed ones.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:
@@ -85,7 +84,6 @@ class GradientComparison:
         infinite = any(not math.isfinite(error) and name not in self._told_apart for name, error in errors.items())
         if not self._finite or infinite or not math.isfinite(expected):
             return None
-        # A key bias cancels in softmax, so its gradient is rounding error.
         everything = math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
         def difference(name: str, error: float, norm: float, limit: float) -> Difference:

@@ -1,7 +1,6 @@
 """Narrow copies of library models; the numeric check of a copy replaces that of the model.
 
-Both run the same library code, and their graphs must have the same text, except for numbers that differ by powers of
-one factor. A check's cost then does not grow with the model.
+Their graphs must have the same text, except for numbers that differ by powers of one factor.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ _WIDTH = re.compile(
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-# Minimum number of features: rotary tables pair the halves of a head.
-_LEAST = 4
+_LEAST = 4  # features: rotary tables pair the halves of a head
 # A number in a graph's text that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -44,7 +42,7 @@ _SYMBOL = re.compile(r"\bs\d+\b")
 
 @dataclass(frozen=True)
 class Widths:
-    """The model's widths divided by its copy's, and special tokens outside the copy's vocabulary with replacements."""
+    """The model's widths divided by its copy's, and special tokens outside the copy's vocabulary -> replacements."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
@@ -65,7 +63,6 @@ class Widths:
         exponent = math.log(value / of_narrow, self.factor)
         if number.isdecimal() and narrow.isdecimal():
             return abs(exponent - 1) < 1e-9 or abs(exponent - 2) < 1e-9
-        # The other numbers are constants such as 1 / sqrt(features).
         return abs(exponent) <= 2 and abs(2 * exponent - round(2 * exponent)) < 1e-9
 
 
@@ -80,7 +77,7 @@ class NarrowModel:
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """All that a library model's graphs depend on: its config, its adapters' settings, and how it was captured.
+    """All that a library model's graphs depend on.
 
     Attributes:
         tensors: name, dtype and requires_grad of each parameter and buffer.
@@ -103,10 +100,7 @@ class LibraryModel:
         loss: Loss | None,
         blocks: str | None,
     ) -> LibraryModel | None:
-        """Describe a model; None if it runs other code than its libraries' (hooks, patches, custom modules or losses).
-
-        Arguments as in `capture`.
-        """
+        """Describe a model; None if it runs other code than its libraries'. Arguments as in `capture`."""
         arguments = (dtype, example, None if loss is token_cross_entropy else loss, blocks)
         if path_of(model, *arguments) is None:
             return None
@@ -169,13 +163,13 @@ def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
 
 
 def has_large_blocks(program: Program) -> bool:
-    """Return whether comparing some block of a program takes seconds."""
+    """Return whether comparing some block takes seconds."""
     sizes = (sum(program.parameters[name].size for name in block.parameters) for block in program.blocks)
     return max(sizes) > LARGE
 
 
 def program_text(program: Program) -> str:
-    """Return the text of a program's blocks, parameters and graphs, for `Widths.equal`."""
+    """Return the text of a program, for `Widths.equal`."""
     kinds = [program.aux.template, *program.kinds]
     blocks = [(b.name, kinds.index(b.template), b.parameters, b.buffers, b.aux) for b in (program.aux, *program.blocks)]
     parameters = [(p.name, p.shape, p.aliases, p.trainable) for p in program.parameters.values()]

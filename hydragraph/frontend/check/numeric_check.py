@@ -33,8 +33,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-# Maximum number of block parameters in memory at a time, beyond one block.
-TOGETHER = 32_000_000
+TOGETHER = 32_000_000  # maximum number of block parameters in memory at a time, beyond one block
 
 REMEDY = (
     "its graph differs from the model: look for things that a trace loses (hooks, Python state, masks or positions of "
@@ -100,7 +99,7 @@ class Checked:
         worst: largest gradient error, relative to the gradient's norm.
         untouched: settings whose limit no sequence exceeded, and the limits.
         problem: why no comparison was possible, or "".
-        factor: the model's widths divided by those compared.
+        factor: as in `Widths`.
     """
 
     model: str
@@ -191,7 +190,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield the attempts: fp64 distinguishes rounding from errors, and new weights are for uninitialised models."""
+    """Yield attempts: fp64 distinguishes rounding from errors, and new weights are for uninitialised models."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -202,7 +201,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    "auto" chooses the first block of each kind, and the last if it is small: gradual differences are largest there.
+    "auto" chooses the first of each kind, and the last if small: gradual differences are largest there.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
@@ -242,7 +241,6 @@ class _Comparer:
     forms: Forms = field(default_factory=Forms)
 
     def compare(self, group: tuple[int, ...]) -> tuple[Difference, Attempt] | str:
-        """Return a group's worst difference, or why it is inconclusive."""
         program = self.subject.program
         failed: list[tuple[Difference | _Unrunnable, Attempt]] = []
         problem = "loss or gradients of the model alone are not finite with any weights that were tried"
@@ -325,7 +323,6 @@ class _Comparer:
         return Unsupported(what, where=where, remedy=remedy)
 
     def _where(self, group: tuple[int, ...], attempt: Attempt) -> str:
-        """Name the part that differs on its own."""
         name = type(self.subject.model).__name__
 
         def differs(kept: tuple[int, ...]) -> bool:

@@ -22,7 +22,7 @@ MOST = 4096  # files; those used longest ago are deleted
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return the key of a check, or None if its outcome depends on unknown parts (hooks, closures)."""
+    """Return the key of a check, or None if its outcome depends on hooks or closures."""
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
@@ -40,7 +40,7 @@ def key_of(content: str) -> str:
 
 @functools.cache
 def _own_source() -> str:
-    """Digest hydragraph's files, because the version number stays the same during development."""
+    """Digest hydragraph's files: the version number stays the same during development."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()
@@ -52,5 +52,5 @@ def recall(key: str) -> str | None:
 
 
 def remember(key: str, line: str) -> None:
-    """Store that a check passed, if the file can be written."""
+    """Store the line of a passed check."""
     user_cache.write_packed(user_cache.packed_path(CHECKS, key), lambda: line, MOST)

@@ -17,7 +17,7 @@ from hydragraph.private.tracing import ancestors_of
 # Settings with a number of tokens beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# A comparison should take seconds: maximum number of tokens, and approximate floating-point operations of one side.
+# A comparison should take seconds: tokens, and approximate floating-point operations of one side.
 LONGEST = 512
 _WORK = 4e11
 # Lengths if no setting requires more: unequal, and none a power of two.
@@ -29,14 +29,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the compared sequences, and limits that none reaches, by the setting's name."""
+    """Lengths of the compared sequences, and the settings whose limits none reaches."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths, given the number of parameters used at a time; the second exceeds every limit that it can."""
+    """Choose the lengths, given the number of parameters used at a time; the second exceeds all possible limits."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])
@@ -65,7 +65,6 @@ def _whole(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _places(settings: set[tuple[str, int]], program: Program) -> list[int]:
-    """Return limits on positions; offsets may use some rows of a table."""
     named = [value for name, value in settings if _POSITIONS.match(name) and value > 1]
     tables = [rows for rows, read in embeddings(program) if read == {"position_ids"}]
     short = [] if program.positions is None else [program.positions[0]]

@@ -1,4 +1,4 @@
-"""Sequences for the numeric check, drawn from the values that the model supports."""
+"""Sequences for the numeric check."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.spec.workload import IGNORED, Field, Sequence
 
-# The second batch is padded to a multiple of one of these: padding must not count.
-_PADDED = (13, 17)
-# One token in this many is a target, if labels are not the next tokens.
-_TARGETS = 3
+_PADDED = (13, 17)  # the second batch is padded to a multiple of one of these
+_TARGETS = 3  # one token in this many is a target, if labels are not the next tokens
 
 
 @dataclass(frozen=True)
 class Ids:
-    """Valid token ids and labels: their exclusive upper limits `count` and `labels`, and ids that are not drawn."""
+    """Exclusive upper limits of token ids (`count`) and labels, and ids that are not drawn."""
 
     count: int
     special: frozenset[int]
@@ -44,11 +42,7 @@ class Ids:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> Ids:
-    """Return the ids in a program's tables, and the number of classes of its loss.
-
-    Args:
-        otherwise: number of ids if no table is indexed by the unmodified ids.
-    """
+    """Return the ids in a program's tables, by default `otherwise`, and the number of classes of its loss."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
@@ -90,7 +84,6 @@ def draw_sequences(
 
 
 def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) -> Tensor:
-    """Return the next tokens, or if labels are not token ids, random labels at the last and every third token."""
     if causal and ids.labels >= ids.count:
         return shift(tokens)
     drawn = torch.randint(0, ids.labels, tokens.shape, generator=generator)
@@ -99,7 +92,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a custom field, [length, ...], from rows of its example, or as random fractions if that is all zeros."""
+    """Draw a custom field, [length, ...], from rows of its example unless that is all zeros."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:
@@ -108,7 +101,7 @@ def _field(field: Field, length: int, example: Tensor | None, generator: torch.G
 
 
 def batches(sequences: list[Sequence], key: int | None = None) -> list[tuple[dict[str, Tensor], list[int]]]:
-    """Return two packed batches, with the indices of their sequences; `key`: of dropout, if the model has it."""
+    """Return two packed batches, with the indices of their sequences; `key`: of dropout."""
     draws = None if key is None else Draws(key, range(len(sequences)))
     tokens = sum(map(len, sequences))
     padded = next((n for n in _PADDED if tokens % n), tokens + 1)

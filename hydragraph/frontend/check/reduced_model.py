@@ -41,11 +41,7 @@ class Forms:
 def reduced(
     model: nn.Module, blocks: str | None, kept: Collection[int], forms: Forms, weights: DrawnWeights
 ) -> nn.Module:
-    """Copy a model, with new weights outside its blocks and in the `kept` ones, by index.
-
-    Raises:
-        Unsupported: names a buffer on the meta device that no initialiser sets.
-    """
+    """Copy a model, with new weights outside its blocks and in the `kept` ones, by index."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
     # A shared parameter is left out only if all of its names are.

@@ -20,7 +20,7 @@ _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return contiguous zeros on the CPU that take no memory until written; huge pages cost a fifth of small ones."""
+    """Return contiguous zeros on the CPU that take no memory until written."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device="cpu")

@@ -1,7 +1,4 @@
-"""Check of a multi-rank stage's graphs against the whole block's, before a strategy is first trained.
-
-`numeric_check` compared the whole block with the model.
-"""
+"""Check of a multi-rank stage's graphs against the whole block's, before a strategy is first trained."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-# Maximum parameters of a block: both sides hold them and their gradients, 4 GiB in all.
-LARGEST = 1 << 28
+LARGEST = 1 << 28  # parameters of a block: both sides hold them and their gradients, 4 GiB in all
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -58,8 +54,8 @@ class StageCheck:
     Args:
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
-        library: untrusted source of the ranks' graphs: everything it provides is compared.
-        model: of the program; large blocks are compared in its narrow copy, if their graphs differ in widths only.
+        library: untrusted source of the ranks' graphs.
+        model: of the program; large blocks are compared in its narrow copy.
 
     Attributes:
         passed: comparisons that need not be repeated: key -> description.
@@ -94,11 +90,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each stage kind of a strategy.
-
-        Raises:
-            Unsupported: names the kind of stage, the block and the parameter that differ.
-        """
+        """Compare each block's graphs under each stage kind of a strategy; raise Unsupported if they differ."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -169,7 +161,6 @@ class StageCheck:
         return StageCheck(narrow.program, buffers, self._fused_head, self._added), narrow.widths
 
     def _compare_narrow(self, block: Block, form: StageKind) -> float | None:
-        """Compare a block in the narrow copy; return None if the comparison at full size must decide."""
         if self._narrow is None:
             return None
         other, widths = self._narrow
@@ -185,7 +176,6 @@ class StageCheck:
             return None
 
     def _compare(self, block: Block, form: StageKind) -> float | None:
-        """Return the worst gradient error relative to its norm, or None if no values were finite."""
         failed: list[tuple[Difference | Exception, Attempt]] = []
         if self._library is not None:
             for part in form.parts():
@@ -218,7 +208,6 @@ class StageCheck:
             of_block = _run(whole, values, tangent, wide)
             stage = _Stage(form, parameters, variants, values, wide)
             ranks = run_ranks(form.tp, lambda collectives: stage.run(collectives, tangent))
-        # The ranks' copies of a whole gradient are compared under separate names.
         computed: dict[str, Tensor] = {}
         expected: dict[str, Tensor] = {}
         for name, value in of_block.items():
@@ -253,7 +242,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Several attempts, because a router's near tie may be broken differently in one."""
+    """Yield several attempts: a router's near tie may be broken differently in one."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
@@ -297,7 +286,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name; each result should equal the whole block's."""
+        """Combine the ranks' values of one name; each result should be the whole block's."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts

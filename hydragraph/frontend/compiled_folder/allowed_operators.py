@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-# These register hydragraph's own operators.
 import hydragraph.kernels.attention_dropout
 import hydragraph.kernels.dropout
 import hydragraph.kernels.linear_cross_entropy
-import hydragraph.kernels.varlen_attention  # noqa: F401
+import hydragraph.kernels.varlen_attention  # noqa: F401  these register the operators
 from hydragraph.ir.graph_data import PYTHON, known_target
 from hydragraph.private.operator_schemas import signature_of
 
@@ -77,7 +76,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of the runtime's collectives, of a gradient's running sum, of a started collective -> number of arguments.
+# Methods of collectives, of a gradient's running sum, of a started collective -> number of arguments.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
@@ -131,7 +130,6 @@ def _fits(kind: str, value: object) -> bool:
         return value is None or _fits(kind[9:-1], value)
     if kind.startswith("List["):
         inside = value.get("tuple") if isinstance(value, dict) and "tuple" in value else value
-        # A number can stand for a list of numbers, and a node may produce a list.
         return all(_fits(kind[5:-1], element) for element in (inside if isinstance(inside, list) else [value]))
     tag = next(iter(value)) if isinstance(value, dict) and value else None
     if tag == "node" and kind not in _PLAIN:

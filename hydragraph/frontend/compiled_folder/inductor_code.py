@@ -1,4 +1,4 @@
-"""Inductor's code in a compiled folder: its only code, written and loaded only with `--trust`."""
+"""Inductor's code in a compiled folder, written and loaded only with `--trust`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def write_code(folder: Path) -> bool:
-    """Write the code that Inductor compiled or found in its cache; return whether there was any."""
+    """Write the code in Inductor's cache; return whether there was any."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return False

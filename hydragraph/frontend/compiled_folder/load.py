@@ -88,7 +88,7 @@ def load(
         model: record of the model that the folder must belong to; None: any.
         dtype: required compute dtype; None: the folder's.
         ranks: required number of ranks; None: any.
-        trust: pass the code that the folder may contain to Inductor; it can do anything that this process may.
+        trust: pass the code in the folder to Inductor; it can do anything that this process may.
 
     Raises:
         Refused: the folder is stale, damaged, or belongs to something else.
@@ -136,7 +136,6 @@ def _refuse_other_model(folder: Path, manifest: FolderManifest, model: ModelReco
 
 
 def _refuse_more(folder: Path, manifest: FolderManifest) -> None:
-    """Reject unlisted files, which a reader would take for part of the folder."""
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     there = {path.relative_to(folder).as_posix() for path in files}
     more = sorted(there - manifest.files.keys() - {NAME})

@@ -1,4 +1,4 @@
-"""`manifest.json`: contents of a compiled folder, their origin, and the results of its check."""
+"""`manifest.json`: contents, origin and check of a compiled folder."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ _MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders of hydra
 
 
 class Refused(ValueError):  # noqa: N818
-    """A compiled folder that a run cannot start from.
-
-    Args:
-        what, remedy: what is wrong with the folder, and how to fix it.
-    """
+    """A compiled folder that a run cannot start from."""
 
     def __init__(self, folder: Path | str, what: str, remedy: str = "") -> None:
         self.folder = str(folder)
@@ -50,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant, and for people its blocks and its kind of stage, such as tp2s."""
+    """File of a variant, and its blocks and kind of stage, such as tp2s, for people."""
 
     file: str
     blocks: tuple[str, ...]
@@ -70,8 +66,7 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        mode: "auto", "full" or "off".
-        model: line about the captured program and its model; "" if they were not compared.
+        model: line about the captured program and its model, if they were compared.
         stages: key of a stage's comparison -> its description.
     """
 
@@ -89,12 +84,10 @@ class FolderManifest:
     """Contents of `manifest.json`, except its format and the SHA-256 of itself.
 
     Attributes:
-        versions: of Python and of the packages that make graphs.
-        code: SHA-256 of hydragraph's files that make graphs.
+        versions, code: of what makes graphs (`versions`, `own_code`).
         ranks: number of ranks that the folder's strategies are for; None: it has none.
         model: None in a folder that a process shares with others on its machine.
-        variants: by `VariantSpec.key`.
-        files: by path in the folder.
+        variants, files: by `VariantSpec.key`, and by path in the folder.
     """
 
     versions: Mapping[str, str]
@@ -113,11 +106,7 @@ class FolderManifest:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Read a folder's manifest.
-
-    Raises:
-        Refused: the manifest is missing, was changed, or has another format.
-    """
+    """Read a folder's manifest; raise Refused if it is missing, was changed, or has another format."""
     try:
         # A link may lead anywhere, and reading a pipe may block forever.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
@@ -141,9 +130,6 @@ def read_manifest(folder: Path) -> FolderManifest:
     return manifest
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def files_of(folder: Path) -> dict[str, ExpectedFile]:
     """Return size and SHA-256 of every file except the manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / NAME)
@@ -155,7 +141,7 @@ def _expected(content: bytes) -> ExpectedFile:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
-    """Return the content of a file; raise Refused unless it is a file of the folder that matches the manifest."""
+    """Return the content of a file; raise Refused if it does not match the manifest or lies outside the folder."""
     expected = files.get(path)
     if expected is None:
         raise Refused(folder, f"{NAME} does not name {path:.200}")
@@ -195,11 +181,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-# --- what makes graphs ------------------------------------------------------------------------------------------------
-
-
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions of imported packages that graphs depend on, by name; `arch`: GPU of the folder's kernels."""
+    """Return the versions of imported packages that graphs depend on; `arch`: GPU of the folder's kernels."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
     return {name: version_of(name) for name in names} | kernels

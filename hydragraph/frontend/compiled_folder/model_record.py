@@ -1,6 +1,6 @@
 """Record of a model at capture time, in parts, to report how another model differs.
 
-    model       its class, its loss, its list of blocks, the fields of its packed batch, and its tensors
+    model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
     modules     class -> SHA-256 of the attributes of its instances
     code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
@@ -31,7 +31,7 @@ _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # recorded by only some of transformers' ways to make a model
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # set by only some of transformers' ways to make a model
 _TENSORS = "names, shapes or frozenness of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
@@ -39,7 +39,7 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return the record of a model, or raise Unsupported if a part cannot be described; arguments as for `capture`."""
+    """Return a model's record, or raise Unsupported if a part cannot be described; arguments as for `capture`."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:
@@ -63,7 +63,7 @@ def model_record(
 
 
 def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
-    """Describe how a model differs from a folder's record, most readable differences first."""
+    """Describe how a model differs from a folder's record."""
     mismatches = []
     for part in PARTS:
         old = written.get(part, {})
@@ -71,7 +71,6 @@ def differences(written: ModelRecord, here: ModelRecord) -> list[str]:
         for name in sorted({*old, *new}, key=lambda name: ([*new].index(name) if name in new else len(new), name)):
             if old.get(name) != new.get(name):
                 mismatches.append(_difference(part, name, old.get(name), new.get(name)))
-    # Different settings explain different tensors, not vice versa.
     return sorted(mismatches, key=lambda difference: difference == _TENSORS)
 
 
@@ -152,7 +151,6 @@ def _code(model: nn.Module) -> Mapping[str, str]:
 
 
 def _methods(kind: type) -> list[tuple[str, str]]:
-    """Return a class's current methods, which may have been replaced."""
     values = vars(kind).items()
     inner = {n: getattr(v, "__func__", None) or getattr(v, "fget", None) or v for n, v in values}
     functions = {name: value for name, value in inner.items() if isinstance(value, FunctionType)}

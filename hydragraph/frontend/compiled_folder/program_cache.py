@@ -1,7 +1,6 @@
-"""Cache of captured programs in the user's cache folder: reading one takes hundredths of a second, tracing seconds.
+"""Cache of captured programs, of library models with hydragraph's losses.
 
-Only models of PyTorch and transformers with hydragraph's own losses are kept: versions determine them unless something
-is patched (`library_code`), while custom modules may read globals, files or the environment.
+Versions determine these unless something is patched (`library_code`), while custom modules may read anything.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 def path_of(
     model: nn.Module, dtype: torch.dtype, example: Mapping[str, Tensor] | None, loss: Loss | None, blocks: str | None
 ) -> Path | None:
-    """Return the path of a model's program, which may not exist yet; None: it is not kept."""
+    """Return the path of a model's program, or None if it is not kept."""
     if not _of_libraries(model, loss):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Conversion of programs (program.json) and variants (graphs/NAME.json) to data and back, checking every field."""
+"""Conversion of programs and variants to data and back, checking every field."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from torch import fx
 
 from hydragraph.frontend.compiled_folder import record_schema
 from hydragraph.frontend.compiled_folder.record_schema import Malformed, built
-from hydragraph.ir.graph_data import decode, encode
+from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.program import Program, Template
 from hydragraph.passes.differentiate import COLLECTIVES, Variant, saved_names, start_of
 from hydragraph.passes.variant_spec import VariantSpec
 
 Data = dict[str, Any]
-
-# --- a program --------------------------------------------------------------------------------------------------------
 
 
 def program_data(program: Program) -> Data:
@@ -36,7 +34,7 @@ def program_data(program: Program) -> Data:
 
 
 def program_of(value: object) -> Program:
-    """Build a program from data; raise Malformed, which names the field that is wrong."""
+    """Build a program from data; raise Malformed, which names the wrong field."""
     kinds = get_type_hints(Program)
     plain = ("model", "dtype", "causal", "heads", "unplaced", "positions", "origin", "blocks", "aux")
     data = record_schema.fields(value, (*plain, "fingerprint", "parameters", "buckets", "templates"), "program")
@@ -62,15 +60,15 @@ def _check_program(program: Program) -> None:
         where = f"program: block {block.name}"
         template = program.templates.get(block.template)
         if template is None:
-            raise Malformed(f"{where}: there is no template {block.template:.80}")
+            raise Malformed(f"{where}: the template {block.template:.80} is missing")
         others = sum(name.startswith("other.") for name in template.inputs)
         counts = [(block.parameters, template.parameters), (block.buffers, template.buffers)]
         if any(len(names) != len(template_names) for names, template_names in counts) or len(block.aux) != others:
             raise Malformed(f"{where}: the number of its names is not its template's")
         unknown = set(block.parameters) - program.parameters.keys()
         if unknown:
-            raise Malformed(f"{where}: there is no parameter {min(unknown)}")
-    aux_count = len(_output_of(program.templates[program.aux.template].graph))
+            raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
+    aux_count = len(results_of(program.templates[program.aux.template].graph))
     if any(index >= aux_count for block in program.blocks for index in block.aux):
         raise Malformed("program: a block takes a value that the aux graph does not make")
     bucketed_names = [parameter.name for bucket in program.buckets for parameter in bucket.parameters]
@@ -87,7 +85,7 @@ def _bucket_of(value: object, parameters: Mapping[str, Parameter]) -> Bucket:
     parts = {name: built(kinds[name], part, where) for name, part in record_schema.fields(value, kinds, where).items()}
     unknown = set(parts["parameters"]) - parameters.keys()
     if unknown:
-        raise Malformed(f"{where}: there is no parameter {min(unknown)}")
+        raise Malformed(f"{where}: the parameter {min(unknown)} is missing")
     return Bucket(**parts | {"parameters": tuple(parameters[name] for name in parts["parameters"])})
 
 
@@ -112,16 +110,13 @@ def _template_of(value: object) -> Template:
     names = {n: built(kinds[n], data[n], where) for n in ("parameters", "buffers", "inputs")}
     template = Template(name=name, graph=graph, **names)
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
-    if len(_placeholders(graph)) != takes:
-        raise Malformed(f"{where}: its graph has {len(_placeholders(graph))} placeholders for {takes} names")
+    if len(placeholders_of(graph)) != takes:
+        raise Malformed(f"{where}: its graph has {len(placeholders_of(graph))} placeholders for {takes} names")
     # The rebuilt graph's text names size symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)
     return template
-
-
-# --- a variant --------------------------------------------------------------------------------------------------------
 
 
 def variant_data(variant: Variant) -> Data:
@@ -135,7 +130,7 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant from data, which must match its spec; raise Malformed, which names the field that is wrong."""
+    """Build a variant from data, which must match its spec; raise Malformed, which names the wrong field."""
     kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)
@@ -156,8 +151,8 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
     vocabulary_fits = set(variant.vocabulary) <= set(template.parameters)
     if not vocabulary_fits or variant.inputs not in (tuple(plain), (*plain, COLLECTIVES)):
         raise Malformed(f"{where}: its inputs are not those of the template")
-    saved = saved_names(len(_output_of(variant.forward)) - variant.outputs)
-    if len(_placeholders(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
+    saved = saved_names(len(results_of(variant.forward)) - variant.outputs)
+    if len(placeholders_of(variant.forward)) != len(variant.inputs) or variant.outputs != 1:
         raise Malformed(f"{where}: its forward takes or returns another number of values than stated")
     takes = {*saved, *template.parameters, "tangent", COLLECTIVES}
     if not set(variant.needs) <= takes or len(set(variant.needs)) != len(variant.needs):
@@ -167,9 +162,9 @@ def _check_variant(variant: Variant, spec: VariantSpec, where: str) -> None:
         raise Malformed(f"{where}: it has a gradient of something that is not trained, or two of one parameter")
     if "hidden" in variant.added:
         raise Malformed(f"{where}: the hidden state's gradient is accumulated")
-    if len(_placeholders(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
+    if len(placeholders_of(variant.backward)) != len(variant.needs) + 2 * len(variant.added):
         raise Malformed(f"{where}: its backward takes another number of values than stated")
-    if len(_output_of(variant.backward)) != len(variant.gradients):
+    if len(results_of(variant.backward)) != len(variant.gradients):
         raise Malformed(f"{where}: its backward returns another number of gradients than stated")
 
 
@@ -183,21 +178,9 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
             raise Malformed(f"{where}: {name} is {value!r:.60}, but a rank's shard of it {dtype} {list(shape)}")
 
 
-# --- graphs that were checked -----------------------------------------------------------------------------------------
-
-
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
     except Exception as error:  # FX raises it for a graph that it cannot print
         first = (str(error).splitlines() or [""])[0]
         raise Malformed(f"{where}: no graph can be built from it ({type(error).__name__}: {first:.200})") from error
-
-
-def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _output_of(graph: fx.GraphModule) -> Sequence[Any]:
-    outputs: Any = next(node for node in reversed(graph.graph.nodes) if node.op == "output").args[0]
-    return tuple(outputs)

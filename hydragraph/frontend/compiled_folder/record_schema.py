@@ -1,4 +1,4 @@
-"""Schema of a compiled folder's data: every field is validated before anything is built from it."""
+"""Schema of a compiled folder's data; all functions raise Malformed for anything else."""
 
 from __future__ import annotations
 
@@ -53,11 +53,8 @@ def _refuse(where: str, what: str) -> NoReturn:
     raise Malformed(f"{where}: {what}")
 
 
-# --- plain values -----------------------------------------------------------------------------------------------------
-
-
 def fields(value: object, names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return a mapping with exactly these names, or raise Malformed."""
+    """Return a mapping with exactly these names."""
     if not isinstance(value, dict) or value.keys() != set(names):
         contents = ", ".join(map(str, value)) if isinstance(value, dict) else repr(value)[:80]
         _refuse(where, f"expected the fields {', '.join(names)}, but there is {contents or 'nothing'}")
@@ -65,7 +62,7 @@ def fields(value: object, names: Collection[str], where: str) -> Mapping[str, An
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return a mapping, or raise Malformed."""
+    """Return a mapping."""
     if not isinstance(value, dict):
         example = '{"NAME": ...}, as hydragraph compile writes it'
         _refuse(where, f"expected a mapping of names, but it is {value!r:.80}: give {example}")
@@ -79,34 +76,34 @@ def _instance(value: object, kind: type[Value], expected: str, where: str) -> Va
 
 
 def listed(value: object, where: str) -> list[Any]:
-    """Return a list, or raise Malformed."""
+    """Return a list."""
     return _instance(value, list, "a list", where)
 
 
 def text(value: object, where: str) -> str:
-    """Return a string, or raise Malformed."""
+    """Return a string."""
     return _instance(value, str, "a text", where)
 
 
 def whole(value: object, where: str, least: int = 0) -> int:
-    """Return an integer of at least `least`, or raise Malformed."""
+    """Return an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_SIZE:
         _refuse(where, f"expected a whole number of at least {least}, but it is {value!r:.80}")
     return value
 
 
 def wholes(value: object, where: str, least: int = 0) -> tuple[int, ...]:
-    """Return a list of integers as a tuple, or raise Malformed."""
+    """Return a list of integers."""
     return tuple(whole(number, where, least) for number in listed(value, where))
 
 
 def flag(value: object, where: str) -> bool:
-    """Return a bool, or raise Malformed."""
+    """Return a bool."""
     return _instance(value, bool, "true or false", where)
 
 
 def dtype(value: object, where: str) -> torch.dtype:
-    """Return the named dtype, or raise Malformed."""
+    """Return the named dtype."""
     if not isinstance(value, str) or value not in _DTYPES:
         _refuse(where, f"{value!r:.80} is not a dtype: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
@@ -149,16 +146,13 @@ _types = functools.cache(get_type_hints)
 _SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: whole, bool: flag, torch.dtype: dtype}
 
 
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
-
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
-    """Return the data of the `count` graphs of one trace, or raise Malformed, which names the wrong node.
+    """Return the data of the `count` graphs of one trace.
 
     Nodes are [name, kind, target, args, kwargs, value] (`ir.graph_data`) and may depend only on earlier nodes.
     """
     data = fields(value, ("hints", "graphs"), where)
-    # PyTorch specialises on 0 and 1, so a graph for arbitrary sizes was never traced with them.
+    # PyTorch specialises on 0 and 1.
     hints = wholes(data["hints"], f"{where}: hints", least=2)
     graphs = listed(data["graphs"], f"{where}: graphs")
     if len(graphs) != count:

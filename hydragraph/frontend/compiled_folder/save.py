@@ -34,11 +34,11 @@ _ON_A_LINE = 3  # maximum depth of a mapping that is written on one line
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Variant to be written to `graphs/{name}.json`; `blocks` and `kind` as in `VariantEntry`.
+    """Variant, before compilation by a backend, to be written to `graphs/{name}.json`.
 
     Attributes:
         keys: of all specs that it implements (`VariantSpec.key`).
-        variant: its graphs, before compilation by a backend.
+        blocks, kind: as in `VariantEntry`.
     """
 
     name: str
@@ -51,7 +51,6 @@ class NamedVariant:
 def named_variants(variants: Variants, strategies: Iterable[Strategy]) -> list[NamedVariant]:
     """Return the variants of all ranks of some strategies, each once."""
     program = variants.program
-    # Blocks with the same sharding and trainable parameters run the same graphs.
     first: dict[Hashable, Block] = {}
     serving: dict[str, list[str]] = {}
     for block in program.blocks:
@@ -88,9 +87,8 @@ def save(
     """Write a program, variants, and finally a manifest of all files in the folder, including those there before.
 
     Args:
-        model, ranks: as in `FolderManifest`.
-        check: results of the check, if it was made.
-        arch: GPU architecture that the kernels were compiled for, such as sm_90; None: it has none.
+        model, check, ranks: as in `FolderManifest`.
+        arch: GPU architecture that the folder's kernels were compiled for, such as sm_90.
 
     Raises:
         ValueError: a graph cannot be represented as data, or calls an operator that is not allowed.
@@ -126,7 +124,6 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, dict) and (depth == 0 or _height(value) > _ON_A_LINE):
         members = [f"{json.dumps(name)}: {_text(member, depth + 1)}" for name, member in value.items()]
         return _lines("{", members, "}", depth)
-    # A list that starts with a string is a node, or a list of names.
     if isinstance(value, list) and _height(value) > 1 and not isinstance(value[0], str):
         return _lines("[", [_text(element, depth + 1) for element in value], "]", depth)
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

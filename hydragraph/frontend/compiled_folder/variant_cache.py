@@ -1,4 +1,4 @@
-"""Cache of traced variants: reading one takes hundredths of a second, tracing seconds."""
+"""Cache of traced variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 4096  # files; those used longest ago are deleted
 
 
 class VariantCache:
-    """Variants in the user's cache folder, by all that determines their graphs: spec, versions, and own sources."""
+    """Variants in the user's cache folder, by spec, versions and own sources."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
         """Return a spec's variant before backend compilation, or None if none can be read."""
