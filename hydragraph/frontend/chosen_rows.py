@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hydragraph.frontend.token_axes import symbolic_dims
 from hydragraph.frontend.token_order import SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
@@ -149,7 +150,7 @@ class _Rewriting:
         if self._is_selected(mask):
             raise _Unchanged("a selection of selected rows")
         sizes = shape(mask)
-        tokens = [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+        tokens = symbolic_dims(mask)
         if len(tokens) != 1:
             raise _Unchanged("a mask without one dimension of tokens")
         order = (*tokens, *(d for d in range(len(sizes)) if d not in tokens))

@@ -7,12 +7,13 @@ from torch import fx
 
 from hydragraph.frontend.added_inputs import added_input
 from hydragraph.frontend.functional_graph import insert
+from hydragraph.frontend.token_axes import token_dims
 from hydragraph.frontend.token_order import ARANGES, SAME
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.clean import remove_dead_code
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import symbol_name, symbols_in
+from hydragraph.private.tracing import symbol_name
 
 aten = torch.ops.aten
 
@@ -45,10 +46,6 @@ def _counts(node: fx.Node, tokens: str) -> bool:
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
     """Return whether a value selects rows of tokens, as in the routing to experts."""
-    return any(_chooses_rows(user, tokens) if user.target in SAME else _chooses(user, tokens) for user in node.users)
-
-
-def _chooses(node: fx.Node, tokens: str) -> bool:
-    return node.target in _CHOOSING and any(
-        symbol_name(size) is not None and tokens in symbols_in(size) for size in shape(operands(node)[0])
-    )
+    choosing = [user for user in node.users if user.target in _CHOOSING]
+    chooses = any(token_dims(operands(user)[0], tokens) for user in choosing)
+    return chooses or any(_chooses_rows(user, tokens) for user in node.users if user.target in SAME)

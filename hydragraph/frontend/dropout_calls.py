@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from hydragraph.errors import Unsupported
+from hydragraph.frontend.token_axes import symbolic_dims
 from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.passes.clean import AUTOCAST, GRAD_MODE, region
-from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dropout, operands
-from hydragraph.private.tracing import symbol_name
+from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dropout, operands, shape
 
 aten = torch.ops.aten
 
@@ -62,10 +62,9 @@ def _replace(graph: fx.Graph, node: fx.Node, numbers: Iterator[int], where: str)
 
 
 def _token_dim(x: fx.Node, where: str) -> int:
-    sizes = value_of(x).shape
-    dims = [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+    dims = symbolic_dims(x)
     if len(dims) != 1:
-        what = f"dropout of a value of sizes {list(map(str, sizes))}, which has no single dimension of tokens"
+        what = f"dropout of a value of sizes {list(map(str, shape(x)))}, which has no single dimension of tokens"
         remedy = "set that dropout probability to 0, or apply dropout to values with one row per token"
         raise Unsupported(what, where=where, remedy=remedy)
     return dims[0]

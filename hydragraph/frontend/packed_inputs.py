@@ -16,9 +16,7 @@ from hydragraph.ir.placeholders import DROPOUT_BLOCK, DROPOUT_KEYS
 from hydragraph.ir.program import Program
 from hydragraph.passes.find_field_ranges import field_ranges_of
 from hydragraph.private.tracing import TensorSpec
-from hydragraph.spec.workload import Field
-
-IGNORED = -100  # PyTorch's default ignore_index
+from hydragraph.spec.workload import IGNORED, Field
 
 # Fields of every packed batch of T tokens in N sequences.
 FIELDS = {

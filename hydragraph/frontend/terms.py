@@ -16,13 +16,13 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from hydragraph.frontend.token_axes import COUNTS, LOSSES, MADE, RESHAPES, first_tensor, keeps
+from hydragraph.frontend.token_axes import COUNTS, LOSSES, MADE, RESHAPES, first_tensor, keeps, symbolic_dims
 from hydragraph.frontend.token_order import ARANGES, Rows, viewed
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.graph_node import operands, shape
 from hydragraph.passes.operator_rules import MOVES, VIEWS, is_pointwise
 from hydragraph.private.operator_schemas import argument_of, aten_operators
-from hydragraph.private.tracing import is_counted, symbol_name, symbols_in
+from hydragraph.private.tracing import is_counted, symbols_in
 
 aten = torch.ops.aten
 
@@ -97,8 +97,8 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
     inputs = node.all_input_nodes
     if node.target in MADE:  # reads only sizes
         return None
-    rows = {n: _row_dims(n) for n in inputs if _has_rows(n)}
-    if any(len(dims) > 1 for dims in rows.values()) or len(_row_dims(node)) > 1:
+    rows = {n: symbolic_dims(n) for n in inputs if _has_rows(n)}
+    if any(len(dims) > 1 for dims in rows.values()) or len(symbolic_dims(node)) > 1:
         return _ACROSS
     if node.target in _TAKES and operands(node)[0] in rows:
         return None if _takes_by_bounds(node, rows[operands(node)[0]][0], told) else _ACROSS
@@ -113,7 +113,7 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
     first = operands(node)[0]
     if node.target in LOSSES:
         return None if first in rows and rows[first][0] != min(1, len(shape(first)) - 1) else _ACROSS
-    (dim,) = _row_dims(node)
+    (dim,) = symbolic_dims(node)
     if node.target in RESHAPES and first in rows:
         (symbol, *_) = symbols_in(shape(first)[rows[first][0]])
         seen = viewed(node, row_of, dim, symbol)
@@ -124,7 +124,7 @@ def _of_terms(node: fx.Node, told: set[fx.Node], totals: set[fx.Node]) -> str | 
 def _runs_on(node: fx.Node) -> bool:
     if node.target is not aten.cumsum.default:
         return False
-    return _row_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
+    return symbolic_dims(operands(node)[0]) == [operands(node)[1] % len(value_of(node).shape)]
 
 
 def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
@@ -137,7 +137,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
     if node.target is aten.cat.default:  # starts with zeros
         return all(n in running or n.target in MADE for n in node.all_input_nodes)
     if node.target is aten.index.Tensor:
-        return _takes_by_bounds(node, _row_dims(arguments[0])[0], told) and len(arguments[1]) == 1
+        return _takes_by_bounds(node, symbolic_dims(arguments[0])[0], told) and len(arguments[1]) == 1
     return node.target in VIEWS | MOVES
 
 
@@ -171,13 +171,7 @@ def _origins(node: fx.Node) -> set[object]:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    return bool(_row_dims(node))
-
-
-def _row_dims(node: fx.Node) -> list[int]:
-    tensor = first_tensor(node)
-    sizes = tensor.shape if isinstance(tensor, Tensor) else ()
-    return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+    return bool(symbolic_dims(node))
 
 
 def stays_a_sum(node: fx.Node, summed: Container[fx.Node]) -> bool:

@@ -82,7 +82,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
     bounds = _bounds(graph, tokens, given)
     routing = Routing(rows, tokens)
     for node in graph.graph.nodes:
-        dims = _token_dims(node, tokens)
+        dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
         # Results, and values compared with labels, must be in batch order.
@@ -117,11 +117,11 @@ def _read(node: fx.Node) -> list[fx.Node]:
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
     """Return values that depend on which sequences are packed together, but not on any token."""
     placeholders = placeholders_of(graph)
-    bounds = {n for n in placeholders[len(placeholders) - given :] if not _token_dims(n, tokens)}
+    bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
     for node in graph.graph.nodes:
         from_bounds = node.op == "call_function" and any(n in bounds for n in node.all_input_nodes)
         reads = node.target not in MADE or node.target is aten.sym_size.int
-        if from_bounds and reads and not any(_token_dims(n, tokens) for n in (node, *node.all_input_nodes)):
+        if from_bounds and reads and not any(token_dims(n, tokens) for n in (node, *node.all_input_nodes)):
             bounds.add(node)
     return bounds
 
@@ -138,7 +138,7 @@ def _problem(
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
     if not with_tokens:  # a value as long as the row then counts through it
-        sized = bool(dims) or any(_token_dims(n, tokens) for n in node.all_input_nodes)
+        sized = bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return COUNTS if sized and not uniform else None
     orders = {rows[n].order for n in with_tokens}
@@ -280,10 +280,16 @@ def _product_keeps(a: fx.Node, b: fx.Node, dims: Mapping[fx.Node, int]) -> bool:
     return b not in dims or dims[a] - len(shape(a)) == dims[b] - len(shape(b))
 
 
-def _token_dims(node: fx.Node, tokens: str) -> list[int]:
+def symbolic_dims(node: fx.Node) -> list[int]:
+    """Return the dimensions of symbolic size of a node's value, or of the first of several."""
     tensor = first_tensor(node)
     sizes: list[Any] = list(tensor.shape) if isinstance(tensor, Tensor) else []
-    return [d for d, size in enumerate(sizes) if symbol_name(size) is not None and tokens in symbols_in(size)]
+    return [d for d, size in enumerate(sizes) if symbol_name(size) is not None]
+
+
+def token_dims(node: fx.Node, tokens: str) -> list[int]:
+    """Return the dimensions whose size depends on the symbol `tokens`."""
+    return [d for d in symbolic_dims(node) if tokens in symbols_in(first_tensor(node).shape[d])]
 
 
 def first_tensor(node: fx.Node) -> Any:
