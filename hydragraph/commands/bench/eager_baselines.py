@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from hydragraph.frontend import huggingface
 from hydragraph.frontend.packed_batch import pack
 from hydragraph.frontend.packed_inputs import shift, token_cross_entropy
-from hydragraph.spec.workload import IGNORED
 from hydragraph.kernels.varlen_attention import attention_backend
 from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
 from hydragraph.spec.strategy import Strategy
-from hydragraph.spec.workload import sequence_of
+from hydragraph.spec.workload import IGNORED, sequence_of
 
 ATTENTION = "hydragraph_bench"  # name of `attention` in transformers
 
