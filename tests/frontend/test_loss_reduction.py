@@ -65,6 +65,7 @@ SUMS = {
     "by a mask": lambda x, b: F.cross_entropy(x[0][counted(b)[0]], b["labels"][0][counted(b)[0]], reduction="sum"),
     "a softmax over classes, by a mask": lambda x, b: (x[counted(b)].softmax(-1).amax(-1) * 2).sum(),
     "by the mean of a constant": lambda x, b: each(x, b).sum() / torch.ones(3).mean(),
+    "of flattened logits": lambda x, b: F.cross_entropy(x.flatten(0, -2), b["labels"].view(-1), reduction="sum"),
 }
 
 
@@ -87,6 +88,8 @@ MIXED = {
     "the largest that a mask picks": lambda x, b: x[counted(b)].amax(0).sum(),
     "the norm of what a mask picks": lambda x, b: each(x, b)[counted(b)[0]].norm(),
     "each by the sum of all": lambda x, b: (x * x.sum(1, keepdim=True)).sum(),
+    "filled with the number of tokens": lambda x, b: (each(x, b) * x.new_full((x.shape[1],), x.shape[1])).sum(),
+    "rows by their place": lambda x, b: (each(x, b) * each(x, b)[torch.arange(x.shape[1], device=x.device) // 2]).sum(),
 }
 
 
@@ -104,6 +107,8 @@ MIXED = {
             "a running sum",
             "a softmax over what a mask picks",
             "each by the sum of all",
+            "filled with the number of tokens",
+            "rows by their place",
         ],
         MIXED,
     ),
@@ -145,6 +150,7 @@ def test_a_mean_is_refused(name: str) -> None:
             "chosen",
             "a softmax over classes, by a mask",
             "by the mean of a constant",
+            "of flattened logits",
         ],
         SUMS,
     ),
