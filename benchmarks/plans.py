@@ -62,8 +62,9 @@ from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 TYPES = {

@@ -59,8 +59,9 @@ from hydragraph.passes.variants import Variants
 from hydragraph.report.simulation_price import price
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, DeviceType, Interconnect, Node
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 
 DATA = Path(__file__).parents[1] / ".." / "shared" / "data" / "published" / "runs.json"
 MOST_RANKS = 1100  # larger runs take minutes to simulate each

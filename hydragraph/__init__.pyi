@@ -34,8 +34,8 @@ from hydragraph.spec.cluster import Cluster as Cluster
 from hydragraph.spec.elastic import Elastic as Elastic
 from hydragraph.spec.health import Health as Health
 from hydragraph.spec.home import Home as Home
-from hydragraph.spec.strategy import Pipeline as Pipeline
-from hydragraph.spec.strategy import Stage as Stage
+from hydragraph.spec.pipeline import Pipeline as Pipeline
+from hydragraph.spec.pipeline import Stage as Stage
 from hydragraph.spec.strategy import Strategy as Strategy
 from hydragraph.spec.training_workload import Workload as Workload
 from hydragraph.version import __version__ as __version__

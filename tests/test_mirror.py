@@ -136,6 +136,7 @@ ELSEWHERE = {
     "report/time_series.py": ("report/test_page.py", "the data of a timeline are its bars"),
     "runtime/pending_work.py": ("runtime/test_streams.py", "a device that records says what was not waited for"),
     "runtime/shard_boxes.py": ("checkpoint/test_dcp_planners.py", "boxes of parameters"),
+    "spec/pipeline.py": ("spec/test_strategy.py", "stages and pipelines"),
     "train/config_overrides.py": ("train/test_config.py", "overrides, and what differs from an earlier config"),
     "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
     "train/run_saving.py": ("train/test_loop.py", "checkpoints, and what a missing package costs"),

@@ -20,7 +20,8 @@ from hydragraph.cost.stage_costs import Hop
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from hydragraph.planner.generators.device_groups import NodeDevices, nodes_of
 from hydragraph.planner.generators.group_prices import Prices, state_bytes
 from hydragraph.planner.iteration_bound import bound
 from hydragraph.spec.health import Health
-from hydragraph.spec.strategy import Stage
+from hydragraph.spec.pipeline import Stage
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

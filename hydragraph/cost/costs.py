@@ -35,7 +35,8 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import AUTO, Home
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates

@@ -15,8 +15,9 @@ from hydragraph.cost.peak_memory import Peak
 from hydragraph.cost.pricing import Pricing
 from hydragraph.cost.rank_memory import micro_batches_until_peak
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Programs whose peaks are cached, about a megabyte each.

@@ -30,8 +30,8 @@ from hydragraph.cost.stage_costs import StageCost, stages_end
 from hydragraph.errors import Unsupported
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.cluster import Device as SpecDevice
+from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, regular_pipeline
 
 # Used if no link was measured, as on a single rank.
@@ -381,7 +381,7 @@ def _alike(k: Constants) -> StageCost:
 
 
 def _regular(scheme: Scheme, layers: int) -> list[tuple[StageKind, int]]:
-    return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0)]
+    return [(StageKind(len(s.devices)), s.layers) for s in regular_pipeline(*scheme, layers, 0).stages]
 
 
 def _scheme_of(pipeline: Pipeline) -> Scheme | None:

@@ -29,8 +29,9 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 
 MESSAGE_BYTES = 1 << 20  # size of a typical message, for comparing links
 RING_TOKENS = 2048  # size of a typical micro-batch, for comparing links

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +11,8 @@ from hydragraph.cost.block_pieces import Constants
 from hydragraph.cost.measured_profile import PipelineCost, Profile, Scheme
 from hydragraph.cost.published_memory import MemoryModel
 from hydragraph.spec.home import Home
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import regular_pipeline
 
 if TYPE_CHECKING:
@@ -74,9 +76,8 @@ class CostedSchemes:
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
         """Return the cost of a pipeline on the ranks that own most of the state."""
         if scheme not in self._known:
-            stages = regular_pipeline(*scheme, self._costs.outline.layers, 0)
-            on = iter(self._fullest)
-            placed = tuple(Stage(tuple(next(on) for _ in s.devices), s.layers) for s in stages)
+            stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
+            placed = tuple(replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
             self._known[scheme] = self._costs.pipeline(Pipeline(placed))
         return self._known[scheme]
 
@@ -102,8 +103,7 @@ class CostedSchemes:
         pipelines = []
         first = 0
         for scheme in schemes:
-            stages = regular_pipeline(*scheme, self._costs.outline.layers, first)
-            pipelines.append(Pipeline(tuple(Stage(s.devices, s.layers) for s in stages)))
+            pipelines.append(regular_pipeline(*scheme, self._costs.outline.layers, first))
             first += scheme[0] * scheme[1]
         return Strategy(tuple(pipelines))
 

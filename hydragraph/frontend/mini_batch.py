@@ -16,7 +16,8 @@ from hydragraph.spec import workload
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.field_ranges import FieldRange
 from hydragraph.spec.padded import Batches, sequences_in
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 
 DivideBy = Literal["targets", "sequences"] | float
 """Divisor of a step's summed losses: a count in the global mini-batch, or a number."""

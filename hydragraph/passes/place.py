@@ -39,7 +39,7 @@ class PlacedStage:
     Attributes:
         roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
         layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
-        stream: what the stage streams (`spec.strategy.Stage`).
+        stream: what the stage streams (`spec.pipeline.Stage`).
         offload: whether the stage offloads activations to host memory.
     """
 

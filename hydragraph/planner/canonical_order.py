@@ -16,7 +16,8 @@ from hydragraph.planner.finalists import Finalists, Proposal
 from hydragraph.planner.price_candidate import Settled, Shortage
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Interconnect
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 
 Key = tuple[object, ...]
 

@@ -11,7 +11,8 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled
 from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.home_text import owners_text
-from hydragraph.spec.strategy import GRADIENTS, Pipeline, Strategy
+from hydragraph.spec.pipeline import GRADIENTS, Pipeline
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 SHOWN = 6  # rivals

@@ -24,7 +24,8 @@ from hydragraph.planner.generators.group_prices import Prices, reserves
 from hydragraph.planner.generators.pipelines_of_groups import Bench
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.planner.price_mini_batches import Varied
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 # Maximum strategies priced while improving one.

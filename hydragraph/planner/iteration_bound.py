@@ -25,7 +25,7 @@ from hydragraph.ir.schedules.schedule import Work
 from hydragraph.planner.generators.device_groups import nodes_of
 from hydragraph.planner.generators.group_prices import DeviceSite
 from hydragraph.spec.health import Health
-from hydragraph.spec.strategy import Stage
+from hydragraph.spec.pipeline import Stage
 
 
 def bound(costs: Costs, batches: Sequence[Sequence[int]]) -> float:

@@ -26,7 +26,8 @@ from hydragraph.planner.state_shares import fractions, home_by_block, home_of, l
 from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 
 Line = tuple[float, float]  # bytes, and bytes per unit share of the state
 

@@ -10,7 +10,8 @@ from hydragraph.cost.measured_profile import PipelineCost
 from hydragraph.cost.shared_stage_costs import turns
 from hydragraph.errors import Unsupported
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 
 # Rough costs for unmeasured models; only ratios matter. Tokens at which attention's quadratic cost equals the linear
 # one.

@@ -14,8 +14,9 @@ from dataclasses import replace
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.deadline import is_late
 from hydragraph.planner.price_candidate import NEAR_LIMIT, Settled, held, needs, owners_by_block, simulated
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 
 # Fastest plans that are tried with budgets.
 BUDGETED = 2

@@ -22,8 +22,9 @@ from hydragraph.planner.micro_batch_sizes import ANY, pipeline_costs
 from hydragraph.planner.price_candidate import Settled, Shortage, owners
 from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 # Strategies that are simulated.

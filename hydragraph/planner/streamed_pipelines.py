@@ -25,7 +25,8 @@ from hydragraph.planner.streamed_data_parallelism import (
 )
 from hydragraph.planner.traffic_bound import bytes_by_block
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 

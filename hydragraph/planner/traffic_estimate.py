@@ -28,7 +28,8 @@ from hydragraph.ir.instruction import Op
 from hydragraph.planner.price_candidate import form_of
 from hydragraph.planner.state_shares import fractions
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.strategy import Pipeline, Strategy
+from hydragraph.spec.pipeline import Pipeline
+from hydragraph.spec.strategy import Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:

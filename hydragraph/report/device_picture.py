@@ -10,7 +10,7 @@ from typing import Any
 
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
-from hydragraph.spec.strategy import Stage
+from hydragraph.spec.pipeline import Stage
 
 TALLEST = 72  # rows at full height
 ROW = 0.27  # inches

@@ -14,8 +14,9 @@ from hydragraph.cost.rank_memory import Memory
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.pipeline import GRADIENTS, Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
-from hydragraph.spec.strategy import GRADIENTS, Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 WORDS = {

@@ -293,7 +293,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
 
 
 def _slowest(blocks: Sequence[str], scheme: Scheme, measured: Measurements, useful: int) -> CurveFit:
-    stages = regular_pipeline(*scheme, len(blocks) - 2, 0)
+    stages = regular_pipeline(*scheme, len(blocks) - 2, 0).stages
     fits = []
     first = 1  # block 0 is the prologue
     for i, stage in enumerate(stages):

@@ -1,5 +1,1 @@
-"""User-facing values: strategies, clusters, homes, assignments, sequences and workloads, as frozen dataclasses with a
-text or YAML form.
-
-This package does not compute costs, make choices, or communicate with other processes.
-"""
+"""What users write: strategies, clusters, homes, sequences and workloads, as frozen dataclasses with text or YAML."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,15 @@ class Assignment:
 
     @classmethod
     def even(cls, counts: Sequence[int], tokens: int | Sequence[int], sequences: int = 1) -> Assignment:
-        """Return micro-batches of equally many sequences.
+        """Return micro-batches of `sequences` sequences.
 
         Args:
             counts: micro-batches of each pipeline.
-            tokens: tokens of every sequence, or of the sequences of each pipeline.
-            sequences: number of sequences of every micro-batch.
+            tokens: of every sequence, or of the sequences of each pipeline.
         """
-        per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else list(tokens)
-        micro_batches = []
-        first = 0
-        for count in counts:
-            starts = range(first, first + count * sequences, sequences)
-            micro_batches.append(tuple(tuple(range(start, start + sequences)) for start in starts))
-            first += count * sequences
+        per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens
+        starts = iter(range(0, sum(counts) * sequences, sequences))
+        micro_batches = [tuple(tuple(range(i, i + sequences)) for i in islice(starts, count)) for count in counts]
         lengths = tuple(n for count, n in zip(counts, per_pipeline, strict=True) for _ in range(count * sequences))
         return cls(tuple(micro_batches), lengths)
 

@@ -1,4 +1,4 @@
-"""The devices and links that a plan is priced on: types of devices in nodes, or a list.
+"""The devices and links that a plan is priced on.
 
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
@@ -9,7 +9,7 @@ nodes:                                  # ranks are numbered through them in ord
      outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e6, 1e9], [1e8, 3e9]]}}
 pairs: [{types: [h100, l4], bytes_per_s: 2e9, latency_s: 3e-5}]     # optional
 
-devices:                                # or: one entry per rank, and two links that each rank has for itself
+devices:                                # or: one entry per rank, and two links
   - {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   - {flops_per_s: 3.12e14, memory_bytes: 40e9, memory_bytes_per_s: 1.55e12, node: 1}
 within_node: {bytes_per_s: 450e9, latency_s: 5e-6}
@@ -22,7 +22,8 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -36,8 +37,8 @@ class Interconnect:
     """A link between two devices: n bytes take latency_s + n / bytes_per_s seconds, in each direction.
 
     Attributes:
-        points: measured (bytes, bytes/s), ascending, interpolated over the logarithm of the size; outside, the nearest
-            counts. `bytes_per_s` then limits several messages together.
+        points: measured (bytes, bytes/s), ascending, interpolated over the logarithm of the size; `bytes_per_s` then
+            limits several messages together.
     """
 
     bytes_per_s: float
@@ -45,7 +46,7 @@ class Interconnect:
     points: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_s", float(_positive("bytes_per_s", self.bytes_per_s)))
+        _set_positive(self, "bytes_per_s")
         object.__setattr__(self, "latency_s", float(_number("latency_s", self.latency_s)))
         object.__setattr__(self, "points", _points(self.points))
 
@@ -62,7 +63,7 @@ class Interconnect:
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
-        """Return the seconds for a message of `size` bytes; an empty message takes the latency."""
+        """Return the seconds for a message of `size` bytes."""
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
@@ -81,7 +82,6 @@ class DeviceType:
 
     Attributes:
         flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
-        memory_bytes: a whole number, which may be written 80e9.
         host_bytes_per_s: bandwidth of copies to and from host memory; default: about that of 16 lanes of PCIe 4.
     """
 
@@ -91,15 +91,12 @@ class DeviceType:
     host_bytes_per_s: float = field(default=PCIE_4, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host_bytes_per_s", float(_positive("host_bytes_per_s", self.host_bytes_per_s)))
-        object.__setattr__(self, "flops_per_s", float(_positive("flops_per_s", self.flops_per_s)))
-        object.__setattr__(self, "memory_bytes", _whole("memory_bytes", _positive("memory_bytes", self.memory_bytes)))
-        object.__setattr__(self, "memory_bytes_per_s", float(_positive("memory_bytes_per_s", self.memory_bytes_per_s)))
+        _set_positive(self, "host_bytes_per_s", "flops_per_s", "memory_bytes", "memory_bytes_per_s")
+        object.__setattr__(self, "memory_bytes", _whole("memory_bytes", self.memory_bytes))
 
     def device(self, node: int, name: str) -> Device:
         """Return a device of this type in a node."""
-        speeds = (self.flops_per_s, self.memory_bytes, self.memory_bytes_per_s)
-        return Device(*speeds, node, name, host_bytes_per_s=self.host_bytes_per_s)
+        return Device(**asdict(self), node=node, type=name)
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,6 @@ class Device(DeviceType):
     """One device, which is one rank.
 
     Attributes:
-        node: the machine it is in.
         type: its name in profiles; "": all devices are of one type.
     """
 
@@ -123,11 +119,11 @@ class Device(DeviceType):
 
 @dataclass(frozen=True)
 class Node:
-    """A machine with devices of one type.
+    """A machine with `devices` devices of one type.
 
     Attributes:
-        inner: link between two of its devices, such as NVLink or PCIe; each device has its own.
-        outer: link of one network card, such as InfiniBand or Ethernet; the node's ranks share its cards.
+        inner: link between two of its devices; each device has its own.
+        outer: link of one network card; the node's ranks share its cards.
         count: number of consecutive nodes of this kind.
         cards: network cards; neighbouring devices share one.
     """
@@ -151,7 +147,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A link between nodes of two types, in place of the slower of their cards; see `Interconnect`."""
+    """A link between nodes of two types, in place of the slower of their cards."""
 
     types: tuple[str, str]
     bytes_per_s: float
@@ -166,13 +162,12 @@ class Pair:
 
     @property
     def link(self) -> Interconnect:
-        """The link."""
+        """The link without its types."""
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
     def times(self, factor: float) -> Pair:
         """Return the pair with its bandwidth multiplied by a factor."""
-        link = self.link.times(factor)
-        return Pair(self.types, link.bytes_per_s, link.latency_s, link.points)
+        return Pair(self.types, **vars(self.link.times(factor)))
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class Cluster:
 
     Attributes:
         within_node, between_nodes: links that each rank has for itself; None if `nodes` define the links.
-        nodes: by number, if they have their own links; `of` builds such a cluster.
+        nodes: by number; `of` builds such a cluster.
         pairs: links between types, in either direction.
     """
 
@@ -201,8 +196,8 @@ class Cluster:
             for value in values:
                 if not isinstance(value, kind):
                     raise ValueError(f"{name} has {value!r}: use {kind.__name__}(...)")
-        if self.nodes and max(d.node for d in self.devices) >= len(self.nodes):
-            node = max(d.node for d in self.devices)
+        node = max(d.node for d in self.devices)
+        if self.nodes and node >= len(self.nodes):
             raise ValueError(f"a device is in node {node}, but there are {len(self.nodes)} nodes, numbered from 0")
         for pair in self.pairs:
             for name in pair.types:
@@ -219,10 +214,7 @@ class Cluster:
         """Return a cluster of nodes; ranks are numbered through them in order.
 
         Args:
-            types: types of devices by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
-
-        Raises:
-            ValueError: a node has an unknown type.
+            types: by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
         """
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
         types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
@@ -246,11 +238,7 @@ class Cluster:
         between_nodes: Interconnect | None = None,
         ranks_per_node: int | None = None,
     ) -> Cluster:
-        """Return `ranks` devices like `device`, in nodes of `ranks_per_node` (None: one node for all).
-
-        Raises:
-            ValueError: several nodes without `between_nodes`.
-        """
+        """Return `ranks` devices like `device`, in nodes of `ranks_per_node` (None: one node)."""
         per_node = ranks if ranks_per_node is None else ranks_per_node
         if ranks < 1 or per_node < 1:
             raise ValueError(f"ranks is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
@@ -264,14 +252,12 @@ class Cluster:
     @cached_property
     def types(self) -> Mapping[str, DeviceType]:
         """The types of its devices by name."""
+        names = [field.name for field in fields(DeviceType)]
         every = zip(self._names, self.devices, strict=True)
-        return {
-            name: DeviceType(d.flops_per_s, d.memory_bytes, d.memory_bytes_per_s, host_bytes_per_s=d.host_bytes_per_s)
-            for name, d in every
-        }
+        return {type_: DeviceType(**{name: getattr(device, name) for name in names}) for type_, device in every}
 
     def type_of(self, rank: int) -> str:
-        """Return a rank's type of device; unnamed types are "", "other 1", ..."""
+        """Return the name of a rank's type; unnamed types are "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -289,7 +275,7 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node; without nodes of its own, a cluster's have one card per device."""
+        """Return a node; if the cluster has no `nodes`, it has one card per device."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
@@ -298,11 +284,9 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Interconnect:
         """Return the link between two different ranks."""
-        one = self._device(a)
-        other = self._device(b)
         if a == b:
             raise ValueError(f"device {a} has no link to itself: price a local copy by its memory_bytes_per_s")
-        return self.link_between(one.node, other.node)
+        return self.link_between(self.node_of(a), self.node_of(b))
 
     def link_between(self, one: int, other: int) -> Interconnect:
         """Return the link between devices of two nodes, or within one."""
@@ -328,27 +312,26 @@ class Cluster:
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return the cluster with its `within_node` or `between_nodes` bandwidths multiplied by a factor."""
+        """Return the cluster with its `within_node` or `between_nodes` bandwidths times a factor."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
         within = what == "within_node"
         if self.nodes:
             name = "inner" if within else "outer"
             nodes = tuple(replace(n, **{name: getattr(n, name).times(factor)}) for n in self.nodes)
-            return replace(
-                self, nodes=nodes, pairs=self.pairs if within else tuple(p.times(factor) for p in self.pairs)
-            )
+            pairs = self.pairs if within else tuple(pair.times(factor) for pair in self.pairs)
+            return replace(self, nodes=nodes, pairs=pairs)
         return replace(self, **{what: getattr(self, what).times(factor)})
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of some ranks, in that order; types keep their names."""
+        """Return the cluster of some ranks, in that order."""
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
         return replace(self, devices=devices, pairs=pairs)
 
     def reordered(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster with reordered ranks, and nodes numbered by their first ranks."""
+        """Return the cluster with reordered ranks and nodes."""
         same = self.of_ranks(ranks)
         used = dict.fromkeys(device.node for device in same.devices)
         numbers = {old: new for new, old in enumerate(dict.fromkeys([*used, *range(len(self.nodes))]))}
@@ -400,7 +383,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a YAML file; a ValueError names the file and the field."""
+        """Read a YAML file."""
         data = load_yaml(path)
         try:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
@@ -412,11 +395,7 @@ class Cluster:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file for `load`, without defaults.
-
-        Raises:
-            ValueError: ranks are not in the order of nodes.
-        """
+        """Write a YAML file for `load`, without defaults."""
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
             nodes = [to_record(replace(node, count=count)) for node, count in grouped]
@@ -446,8 +425,7 @@ class _Nodes:
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:
     """Return the type of device that a datasheet describes."""
-    speeds = (sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
-    return DeviceType(*speeds, host_bytes_per_s=sheet.host_bytes_per_s)
+    return DeviceType(**{field.name: getattr(sheet, field.name) for field in fields(DeviceType)})
 
 
 def _slower(one: Interconnect, other: Interconnect) -> Interconnect:
@@ -469,6 +447,11 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
+def _set_positive(record: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(record, name, float(_positive(name, getattr(record, name))))
+
+
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
@@ -476,13 +459,10 @@ def _number(name: str, value: object) -> float:
 
 
 def _positive(name: str, value: object) -> float:
-    try:
-        number = _number(name, value)
-    except ValueError:
-        number = 0
-    if not number:
-        raise ValueError(f"{name} is {value!r}: give a finite number above 0")
-    return number
+    with suppress(ValueError):
+        if number := _number(name, value):
+            return number
+    raise ValueError(f"{name} is {value!r}: give a finite number above 0")
 
 
 def _whole(name: str, value: float) -> int:

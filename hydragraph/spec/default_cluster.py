@@ -1,4 +1,4 @@
-"""Default clusters, used if no cluster is given."""
+"""Clusters that are assumed if none is given."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ _NVLINK = 450e9  # bytes/s in each direction
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return GPUs, eight in a node, with NVLink.
-
-    Each GPU has a network card of 400 Gb/s (50 GB/s).
-
-    Args:
-        device: default: an H200, 989 TFLOP/s.
-        link_bytes_per_s: bandwidth of NVLink in each direction; default: NVLink 4.
-    """
+    """Return GPUs (default: H200), eight in a node, each with NVLink and a network card of 400 Gb/s (50 GB/s)."""
     return Cluster.homogeneous(
         ranks,
         device=device,
@@ -31,11 +24,7 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return devices on these nodes, for comparisons without measurements.
-
-    Links are nine times as fast within a node. They have no latency, because latency would dominate the cost of small
-    messages.
-    """
+    """Return devices on these nodes, for comparisons without measurements: latency would dominate small messages."""
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)
     return Cluster(devices, Interconnect(450e9, 0.0), Interconnect(50e9, 0.0))

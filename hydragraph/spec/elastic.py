@@ -1,4 +1,4 @@
-"""How a launch handles lost ranks."""
+"""Settings for lost ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Elastic:
-    """Replacement of ranks, and the minimum number to continue with.
+    """How a launch handles lost ranks.
 
     Attributes:
         min_ranks: the run ends with fewer.
         spares: processes that wait, ready, for a rank to be lost.
         rejoin: whether a process is started in place of a lost one; it joins between two iterations.
         grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
-        progress_s: seconds that ranks wait, after a loss, for one that is alive but does not join the rendezvous; then
-            its process is ended. A joining process, for which no rank waits, has three times as long to get ready.
-
-    Raises:
-        ValueError: a number is out of range.
+        progress_s: seconds that ranks wait, after a loss, for one that does not join the rendezvous; then its process
+            is ended. A joining process, for which no rank waits, has three times as long to get ready.
     """
 
     min_ranks: int = 1

@@ -1,7 +1,4 @@
-"""Valid values of a mini-batch's fields: token ids below the vocabulary's size, positions below the model's length.
-
-Labels are below the number of classes. `passes.find_field_ranges` finds the ranges in a model's graphs.
-"""
+"""Valid values of a mini-batch's fields; `passes.find_field_ranges` finds them in a model's graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class FieldRange:
     Attributes:
         low, high: range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: value of positions without a target in a loss (for labels, -100 as well); None for a table.
+        ignored: value of positions without a target (for labels, -100 as well); None for a table.
     """
 
     field: str

@@ -1,9 +1,4 @@
-"""Health of devices: slowdowns relative to healthy ones, and losses.
-
-As YAML, rates by rank, for unhealthy ranks only:
-
-{3: 2.57, 5: inf}                       # rank 3 takes 2.57 times as long, rank 5 is lost
-"""
+"""Health of devices. As YAML: `{3: 2.57, 5: inf}`: rank 3 takes 2.57 times as long, rank 5 is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ class Health:
     """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite if the rank is lost; absent if it is healthy.
+        rates: by rank, at least 1; infinite if it is lost; absent if it is healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -40,12 +35,12 @@ class Health:
         return iter(self.rates)
 
     def rate(self, rank: int) -> float:
-        """Return a rank's rate; 1: it is healthy."""
+        """Return a rank's rate."""
         return self.rates.get(rank, 1.0)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that are lost."""
+        """The lost ranks."""
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
@@ -54,7 +49,7 @@ class Health:
 
     @classmethod
     def load(cls, path: str | Path) -> Health:
-        """Read a YAML file of rates by rank; a ValueError names the file and the rank."""
+        """Read a YAML file of rates by rank."""
         data = load_yaml(path)
         if not isinstance(data, dict):
             raise ValueError(

@@ -1,8 +1,4 @@
-"""Home: each rank's share of the model's state under every strategy, and the number of copies.
-
-As text, shares by rank, then settings that differ from the default: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5",
-"equal". With "auto" and "stages" owners are chosen for the strategies that run (`cost.home_choice`).
-"""
+"""Home: each rank's share of the model's state under every strategy, and the number of copies."""
 
 from __future__ import annotations
 
@@ -31,14 +27,10 @@ class Home:
         copies: 1, or 2: every element has a second owner on another node, which updates it as well. A rank's share then
             counts both copies.
         buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank.
-        nodes: which node each rank is on, for copies; None: the hosts that ranks run on, or each rank by itself on one
-            host.
-        rule: how the owners of other buckets are chosen once the strategies are known: "stages", the ranks of the
-            stages that use the bucket; "auto", those that exchange least, within their memory. Then `shares` gives how
-            much each of them owns relative to the others. None: `shares` are the owners.
-
-    Raises:
-        ValueError: naming the shares that are not numbers of at least 0, or all 0, or differ in number from others.
+        nodes: node of each rank, for copies; None: the hosts that ranks run on, or each rank by itself on one host.
+        rule: how the owners of other buckets are chosen once the strategies are known (`cost.home_choice`): "stages",
+            the ranks of the stages that use the bucket; "auto", those that exchange least, within their memory. Then
+            `shares` gives how much each of them owns relative to the others. None: `shares` are the owners.
     """
 
     shares: Sequence[float] | None = None
@@ -80,18 +72,13 @@ class Home:
         return self.buckets.get(bucket, self.shares)
 
     def reordered(self, ranks: Sequence[int]) -> Home:
-        """Return the home for the same ranks in another order."""
+        """Return the home for another order of the ranks."""
 
-        def of(each: Sequence[T]) -> tuple[T, ...]:
-            return tuple(each[rank] for rank in ranks)
+        def of(each: Sequence[T] | None) -> tuple[T, ...] | None:
+            return None if each is None else tuple(each[rank] for rank in ranks)
 
-        return Home(
-            None if self.shares is None else of(self.shares),
-            self.copies,
-            {name: of(shares) for name, shares in self.buckets.items()},
-            None if self.nodes is None else of(self.nodes),
-            self.rule,
-        )
+        buckets = {name: tuple(shares[rank] for rank in ranks) for name, shares in self.buckets.items()}
+        return replace(self, shares=of(self.shares), buckets=buckets, nodes=of(self.nodes))
 
     @property
     def without_rule(self) -> Home:
@@ -139,9 +126,9 @@ class Home:
 
     def __str__(self) -> str:
         shares = None if self.shares is None else _text(self.shares)
-        parts = [shares or _EQUAL_TEXT]
-        if self.rule is not None:
-            parts = [self.rule] if shares is None else [self.rule, f"shares={shares}"]
+        parts = [self.rule or shares or _EQUAL_TEXT]
+        if self.rule and shares:
+            parts.append(f"shares={shares}")
         if self.copies != 1:
             parts.append(f"copies={self.copies}")
         if self.nodes is not None:
@@ -150,11 +137,7 @@ class Home:
 
     @classmethod
     def parse(cls, text: str) -> Home:
-        """Parse a text such as "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5" or "equal".
-
-        Raises:
-            ValueError: showing the wrong piece.
-        """
+        """Parse shares by rank, then other settings: "3,3,1,0 copies=2 embed=1,1,0,0", "8*1,8*0.5", "equal", "auto"."""
         first, *others = text.split() or [""]
         values: dict[str, Any] = {}
         if first in get_args(Rule):
@@ -185,11 +168,7 @@ AUTO = Home(rule="auto")
 
 
 def home_of(given: Home | str | None) -> Home | None:
-    """Return a home given as an object or text; None stays None.
-
-    Raises:
-        ValueError: it is something else, or a text that `Home.parse` rejects.
-    """
+    """Return a home given as an object or text; None stays None."""
     if isinstance(given, str):
         return Home.parse(given)
     if given is None or isinstance(given, Home):

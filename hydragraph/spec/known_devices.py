@@ -1,7 +1,4 @@
-"""Datasheets of GPUs that a cluster file can name.
-
-Peaks are dense, for 16-bit products summed in fp32.
-"""
+"""Datasheets of GPUs that a cluster file can name; peaks are dense, for 16-bit products summed in fp32."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ _NEAR = 0.03  # relative difference of peak and bandwidth to a known device
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU.
+    """A GPU; see `spec.cluster.Device`.
 
     Attributes:
-        flops_per_s, memory_bytes, memory_bytes_per_s, host_bytes_per_s: as in `spec.cluster.Device`.
         reached: fraction of the peak reached by products of large matrices in training: from published runs for A100,
             H100, V100 and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs.
     """

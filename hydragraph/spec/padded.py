@@ -32,7 +32,6 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
     Raises:
         Unsupported: a mask with other padding.
-        ValueError: labels count in the padding, a field has not one row per sequence, or these are not sequences.
     """
     if not isinstance(given, Iterable):
         raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_yaml(path: str | Path) -> object:
-    """Read a YAML file; a ValueError names it."""
+    """Read a YAML file."""
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -56,7 +56,6 @@ _MISTAKES = {
 
 
 def _mistake(error: yaml.YAMLError) -> str:
-    """Return the line of a mistake in YAML, what is wrong there, and what to do."""
     if isinstance(error, yaml.reader.ReaderError):
         return f"it has the character {chr(error.character)!r}: remove it"
     if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
@@ -72,12 +71,7 @@ def _mistake(error: yaml.YAMLError) -> str:
 def load_record(
     cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    """Read a YAML file into a dataclass; a ValueError names the file and the field.
-
-    Args:
-        name: name of the whole in messages; default: the class.
-        hints: see `from_record`.
-    """
+    """Read a YAML file into a dataclass; arguments as for `from_record`."""
     data = load_yaml(path)
     if data is None:
         raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
@@ -98,11 +92,8 @@ def from_record(
 
     Args:
         path: place of `data` in the whole record, such as "pipelines[0].stages[1]".
-        name: see `load_record`.
+        name: name of the whole in messages; default: the class.
         hints: remedies for unknown fields by name; default: the most similar field.
-
-    Raises:
-        ValueError: a field is unknown, missing or wrong.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
@@ -125,7 +116,6 @@ def from_record(
 
 
 def _meant(cls: type[Any], name: str) -> str:
-    """Return a remedy for an unknown field: the section that has it, or a similar field."""
     names = [field.name for field in fields(cls)]
     places = [f"{part}.{name}" for part, section in _sections(cls) if name in {field.name for field in fields(section)}]
     if places:
@@ -135,7 +125,7 @@ def _meant(cls: type[Any], name: str) -> str:
 
 
 def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
-    """Yield the fields that are records themselves, or optional ones."""
+    """Yield the fields that are (optional) records."""
     for name, hint in get_type_hints(cls).items():
         for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
             if is_dataclass(part) and isinstance(part, type):

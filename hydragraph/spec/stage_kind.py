@@ -1,9 +1,4 @@
-"""Kinds of stages, and parts of their ranks, which determine the graphs of a block.
-
-kind    tp2s   two ranks, tokens split between products (sequence parallel); tp2sr: and recomputed; tp2sr0.5:
-               recomputed within a memory budget of 0.5
-part    tp2s:1 the second of these ranks
-"""
+"""Kinds of stages, and parts of their ranks, which determine the graphs of a block."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """How a stage's ranks compute; stages of one kind run equal graphs and cost the same.
+    """How a stage's ranks compute: stages of one kind run equal graphs.
 
     Attributes:
         tp: the tensor-parallel degree.
@@ -28,7 +23,7 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A short name: tp2, tp2s, tp2sr."""
+        """A short name: tp2, tp2s (sequence parallel), tp2sr (also recomputed), tp2sr0.5 (within a memory budget)."""
         return f"tp{self.tp}{'s' * self.sequence_parallel}{recompute_flag(self.recompute)}"
 
     @property
@@ -70,7 +65,7 @@ def recompute_flag(recompute: bool | float) -> str:
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of a stage on one rank."""
+    """The part of a stage on one rank: tp2s:1 is the second of two."""
 
     kind: StageKind = StageKind()  # noqa: RUF009
     index: int = 0

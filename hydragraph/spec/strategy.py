@@ -10,128 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from hydragraph.spec.pipeline import Pipeline, Stage, as_tuple, is_whole
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml, to_record
-from hydragraph.spec.stage_kind import StageKind, is_budget
-from hydragraph.spec.strategy_text import (
-    DEFAULT_SCHEDULE,
-    SCHEDULES,
-    StageText,
-    StrategyText,
-    format_strategy,
-    parse_strategy,
-)
-
-GRADIENTS = "gradients"  # a stage's `stream` if it streams only these
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive layers on one group of devices, tensor-parallel over all.
-
-    Attributes:
-        sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
-        recompute: True: save only each layer's input and run its forward again in the backward. A memory budget between
-            0 and 1, in hundredths: save about this fraction, chosen by functorch, and always results of attention and
-            collectives. False: save what the backward needs, except what is cheap to compute.
-        stream: True: pull weights before each use of a block, free them after it, and push gradients after each
-            backward; "gradients": only push gradients like this. False: pull and push once per iteration.
-        offload: True: keep what forwards save in host memory until shortly before their backwards.
-    """
-
-    devices: tuple[int, ...]
-    layers: int
-    sequence_parallel: bool = False
-    recompute: bool | float = False
-    stream: bool | str = False
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", _tuple("devices", self.devices))
-        if not self.devices:
-            raise ValueError("devices is empty: a stage needs at least one device")
-        for device in self.devices:
-            if not _is_int(device) or device < 0:
-                raise ValueError(f"devices has {device!r}: devices are ranks, integers from 0")
-            if self.devices.count(device) > 1:
-                raise ValueError(f"devices has {device} more than once: list each device once")
-        if not _is_int(self.layers) or self.layers < 1:
-            raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
-        if not isinstance(self.sequence_parallel, bool):
-            raise ValueError(f"sequence_parallel is {self.sequence_parallel!r}: use true or false")
-        if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
-            raise ValueError(
-                f"recompute is {self.recompute!r}: use true (save only inputs), false, or a memory budget such as 0.5: "
-                "hundredths between 0 and 1"
-            )
-        if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
-            raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
-        if not isinstance(self.offload, bool):
-            raise ValueError(f"offload is {self.offload!r}: use true or false")
-
-    @property
-    def kind(self) -> StageKind:
-        """The properties that determine its graphs and costs."""
-        return StageKind(self.tp, self.sequence_parallel and self.tp > 1, self.recompute)
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel degree: the number of devices."""
-        return len(self.devices)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """One replica of the model: its stages, in the order of the layers."""
-
-    stages: tuple[Stage, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", _tuple("stages", self.stages))
-        if not self.stages:
-            raise ValueError("stages is empty: a pipeline needs at least one stage")
-        for stage in self.stages:
-            if not isinstance(stage, Stage):
-                raise ValueError(f"stages has {stage!r}: use Stage(devices=..., layers=...)")
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """All its devices, stage by stage, each once."""
-        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
-
-    @cached_property
-    def rows(self) -> tuple[int, ...]:
-        """Number of each stage's group of devices, in order of first use: 0, 1, 0, 1 if two groups take turns."""
-        number: dict[tuple[int, ...], int] = {}
-        return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
-
-    @property
-    def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
-        """Layers, kind, flags and row of each stage: pipelines of one shape differ only in their devices."""
-        stages = zip(self.stages, self.rows, strict=True)
-        return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether a group of devices runs several of its stages."""
-        return len(set(self.rows)) < len(self.stages)
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        return sum(stage.layers for stage in self.stages)
-
-    @property
-    def first_layers(self) -> tuple[int, ...]:
-        """The first layer of every stage."""
-        return tuple(accumulate((stage.layers for stage in self.stages[:-1]), initial=0))
+from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, SCHEDULES, format_strategy, parse_strategy
 
 
 @dataclass(frozen=True)
@@ -158,16 +46,13 @@ class Strategy:
     Attributes:
         pipelines: with equal numbers of layers; stages have different devices, except as above.
         schedule: the order of forwards and backwards within a pipeline, one of `SCHEDULES`.
-
-    Raises:
-        ValueError: the above does not hold.
     """
 
     pipelines: tuple[Pipeline, ...]
     schedule: str = DEFAULT_SCHEDULE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pipelines", _tuple("pipelines", self.pipelines))
+        object.__setattr__(self, "pipelines", as_tuple("pipelines", self.pipelines))
         if not self.pipelines:
             raise ValueError("pipelines is empty: a strategy needs at least one pipeline")
         for pipeline in self.pipelines:
@@ -176,7 +61,13 @@ class Strategy:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}: use {' or '.join(map(repr, SCHEDULES))}")
         self._check_devices()
-        self._check_totals()
+        for i, pipeline in enumerate(self.pipelines):
+            if pipeline.layers != self.layers:
+                raise ValueError(
+                    f"pipeline {i} has {_layer_sum(pipeline)} layers, but pipeline 0 has "
+                    f"{_layer_sum(self.pipelines[0])}: missing or doubled layers; every pipeline holds the whole "
+                    "model, so make the totals equal"
+                )
 
     def _check_devices(self) -> None:
         earlier: dict[Pipeline, int] = {}
@@ -189,42 +80,32 @@ class Strategy:
                 )
         # device -> (its place in words, its pipeline, its first layer and its stage)
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
+        for i, j, first, stage in self._placed_stages():
+            where = f"pipeline {i}, stage {j}"
+            if j and self.pipelines[i].stages[j - 1].devices == stage.devices:
+                raise ValueError(f"{where}: it follows a stage on the same devices; join the two")
+            for device in stage.devices:
+                there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
+                if owner == i and replace(other[1], layers=stage.layers) == stage:
+                    continue  # interleaved stages
+                if other != (first, stage):
+                    counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
+                    raise ValueError(
+                        f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
+                        "share one stage between pipelines, or let a pipeline return to the same devices with the "
+                        f"same flags: these two differ in {_difference((first, stage), counterpart)}"
+                    )
+                if self.pipelines[i].interleaved or self.pipelines[owner].interleaved:
+                    raise ValueError(
+                        f"{where}: device {device} is already in {there}; a pipeline that returns to its devices "
+                        "shares no stage with another: give them different devices"
+                    )
+
+    def _placed_stages(self) -> Iterator[tuple[int, int, int, Stage]]:
+        """Yield every stage with its pipeline, its index and its first layer."""
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
-                where = f"pipeline {i}, stage {j}"
-                if j and pipeline.stages[j - 1].devices == stage.devices:
-                    raise ValueError(f"{where}: it follows a stage on the same devices; join the two")
-                for device in stage.devices:
-                    there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
-                    if owner == i and replace(other[1], layers=stage.layers) == stage:
-                        continue  # interleaved stages
-                    if other != (first, stage):
-                        counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
-                        differs = _difference((first, stage), counterpart)
-                        raise ValueError(
-                            f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
-                            "share one stage between pipelines, or let a pipeline return to the same devices with the "
-                            f"same flags: these two differ in {differs}"
-                        )
-                    if pipeline.interleaved or self.pipelines[owner].interleaved:
-                        raise ValueError(
-                            f"{where}: device {device} is already in {there}; a pipeline that returns to its devices "
-                            "shares no stage with another: give them different devices"
-                        )
-
-    def _check_totals(self) -> None:
-        for i, pipeline in enumerate(self.pipelines):
-            if pipeline.layers != self.layers:
-                raise ValueError(
-                    f"pipeline {i} has {_layer_sum(pipeline)} layers, but pipeline 0 has "
-                    f"{_layer_sum(self.pipelines[0])}: missing or doubled layers; every pipeline holds the whole "
-                    "model, so make the totals equal"
-                )
-
-    def _named_stages(self) -> Iterator[tuple[str, Stage]]:
-        for i, pipeline in enumerate(self.pipelines):
-            for j, stage in enumerate(pipeline.stages):
-                yield f"pipeline {i}, stage {j}", stage
+                yield i, j, first, stage
 
     @property
     def layers(self) -> int:
@@ -233,7 +114,7 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices, in the order of pipelines and stages, each once."""
+        """All devices, each once."""
         return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
 
     @cached_property
@@ -273,15 +154,8 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Its text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>" or "<[0,1]x5,[2]x3>"."""
-        stages = (
-            tuple(
-                StageText(s.devices, s.layers, s.sequence_parallel, s.recompute, s.stream, s.offload)
-                for s in pipeline.stages
-            )
-            for pipeline in self.pipelines
-        )
-        return format_strategy(StrategyText(tuple(stages), self.schedule))
+        """Its text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>"."""
+        return format_strategy(self.pipelines, self.schedule)
 
     @property
     def fingerprint(self) -> str:
@@ -300,8 +174,7 @@ class Strategy:
         """Return a rank's places: several for shared or interleaved stages, none if it is idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
-            for i, pipeline in enumerate(self.pipelines)
-            for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True))
+            for i, j, first, stage in self._placed_stages()
             if rank in stage.devices
         )
 
@@ -314,13 +187,10 @@ class Strategy:
         return replace(self, pipelines=tuple(Pipeline(tuple(map(moved, p.stages))) for p in self.pipelines))
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
-        """Check that the strategy fits a model of `layers` layers on `ranks` ranks.
+        """Raise a ValueError unless the strategy fits a model of `layers` layers on `ranks` ranks.
 
         Args:
             heads: counts of query heads that every tensor-parallel degree must divide.
-
-        Raises:
-            ValueError: it does not fit.
         """
         if self.layers != layers:
             fix = f"add {layers - self.layers}" if self.layers < layers else f"remove {self.layers - layers}"
@@ -328,7 +198,8 @@ class Strategy:
                 f"pipeline 0: {_layer_sum(self.pipelines[0])} layers, but the model has {layers}; "
                 f"{fix} in every pipeline"
             )
-        for where, stage in self._named_stages():
+        for i, j, _, stage in self._placed_stages():
+            where = f"pipeline {i}, stage {j}"
             for device in stage.devices:
                 if device >= ranks:
                     there = "there is 1 rank, 0" if ranks == 1 else f"there are {ranks} ranks, from 0"
@@ -347,21 +218,16 @@ class Strategy:
     def parse(cls, text: str, layers: int) -> Strategy:
         """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
 
-        The fingerprint in a `str` of a strategy is compared.
-
-        Raises:
-            ValueError: showing the wrong piece.
+        A fingerprint, as in a strategy's `str`, is compared.
         """
         if not isinstance(text, str):
             raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
-        if not _is_int(layers) or layers < 1:
+        if not is_whole(layers) or layers < 1:
             raise ValueError(f"layers is {layers!r}: give the model's number of layers, 1 or more")
         body, at, fingerprint = text.partition("@")
-        parsed = parse_strategy(body, layers)
+        pipelines, schedule = parse_strategy(body, layers)
         try:
-            strategy = cls(
-                tuple(Pipeline(tuple(Stage(*s) for s in stages)) for stages in parsed.pipelines), parsed.schedule
-            )
+            strategy = cls(pipelines, schedule)
         except ValueError as error:
             raise ValueError(f"strategy text {body!r}: {error}") from None
         if at and strategy.fingerprint != fingerprint.strip():
@@ -373,12 +239,7 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read a strategy in a config: the path of a YAML file, YAML on one line, or a text for `parse`.
-
-        Raises:
-            ValueError: showing the error in it.
-            OSError: the file does not exist.
-        """
+        """Read a strategy in a config: the path of a YAML file, YAML on one line, or a text for `parse`."""
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
             return cls.load(text)
         if isinstance(text, str) and text.startswith("{"):
@@ -389,7 +250,7 @@ class Strategy:
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read a YAML file; a ValueError names the file and the field."""
+        """Read a YAML file."""
         return load_record(cls, path)
 
     def save(self, path: str | Path) -> None:
@@ -406,41 +267,23 @@ class Strategy:
 
     @classmethod
     def from_dict(cls, data: object) -> Strategy:
-        """Build a strategy from the result of `to_dict`; a ValueError names the path of a wrong field."""
+        """Build a strategy from the result of `to_dict`."""
         return from_record(cls, data)
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out streaming and offloading where they are off, because fingerprints are older than these options."""
+    """Leave out options that are off and newer than fingerprints."""
     return {name: value for name, value in items if (name, value) not in (("stream", False), ("offload", False))}
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _tuple(name: str, value: object) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} is {value!r}: give a list")
-    return tuple(value)
-
-
 def _difference(one: tuple[int, Stage], other: tuple[int, Stage]) -> str:
-    said = [_fields(first, stage) for first, stage in (one, other)]
-    return ", ".join(
-        f"{name} ({said[0][name]} and {said[1][name]})" for name in said[0] if said[0][name] != said[1][name]
-    )
+    ours, theirs = (_fields(first, stage) for first, stage in (one, other))
+    return ", ".join(f"{name} ({value} and {theirs[name]})" for name, value in ours.items() if value != theirs[name])
 
 
-def _fields(first: int, stage: Stage) -> dict[str, str]:
-    return {
-        "devices": str(list(stage.devices)),
-        "layers": f"{first}-{first + stage.layers - 1}",
-        "sequence_parallel": str(stage.sequence_parallel),
-        "recompute": str(stage.recompute),
-        "stream": str(stage.stream),
-        "offload": str(stage.offload),
-    }
+def _fields(first: int, stage: Stage) -> dict[str, object]:
+    layers = f"{first}-{first + stage.layers - 1}"
+    return {**asdict(stage), "devices": list(stage.devices), "layers": layers}
 
 
 def _layer_sum(pipeline: Pipeline) -> str:

@@ -1,4 +1,4 @@
-"""The one-line text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
+"""The text of a strategy: "<tp2,pp1> + 2*<tp1,pp2>", or explicitly "<[0,1]x5s,[2]x3> gpipe".
 
     strategy = term { "+" term } [ schedule ]
     term     = [ count "*" ] "<" "tp" int "," "pp" int [ "," "v" int ] ">" [ flags ]  |  "<" stage { "," stage } ">"
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import is_budget, recompute_flag
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # `ir/schedules`
@@ -37,39 +39,12 @@ _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules for plans with a backend: zb-h1 splits backwards, which Inductor compiles whole."""
+    """Return the schedules that plans try: zb-h1 splits backwards, which Inductor compiles whole."""
     return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
 
 
-class StageFlags(NamedTuple):
-    """Options of a `Stage`."""
-
-    sequence_parallel: bool = False
-    recompute: bool | float = False
-    stream: bool | str = False
-    offload: bool = False
-
-
-class StageText(NamedTuple):
-    """Fields of a `Stage`."""
-
-    devices: tuple[int, ...]
-    layers: int
-    sequence_parallel: bool = False
-    recompute: bool | float = False
-    stream: bool | str = False
-    offload: bool = False
-
-
-class StrategyText(NamedTuple):
-    """The text of a strategy: the stages of each pipeline, and the schedule."""
-
-    pipelines: tuple[tuple[StageText, ...], ...]
-    schedule: str = DEFAULT_SCHEDULE
-
-
-def parse_strategy(text: str, layers: int) -> StrategyText:
-    """Parse a strategy's text for a model of `layers` layers.
+def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
+    """Parse a text for a model of `layers` layers; return pipelines and schedule.
 
     Raises:
         ValueError: with the offending piece of the text underlined.
@@ -79,52 +54,53 @@ def parse_strategy(text: str, layers: int) -> StrategyText:
     while reader.skip("+"):
         pipelines += _parse_term(reader, layers, first=_next_device(pipelines))
     if reader.at_end():
-        return StrategyText(tuple(pipelines))
+        return tuple(pipelines), DEFAULT_SCHEDULE
     schedule = reader.take()
     if schedule.text not in SCHEDULES:
         names = " or ".join(SCHEDULES)
         raise reader.error(f"expected '+' and a pipeline, a schedule ({names}) or the end", schedule)
     if not reader.at_end():
         raise reader.error("expected the end after the schedule", reader.take())
-    return StrategyText(tuple(pipelines), schedule.text)
+    return tuple(pipelines), schedule.text
 
 
-def format_strategy(strategy: StrategyText) -> str:
+def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
     """Return the shortest text for `parse_strategy`."""
-    texts = [_format_pipeline(p, _next_device(strategy.pipelines[:i])) for i, p in enumerate(strategy.pipelines)]
+    texts = [_format_pipeline(pipeline, _next_device(pipelines[:i])) for i, pipeline in enumerate(pipelines)]
     runs = [(text, len(list(run))) for text, run in groupby(texts)]
     joined = " + ".join(text if count == 1 else f"{count}*{text}" for text, count in runs)
-    return joined if strategy.schedule == DEFAULT_SCHEDULE else f"{joined} {strategy.schedule}"
+    return joined if schedule == DEFAULT_SCHEDULE else f"{joined} {schedule}"
 
 
-def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1) -> tuple[StageText, ...]:
-    """Return the stages of `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
+def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
+    """Return `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
-    return tuple(StageText(devices, even + (i >= len(groups) - rest)) for i, devices in enumerate(groups))
+    stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
+    return Pipeline(tuple(stages))
 
 
-def _next_device(pipelines: Sequence[Sequence[StageText]]) -> int:
-    return max((device for stages in pipelines for stage in stages for device in stage.devices), default=-1) + 1
+def _next_device(pipelines: Sequence[Pipeline]) -> int:
+    return max((device for pipeline in pipelines for device in pipeline.devices), default=-1) + 1
 
 
-def _format_pipeline(stages: tuple[StageText, ...], first: int) -> str:
-    tp = len(stages[0].devices)
-    pp = len({stage.devices for stage in stages})
+def _format_pipeline(pipeline: Pipeline, first: int) -> str:
+    stages = pipeline.stages
+    tp = stages[0].tp
+    pp = len(set(pipeline.rows))
     visits = len(stages) // pp
-    regular = regular_pipeline(tp, pp, sum(stage.layers for stage in stages), first, visits)
-    flags = {_flags(stage) for stage in stages}
-    if len(flags) == 1 and [s[:2] for s in stages] == [s[:2] for s in regular]:
+    regular = regular_pipeline(tp, pp, pipeline.layers, first, visits).stages
+    if stages == tuple(replace(stages[0], devices=stage.devices, layers=stage.layers) for stage in regular):
         interleaved = f",v{visits}" if visits > 1 else ""
-        return f"<tp{tp},pp{pp}{interleaved}>{flags.pop()}"
+        return f"<tp{tp},pp{pp}{interleaved}>{_flags(stages[0])}"
     return f"<{','.join(map(_format_stage, stages))}>"
 
 
-def _format_stage(stage: StageText) -> str:
+def _format_stage(stage: Stage) -> str:
     return f"[{','.join(map(str, stage.devices))}]x{stage.layers}{_flags(stage)}"
 
 
-def _flags(stage: StageText) -> str:
+def _flags(stage: Stage) -> str:
     flags = "s" * stage.sequence_parallel + recompute_flag(stage.recompute)
     flags += "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
     return flags + "o" * stage.offload
@@ -136,8 +112,6 @@ class _Token(NamedTuple):
 
 
 class _TokenReader:
-    """A strategy's text as tokens, and the current position."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = [_Token(match[0], match.start()) for match in _TOKEN.finditer(text)]
@@ -151,7 +125,6 @@ class _TokenReader:
         return not self.peek()
 
     def take(self) -> _Token:
-        """Return the next token and move past it, but not past the end."""
         token = self.tokens[self.at]
         self.at += bool(token.text)
         return token
@@ -184,7 +157,7 @@ class _TokenReader:
         return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
 
 
-def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[tuple[StageText, ...], ...]:
+def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[Pipeline, ...]:
     start = reader.tokens[reader.at]
     count = None
     if start.text.isdecimal():
@@ -196,16 +169,17 @@ def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[tuple[St
     stages = [_parse_stage(reader)]
     while reader.skip(","):
         stages.append(_parse_stage(reader))
+    pipeline = Pipeline(tuple(stages))
     closing = reader.expect(">", "<[0,1]x5,[2]x3>")
     if count is not None:
         raise reader.error("a pipeline that names its devices cannot be repeated: write each one", start, closing)
-    total = sum(stage.layers for stage in stages)
-    if total != layers:
-        raise reader.error(f"this pipeline's stages have {total} layers, but the model has {layers}", opening, closing)
-    return (tuple(stages),)
+    if pipeline.layers != layers:
+        have = f"this pipeline's stages have {pipeline.layers} layers, but the model has {layers}"
+        raise reader.error(have, opening, closing)
+    return (pipeline,)
 
 
-def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) -> tuple[tuple[StageText, ...], ...]:
+def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) -> tuple[Pipeline, ...]:
     reader.expect("tp", "<tp2,pp1> (or name the devices: <[0,1]x5,[2]x3>)")
     tp, _ = reader.number("the tensor-parallel degree", minimum=1)
     reader.expect(",", "<tp2,pp1>")
@@ -216,29 +190,31 @@ def _parse_regular(reader: _TokenReader, layers: int, first: int, count: int) ->
         reader.expect("v", "<tp1,pp2,v2>")
         visits, token = reader.number("the number of stages of each device", minimum=1)
     reader.expect(">", "<tp2,pp1>")
-    flags = _parse_flags(reader) if _are_flags(reader.peek()) else StageFlags()
+    flags = _parse_flags(reader) if _are_flags(reader.peek()) else {}
     if pp * visits > layers:
         raise reader.error(f"{pp * visits} stages for {layers} layers: use at most one stage per layer", start, token)
     if pp == 1 and visits > 1:
         raise reader.error("interleaved stages need at least pp2: one group of devices never waits", token)
-    regular = (regular_pipeline(tp, pp, layers, first + i * tp * pp, visits) for i in range(count))
-    return tuple(tuple(StageText(stage.devices, stage.layers, *flags) for stage in stages) for stages in regular)
+    return tuple(regular_pipeline(tp, pp, layers, first + i * tp * pp, visits, **flags) for i in range(count))
 
 
-def _parse_stage(reader: _TokenReader) -> StageText:
+def _parse_stage(reader: _TokenReader) -> Stage:
     example = "[0,1]x5"
-    reader.expect("[", example)
+    opening = reader.expect("[", example)
     devices = [reader.number("a device", minimum=0)[0]]
     while reader.skip(","):
         devices.append(reader.number("a device", minimum=0)[0])
-    reader.expect("]", example)
+    closing = reader.expect("]", example)
     reader.expect("x", example)
     layers, _ = reader.number("the number of layers", minimum=1)
-    flags = _parse_flags(reader) if reader.peek().isalpha() else StageFlags()
-    return StageText(tuple(devices), layers, *flags)
+    flags = _parse_flags(reader) if reader.peek().isalpha() else {}
+    try:
+        return Stage(tuple(devices), layers, **flags)
+    except ValueError as error:
+        raise reader.error(str(error), opening, closing) from None
 
 
-def _parse_flags(reader: _TokenReader) -> StageFlags:
+def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
     start = reader.take()
     letters = start.text
     budget: float | None = None
@@ -253,7 +229,8 @@ def _parse_flags(reader: _TokenReader) -> StageFlags:
         what = f"a stage's flags are {meanings}, each at most once, and one of w and g"
         raise reader.error(what, start)
     stream = next((_STREAMED[letter] for letter in letters if letter in _STREAMED), False)
-    return StageFlags("s" in letters, "r" in letters if budget is None else budget, stream, "o" in letters)
+    recompute = "r" in letters if budget is None else budget
+    return {"sequence_parallel": "s" in letters, "recompute": recompute, "stream": stream, "offload": "o" in letters}
 
 
 def _are_flags(letters: str) -> bool:

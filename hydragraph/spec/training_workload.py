@@ -1,4 +1,4 @@
-"""Training work of one iteration, for planning."""
+"""Training work to plan for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ class Workload:
     Attributes:
         sequences, length: number and tokens of equal sequences.
         lengths: tokens of each sequence of sample mini-batches.
-
-    Raises:
-        ValueError: both are given, or neither, or a number is not positive.
 
     Example: `Workload(sequences=128, length=2048)`; `Workload(lengths=[[512, 90, 3000], [700, 2048]])`.
     """
@@ -59,10 +56,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences with the same tokens and sum of squares.
-
-        With tokens T = sum l and Q = sum l^2 in a mini-batch, these are T^2 / Q sequences of Q / T tokens.
-        """
+        """Equal sequences with the same tokens T = sum l and squares Q = sum l^2: T^2 / Q sequences of Q / T tokens."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

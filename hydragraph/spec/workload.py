@@ -21,10 +21,9 @@ class Sequence:
     """One sequence.
 
     Attributes:
-        ids: token ids [L].
-        labels: label of each position [L] (-100: no target).
+        ids, labels: token ids and label of each position [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: number of positions by which labels were shifted, for error messages.
+        moved: positions by which labels were shifted, for error messages.
         padding: value of user-defined fields in padding, if not 0.
     """
 
@@ -67,7 +66,7 @@ def sequence_of(
             user-defined fields [L, ...], or a number for all tokens of a field without sizes. position_ids 0, 1, 2, ...
             are ignored.
         causal: labels are shifted by one; otherwise they must be given and are not shifted, as shift_labels never are.
-        fields: user-defined fields of the model or the loss.
+        fields: user-defined fields.
 
     Returns:
         The sequence, with contiguous CPU tensors; ids and labels are int64.

@@ -99,10 +99,10 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
         if "[" in text:
             raise ValueError(f"--strategy {i}: {text!r}: write pipelines as <tp4,pp2>, which is what a plan compares")
         try:
-            pipelines = parse_strategy(text, layers=1024).pipelines  # schemes do not depend on layers
+            pipelines, _ = parse_strategy(text, layers=1024)  # schemes do not depend on layers
         except ValueError as error:
             raise ValueError(f"--strategy {i}: {error}") from error
-        candidates.append([(len(stages[0].devices), len(stages)) for stages in pipelines])
+        candidates.append([(p.stages[0].tp, len(p.stages)) for p in pipelines])
     return candidates
 
 

@@ -27,8 +27,9 @@ from hydragraph.ir.instruction import Op, Stream
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.cost.measured import measured
 from tests.cost.priced import HIDDEN, cluster, costs, mixed, profile

@@ -18,8 +18,9 @@ from hydragraph.passes.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
 from hydragraph.spec.known_devices import UNKNOWN
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.train.model_flops import step_flops
 from tests.cost.explicit_work import ExplicitWork, explicit
 from tests.models import captured

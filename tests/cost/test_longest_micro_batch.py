@@ -12,7 +12,8 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.rank_memory import Walk
 from hydragraph.spec.cluster import Cluster, DeviceType, Node
 from hydragraph.spec.home import Home
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from tests.cost import priced
 from tests.thorough import thorough
 

@@ -15,7 +15,8 @@ from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram, Role
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from tests.cost.explicit_work import ExplicitWork
 from tests.passes.test_pipeline import iterations, model
 

@@ -28,7 +28,8 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, parse_value
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import returning
 from tests.thorough import thorough
 

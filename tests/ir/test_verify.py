@@ -10,7 +10,8 @@ from hydragraph.ir.rank_program import Role
 from hydragraph.ir.value import activation, aux, weights
 from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 
 BLOCKS = ("embed", "layer.0", "layer.1", "head")
 MODEL = Outline(BLOCKS, (("word", ("embed", "head")), *((block, (block,)) for block in BLOCKS[1:])))

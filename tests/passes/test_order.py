@@ -7,7 +7,8 @@ from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.rank_program import RankProgram
 from hydragraph.passes.order import order
 from hydragraph.passes.place import place
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 
 MODEL = Outline(("embed", "layer.0", "layer.1", "head"), (("embed", ("embed",)), ("head", ("head",))))
 

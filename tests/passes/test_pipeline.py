@@ -18,7 +18,8 @@ from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.verify import verify
 from hydragraph.passes.pipeline import PASSES, rank_program, rank_programs
 from hydragraph.passes.place import place
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from tests.thorough import only, thorough
 
 GOLDEN = Path(__file__).parent / "golden"

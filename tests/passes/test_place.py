@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program_outline import Outline
 from hydragraph.passes.place import place
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 
 
 def outline(layers: int) -> Outline:

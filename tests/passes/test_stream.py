@@ -16,7 +16,8 @@ from hydragraph.ir.verify import VerificationError, verify
 from hydragraph.passes.pipeline import rank_programs, shared_programs
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import check_golden, model, returning
 
 

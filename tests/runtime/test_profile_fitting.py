@@ -23,8 +23,8 @@ from hydragraph.runtime.profile_fitting import (
     token_counts,
     util_len,
 )
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage
 
 ROWS = micro_batches(token_counts(8192, 16))
 constants = st.tuples(st.floats(-10, -8), st.floats(-7, -5), st.floats(-4, -3))  # exponents of 10

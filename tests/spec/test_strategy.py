@@ -13,7 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.strategy import Pipeline, Place, Stage, Strategy
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy import Place, Strategy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

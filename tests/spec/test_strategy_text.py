@@ -9,17 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.spec.strategy_text import (
-    StageText,
-    StrategyText,
-    format_strategy,
-    parse_strategy,
-    regular_pipeline,
-)
+from hydragraph.spec.pipeline import Pipeline, Stage
+from hydragraph.spec.strategy_text import format_strategy, parse_strategy, regular_pipeline
+
+Parsed = tuple[tuple[Pipeline, ...], str]  # pipelines and schedule
 
 
 @st.composite
-def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageText, ...]:
+def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> Pipeline:
     """Stages of uneven layers on devices in any order, with gaps, above `first`."""
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=3)) if layers > 1 else ())
     counts = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
@@ -28,8 +25,8 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     streams: st.SearchStrategy[bool | str] = st.sampled_from([False, True, "gradients"])
     recomputations = st.booleans() | st.integers(1, 99).map(lambda hundredths: hundredths / 100)
-    return tuple(
-        StageText(
+    stages = tuple(
+        Stage(
             tuple(pool[at : at + size]),
             count,
             draw(st.booleans()),
@@ -39,40 +36,40 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> tuple[StageT
         )
         for at, size, count in zip(starts, sizes, counts, strict=True)
     )
+    return Pipeline(stages)
 
 
 @st.composite
-def strategy_texts(draw: st.DrawFn) -> tuple[StrategyText, int]:
+def strategy_texts(draw: st.DrawFn) -> tuple[Parsed, int]:
     """Strategies that mix regular pipelines (often repeated) with explicit ones, and their number of layers."""
     layers = draw(st.integers(1, 9))
-    pipelines: list[tuple[StageText, ...]] = []
+    pipelines: list[Pipeline] = []
     for _ in range(draw(st.integers(1, 4))):
         tp, pp = draw(st.integers(1, 3)), draw(st.integers(1, min(3, layers)))
         for _ in range(draw(st.integers(0, 3))):
             pipelines.append(regular_pipeline(tp, pp, layers, _above(pipelines)))
         if not pipelines or draw(st.booleans()):
             pipelines.append(draw(explicit_pipelines(layers, _above(pipelines))))
-    return StrategyText(
-        tuple(draw(st.permutations(pipelines))), draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
-    ), layers
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+    return (tuple(draw(st.permutations(pipelines))), schedule), layers
 
 
-def _above(pipelines: list[tuple[StageText, ...]]) -> int:
-    return max((d for stages in pipelines for stage in stages for d in stage.devices), default=-1) + 1
+def _above(pipelines: list[Pipeline]) -> int:
+    return max((device for pipeline in pipelines for device in pipeline.devices), default=-1) + 1
 
 
 @given(strategy_texts())
-def test_format_then_parse_is_the_identity(drawn: tuple[StrategyText, int]) -> None:
+def test_format_then_parse_is_the_identity(drawn: tuple[Parsed, int]) -> None:
     strategy, layers = drawn
-    assert parse_strategy(format_strategy(strategy), layers) == strategy
+    assert parse_strategy(format_strategy(*strategy), layers) == strategy
 
 
 @given(strategy_texts(), st.data())
 def test_white_space_is_free_except_between_flags_and_a_schedule(
-    drawn: tuple[StrategyText, int], data: st.DataObject
+    drawn: tuple[Parsed, int], data: st.DataObject
 ) -> None:
     strategy, layers = drawn
-    tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d*\.\d+|\d+|\S", format_strategy(strategy))
+    tokens = re.findall(r"1f1b|zb-h1|[a-z]+|\d*\.\d+|\d+|\S", format_strategy(*strategy))
     spaces = ["", " ", "\t", "\n  "]
     spaced = tokens[0]
     for before, token in pairwise([*tokens, ""]):
@@ -89,12 +86,12 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
     terms: list[tuple[int, int, int]], layers: int
 ) -> None:
     text = " + ".join(f"{n}*<tp{tp},pp{pp}>" for n, tp, pp in terms)
-    pipelines = parse_strategy(text, layers).pipelines
-    devices = [device for stages in pipelines for stage in stages for device in stage.devices]
+    pipelines, _ = parse_strategy(text, layers)
+    devices = [device for pipeline in pipelines for device in pipeline.devices]
     assert devices == list(range(sum(n * tp * pp for n, tp, pp in terms)))
-    assert [len(stages) for stages in pipelines] == [pp for n, _, pp in terms for _ in range(n)]
-    for stages in pipelines:
-        counts = [stage.layers for stage in stages]
+    assert [len(pipeline.stages) for pipeline in pipelines] == [pp for n, _, pp in terms for _ in range(n)]
+    for pipeline in pipelines:
+        counts = [stage.layers for stage in pipeline.stages]
         assert sum(counts) == layers
         assert counts == sorted(counts)  # remainders go to the last stages
         assert counts[-1] - counts[0] <= 1
@@ -125,12 +122,12 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
     ],
 )
 def test_the_canonical_text(text: str, canonical: str) -> None:
-    assert format_strategy(parse_strategy(text, 8)) == canonical
+    assert format_strategy(*parse_strategy(text, 8)) == canonical
 
 
 def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
-    second = parse_strategy("<[4]x3,[1]x5> + <tp2,pp1>", 8).pipelines[1]
-    assert second == (StageText((5, 6), 8),)
+    (_, second), _ = parse_strategy("<[4]x3,[1]x5> + <tp2,pp1>", 8)
+    assert second.stages == (Stage((5, 6), 8),)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +159,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("<[-1]x8>", "expected a device", "-"),
         ("<[0 1]x8>", "expected ']'", "1"),
         ("<[0]8>", "expected 'x'", "8"),
+        ("<[0,1,0]x8>", "devices has 0 more than once", "[0,1,0]"),
         ("<[0]x0,[1]x8>", "number of layers must be at least 1", "0"),
         ("<[0]x8q>", "flags", "q"),
         ("<[0]x8ss>", "flags", "ss"),

@@ -22,8 +22,8 @@ from hydragraph.cost.traffic_bytes import GRADIENT_BYTES, WEIGHT_BYTES
 from hydragraph.planner.generators.stage_layout import NUMBERS
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
+from hydragraph.spec.pipeline import Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
-from hydragraph.spec.strategy import Stage
 
 # Usable fraction of a device's memory: estimates are close to the exact walk, not above it.
 SAFETY = 0.99

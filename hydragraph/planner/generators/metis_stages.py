@@ -32,8 +32,9 @@ from hydragraph.planner.metis.metis_walk import MEMORY, NAIVE
 from hydragraph.planner.metis.problem import MetisProblem, StagePlan
 from hydragraph.planner.metis.profile import Measurement, MetisProfile
 from hydragraph.spec.assignment import Assignment
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 # Maximum number of types; all orders are tried.

@@ -23,8 +23,9 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipeline_layers import spread
 from hydragraph.planner.generators.pipeline_shares import least_seconds
 from hydragraph.planner.generators.stage_layout import NUMBERS
+from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
-from hydragraph.spec.strategy import Pipeline, Stage, Strategy
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
