@@ -1,8 +1,7 @@
 """Checkpoints written by a background thread during training.
 
 Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). The thread
-has its own communicators, on which only its operations are ordered. It is not a daemon: a process that exits normally
-waits for it.
+has its own communicators. It is not a daemon: a process that exits normally waits for it.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Saver:
-    """One rank's background saves, one at a time; all ranks call the same methods in the same order.
-
-    Args:
-        world: from `join`; the saver creates its own communicators.
-    """
+    """One rank's background saves, one at a time; all ranks call the same methods in the same order."""
 
     _world: World
     _timeout: timedelta
@@ -43,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed and its error was not raised yet; other ranks may learn of it a little later."""
+        """Whether a save failed and its error was not raised yet; other ranks may learn of it later."""
         return self._error is not None
 
     def start(
@@ -54,9 +49,7 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Wait for an earlier save, copy the state and start writing it; arguments and errors as for
-        `save_and_load.save`.
-        """
+        """Wait for an earlier save, copy the state and start writing it; arguments as for `save_and_load.save`."""
         self.wait()
         if self._groups is None:
             world = replace(self._world, backend="gloo")  # objects and names only
@@ -86,7 +79,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save and close the communicators; raises as `wait` does."""
+        """Wait for the last save and close the communicators."""
         try:
             self.wait()
         finally:

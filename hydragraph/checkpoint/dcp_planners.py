@@ -90,7 +90,7 @@ class ShardedLoad(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the elements are already in place."""
+        """Do nothing."""
 
 
 def _write_items(name: str, value: OwnedBoxes | bytes) -> list[WriteItem]:

@@ -13,12 +13,9 @@ _PROBE = 4 << 20  # bytes: more than a full disk may have left after truncating 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Raise file errors inside the block as an OSError with cause and path.
+    """Raise errors of writing files inside the block as an OSError with cause and path.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
-
-    Args:
-        directory: where files are written, and a probe file to find the cause.
     """
     try:
         yield
@@ -35,7 +32,7 @@ def file_errors(directory: Path, shown: Path) -> Iterator[None]:
 
 
 def refusal(directory: Path) -> OSError | None:
-    """Return the error that writing to a directory raises now, or None."""
+    """Return the error that writing to a directory raises, or None."""
     path = directory / f".probe.{os.getpid()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""Checkpoint directories: their names, atomic creation, lookup of the latest, and deletion of old ones."""
+"""Directories of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of the checkpoint after a step, which `complete` finds."""
+    """Return the name of the directory of the checkpoint after a step."""
     return f"step-{step:08d}"
 
 
@@ -41,27 +41,23 @@ def complete(directory: PathLike) -> list[tuple[int, Path]]:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is ignored but kept; return its new path."""
+    """Rename a checkpoint so that it is ignored; return its new path."""
     return path.rename(path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}"))
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep` complete checkpoints `step-N` of a directory, and leftovers of crashed saves.
+    """Delete all but the newest `keep` complete checkpoints `step-N`, except `spared`, and leftovers of crashed saves.
 
-    `step-<spared>` stays too. Only one rank calls it, while no rank saves or loads there.
-
-    Raises:
-        ValueError: `keep` is not positive.
+    Only one rank calls it, while no rank saves or loads there.
     """
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
     directory = Path(directory)
     checkpoints = complete(directory)
     for step, path in checkpoints[:-keep]:
-        if step == spared:
-            continue
-        _discard(path)
-        _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
+        if step != spared:
+            shutil.rmtree(set_aside(path, "old"))  # remains after a crash must not look complete
+            _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
     for path in directory.iterdir() if checkpoints else ():
         leftover = _LEFTOVER.fullmatch(path.name)
         if leftover is not None and int(leftover[1]) <= checkpoints[-1][0]:
@@ -69,11 +65,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Create the directory to write into, next to the checkpoint's path; `commit` renames it.
-
-    Raises:
-        ValueError: the checkpoint's path is taken by something else.
-    """
+    """Create the directory to write into, next to the checkpoint's path; `commit` renames it."""
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "
@@ -90,11 +82,7 @@ def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:
 
 
 def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
-    """Complete the checkpoint in a scratch directory, and rename it to its path.
-
-    Raises:
-        ValueError: files that other ranks wrote are not in the directory.
-    """
+    """Complete the checkpoint in a scratch directory, and rename it to its path."""
     unseen = [name for name in manifest.files if not (scratch / name).is_file()]
     if unseen:
         raise ValueError(
@@ -107,8 +95,7 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
         os.fsync(file.fileno())
     _sync(scratch)
     if path.exists():
-        aside = _aside(path)
-        path.rename(aside)
+        aside = set_aside(path, "old")
         try:
             scratch.rename(path)
         except BaseException:
@@ -118,15 +105,6 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
     else:
         scratch.rename(path)
     _sync(path.parent)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old-{uuid.uuid4().hex[:8]}")
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint; renaming it first keeps its remains after a crash from looking complete."""
-    shutil.rmtree(path.rename(_aside(path)))
 
 
 def _sync(directory: Path) -> None:

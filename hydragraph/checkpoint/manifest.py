@@ -1,6 +1,4 @@
-"""Manifest `complete.json`, which makes a directory a checkpoint: the SHA-256 of every file and a description of the
-state.
-"""
+"""Manifest `complete.json`, which makes a directory a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from hydragraph.cluster.agreement import together
 from hydragraph.cluster.communicators import Groups
-from hydragraph.version import __version__
 
 FORMAT = 1
 MARKER = "complete.json"
@@ -22,7 +17,7 @@ METADATA = ".metadata"  # DCP's index of all entries
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint differs from what was written; another one may be intact."""
+    """A checkpoint differs from what was written."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +49,12 @@ class CheckpointManifest:
     files: dict[str, SavedFile]
 
 
-def versions() -> dict[str, str]:
-    """Return the package versions."""
-    return {"hydragraph": __version__, "torch": str(torch.__version__)}
-
-
 def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a complete checkpoint.
 
     Raises:
         Damaged: it cannot be read.
-        ValueError: the checkpoint is missing or incomplete, or its format is not supported.
+        ValueError: there is none, or its format is not supported.
     """
     if not (path / MARKER).is_file():
         aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
@@ -89,17 +79,13 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, each rank a share of them; all ranks call it.
+    """Hash all files, each rank a share of them, and raise Damaged on all ranks if any is; all ranks call it.
 
     Args:
-        what: the operation, for errors on other ranks.
         sharing: ranks that read the same copy as this one, ascending.
-
-    Raises:
-        Damaged: on all ranks, naming every file that is missing or differs from what was written.
     """
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
-    by_rank = together(groups, what, lambda: [text for n in mine if (text := _damage(path / n, manifest.files[n]))])
+    by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]
     if damages:
         raise Damaged(f"checkpoint {path}: {'; '.join(damages)}: restore it from a copy, or load an earlier checkpoint")
@@ -108,15 +94,7 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 def check_model(
     path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
 ) -> None:
-    """Check that a checkpoint belongs to this model, and to this optimizer unless only weights are loaded.
-
-    Args:
-        shapes: the model's parameters, unsharded.
-        optimizer: class name; None: only weights are loaded.
-
-    Raises:
-        ValueError: naming the differences.
-    """
+    """Raise a ValueError unless a checkpoint belongs to this model, and to this optimizer (None: any)."""
     stored = manifest.parameters
     different = [
         f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"
@@ -140,7 +118,8 @@ def _plain(name: str) -> str:
     return name
 
 
-def _damage(path: Path, expected: SavedFile) -> str | None:
+def damage(path: Path, expected: SavedFile) -> str | None:
+    """Return how a file differs from what was written, or None."""
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:

@@ -1,8 +1,4 @@
-"""Safe reader of a checkpoint's metadata.
-
-PyTorch pickles `.metadata`, and a pickle can call anything it names. So only the plain classes of
-torch.distributed.checkpoint that the file needs are allowed.
-"""
+"""Safe reader of a checkpoint's metadata: PyTorch pickles `.metadata`, and a pickle can call anything it names."""
 
 from __future__ import annotations
 
@@ -26,22 +22,14 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's directory; unpickles its metadata with `_Plain`.
-
-    Args:
-        files: names of the checkpoint's files; metadata that names others is rejected.
-    """
+    """Reads a checkpoint's directory; metadata that names other files than `files` is rejected."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata.
-
-        Raises:
-            Damaged: the file is damaged, or names an object or a file that does not belong to the checkpoint.
-        """
+        """Read the metadata; raise Damaged if it names an object or a file that does not belong to the checkpoint."""
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:

@@ -50,11 +50,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return this rank's parts of the states with one value per element, by name in the checkpoint.
-
-    Raises:
-        Unsupported: a state has another shape than its parameter.
-    """
+    """Return this rank's parts of the states with one value per element, by name in the checkpoint."""
     states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
@@ -63,7 +59,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
-    """Merge the parts of all ranks, in rank order; owners of the same parameter must have equal scalars."""
+    """Merge the parts of all ranks; owners of the same parameter must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():
@@ -98,9 +94,6 @@ def restore(
 
     Args:
         states: parameter -> state -> this rank's part, 1-D.
-
-    Raises:
-        ValueError: the optimizer has other parameter groups.
     """
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:

@@ -1,7 +1,7 @@
 """Recovery from a checkpoint in pieces, each read from the nearest place.
 
 Threads read what a rank needs only for itself. Meanwhile all ranks exchange, in windows of bounded size, what some read
-for others. So a recovery takes as long as the slowest tier.
+for others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hydragraph.checkpoint.extra_entry import decoded
-from hydragraph.checkpoint.piece_sources import Fetch, Holdings, PiecePlace, StatePiece, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
 from hydragraph.checkpoint.state_pieces import Kept, Pieces
 from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Channel, Groups
@@ -38,8 +38,7 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        read: bytes that this rank has read, by tier.
-        received: bytes received from other ranks.
+        read, received: bytes that this rank has read, by tier, and received from others.
     """
 
     kept: Kept
@@ -57,13 +56,11 @@ def recover(
     chunk: int = CHUNK,
     least: int | None = None,
 ) -> Recovered | None:
-    """Read the newest checkpoint that is still complete; all ranks call it.
-
-    Another copy or an earlier checkpoint replaces unreadable pieces.
+    """Read the newest checkpoint that is complete, without unreadable pieces; all ranks call it.
 
     Args:
         chunk: bytes that all ranks together read and exchange at a time.
-        least: earliest step to read; without one, return None on all ranks. None: any step.
+        least: earliest step to read; if there is none, return None on all ranks. None: any step.
 
     Raises:
         ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
@@ -88,7 +85,6 @@ class _Found:
 
 
 def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) -> _Found | None:
-    """Find the newest complete checkpoint and plan its reads; all ranks call it."""
     nodes, there = _survey(pieces, groups)
     if not there and least is None:
         raise ValueError(f"{_WHAT}: no remaining place holds any: keep some with Executable.keep, or load a checkpoint")
@@ -97,7 +93,7 @@ def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) 
         if least is not None and kept.step < least:
             return None
         try:
-            return _Found(kept, there[kept], fetch_plan(Holdings.of(there[kept]), nodes, home.layouts))
+            return _Found(kept, there[kept], fetch_plan(there[kept], nodes, home.layouts))
         except ValueError as error:
             refusals.append(f"{_WHAT}: step {kept.step}: {error}")
     if least is None:
@@ -132,12 +128,11 @@ def _read(
             received += _exchange(reading, window, data, groups)
         together(groups, _WHAT, lambda: [job.result() for job in jobs] and None)
     sizes = {tier: sum(reading.bytes_of(f) for f in plan if f.reader == rank and f.tier is tier) for tier in Tier}
-    seconds = time.perf_counter() - began
     sizes_text = ", ".join(f"{size / 1e6:.1f} MB of {tier.name.lower()}" for tier, size in sizes.items())
     _LOG.info(
         "read pieces of step %d in %.2f s: %s; %.1f MB came from other ranks",
         kept.step,
-        seconds,
+        time.perf_counter() - began,
         sizes_text,
         received / 1e6,
     )
@@ -178,8 +173,7 @@ def _common(pieces: Pieces, found: _Found, groups: Groups) -> Mapping[str, Any]:
     leader = place.ranks[0]
     reads = groups.world.rank == leader
     data = together(groups, _WHAT, lambda: pieces.common(place.tier, found.kept) if reads else b"")
-    shared: Mapping[str, Any] = decoded(data[leader])
-    return shared
+    return cast(Mapping[str, Any], decoded(data[leader]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,11 +199,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return the data of a fetch as bytes, 1-D, on the CPU.
-
-        Raises:
-            ValueError: it is unreadable; its piece is recorded as such.
-        """
+        """Return the data of a fetch as bytes, 1-D, on the CPU; record its piece if it is unreadable."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:
@@ -227,9 +217,7 @@ class _PieceReader:
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
-        at = (
-            int(rows.at[row]) + fetch.lo - int(rows.lo[row])
-        )  # position of the first element in the shard; rows are contiguous
+        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # of the first element in the shard
         offsets = self.buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):
@@ -265,7 +253,6 @@ def _begin(
 def _exchange(reading: _PieceReader, window: Sequence[Fetch], data: Mapping[Fetch, Tensor], groups: Groups) -> int:
     """Exchange one window of reads; return the number of bytes received."""
     rank, ranks, device = groups.world.rank, groups.world.ranks, groups.world.device
-
     leaving = [
         [data[f] for f in window if f.reader == rank and peer in f.receivers and peer != rank] for peer in range(ranks)
     ]

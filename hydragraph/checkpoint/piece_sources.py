@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 
-import numpy as np
-
-from hydragraph.ir.layout import Bools, Layout
+from hydragraph.ir.layout import Layout
 
 
 class Tier(IntEnum):
@@ -43,40 +41,15 @@ class StatePiece:
 
 @dataclass(frozen=True)
 class PiecePlace:
+    """A place and the ranks that can read it."""
+
     tier: Tier
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Holdings:
-    """Pieces of one checkpoint and the places that still hold them.
-
-    Attributes:
-        bitmap: [places, pieces]: whether a place holds a piece.
-    """
-
-    places: tuple[PiecePlace, ...]
-    pieces: tuple[StatePiece, ...]
-    bitmap: Bools
-
-    @staticmethod
-    def of(held: Mapping[PiecePlace, Sequence[StatePiece]]) -> Holdings:
-        places = tuple(held)
-        pieces = tuple(sorted({piece for those in held.values() for piece in those}))
-        number = {piece: i for i, piece in enumerate(pieces)}
-        bitmap = np.zeros((len(places), len(pieces)), bool)
-        for row, place in enumerate(places):
-            bitmap[row, [number[piece] for piece in held[place]]] = True
-        return Holdings(places, pieces, bitmap)
-
-
 @dataclass(frozen=True)
 class Fetch:
-    """Elements [lo, hi) of a bucket that one rank reads, for itself or for others.
-
-    Attributes:
-        receivers: ranks that need them, ascending.
-    """
+    """Elements [lo, hi) of a bucket that one rank reads for the receivers (ascending)."""
 
     reader: int
     tier: Tier
@@ -90,10 +63,13 @@ class Fetch:
         return self.hi - self.lo
 
 
-def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, Layout]) -> list[Fetch]:
+def fetch_plan(
+    held: Mapping[PiecePlace, Sequence[StatePiece]], nodes: Sequence[int], needed: Mapping[str, Layout]
+) -> list[Fetch]:
     """Plan which rank reads what from where; deterministic, so all ranks compute the same plan.
 
     Args:
+        held: pieces of one checkpoint, by the places that still hold them.
         nodes: the node of each rank.
         needed: elements of each rank, by bucket.
 
@@ -104,17 +80,23 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
         ValueError: no place holds some needed elements.
     """
     load = [0] * len(nodes)
-    by_bucket: dict[str, list[int]] = {}
-    for number, piece in enumerate(holdings.pieces):
-        by_bucket.setdefault(piece.bucket, []).append(number)
+    places: dict[StatePiece, list[PiecePlace]] = {}
+    for place, there in held.items():
+        for piece in there:
+            places.setdefault(piece, []).append(place)
+    by_bucket: dict[str, list[StatePiece]] = {}
+    for piece in sorted(places):
+        by_bucket.setdefault(piece.bucket, []).append(piece)
     plan: list[Fetch] = []
     open_at: dict[tuple[object, ...], int] = {}  # index of a read that may be extended
     for bucket, layout in needed.items():
-        numbers = by_bucket.get(bucket, [])
-        for lo, hi in _cells(layout, [holdings.pieces[number] for number in numbers]):
+        pieces = by_bucket.get(bucket, [])
+        # Within two neighbouring marks, all elements are needed by the same ranks and lie in the same pieces.
+        marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
+        for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
-            having = [n for n in numbers if holdings.pieces[n].lo <= lo and hi <= holdings.pieces[n].hi]
-            for fetch in _fetches(holdings, having, nodes, load, bucket, lo, hi, needing):
+            having = {piece: places[piece] for piece in pieces if piece.lo <= lo and hi <= piece.hi}
+            for fetch in _fetches(having, nodes, load, bucket, lo, hi, needing):
                 load[fetch.reader] += fetch.size
                 key = (fetch.reader, fetch.tier, fetch.piece, fetch.receivers, lo)
                 at = open_at.pop(key, len(plan))
@@ -125,15 +107,8 @@ def fetch_plan(holdings: Holdings, nodes: Sequence[int], needed: Mapping[str, La
     return plan
 
 
-def _cells(layout: Layout, pieces: Sequence[StatePiece]) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of a bucket in which all elements are needed by the same ranks and lie in the same pieces."""
-    marks = {edge for piece in pieces for edge in (piece.lo, piece.hi)}
-    yield from pairwise(sorted(marks.union(layout.lo.tolist(), layout.hi.tolist())))
-
-
 def _fetches(
-    holdings: Holdings,
-    having: Sequence[int],
+    having: Mapping[StatePiece, Sequence[PiecePlace]],
     nodes: Sequence[int],
     load: Sequence[int],
     bucket: str,
@@ -142,12 +117,11 @@ def _fetches(
     needing: Sequence[int],
 ) -> Iterator[Fetch]:
     # The nearest place that each rank can read from, and the piece there.
-    reach: dict[int, tuple[Tier, int]] = {}
-    for number in having:
-        for row in np.flatnonzero(holdings.bitmap[:, number]).tolist():
-            place = holdings.places[row]
+    reach: dict[int, tuple[Tier, StatePiece]] = {}
+    for piece, places in having.items():
+        for place in places:
             for rank in place.ranks:
-                reach[rank] = min(reach.get(rank, (place.tier, number)), (place.tier, number))
+                reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
     reads: dict[int, list[int]] = {}  # reader -> ranks that need what it reads
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
@@ -172,9 +146,8 @@ def _fetches(
             )
         reads.setdefault(reader, []).extend(receivers)
     for reader, receivers in reads.items():
-        tier, number = reach[reader]
-        yield Fetch(reader, tier, holdings.pieces[number], lo, hi, tuple(sorted(receivers)))
+        yield Fetch(reader, *reach[reader], lo, hi, tuple(sorted(receivers)))
 
 
-def _on(node: int, reach: Mapping[int, tuple[Tier, int]], nodes: Sequence[int]) -> bool:
+def _on(node: int, reach: Mapping[int, tuple[Tier, StatePiece]], nodes: Sequence[int]) -> bool:
     return any(nodes[rank] == node and tier is not Tier.STORE for rank, (tier, _) in reach.items())

@@ -2,8 +2,7 @@
 
 A checkpoint is a directory of torch.distributed.checkpoint (DCP): one tensor per parameter under its name, and one per
 elementwise optimizer state under `optimizer.{state}.{parameter}`, unsharded, so DCP's own tools can read it.
-Hyperparameters, step counts and the caller's `extra` are one further entry. `complete.json` holds the SHA-256 of every
-file; a directory without it is not a checkpoint.
+Hyperparameters, step counts and the caller's `extra` are one further entry.
 
 All ranks call `save` and `load` together, and an error on one of them is raised on all.
 """
@@ -31,7 +30,7 @@ from hydragraph.checkpoint.dcp_planners import ShardedLoad, ShardedSave
 from hydragraph.checkpoint.disk_errors import file_errors
 from hydragraph.checkpoint.extra_entry import decoded, encoded, packed
 from hydragraph.checkpoint.folder import PathLike, commit, make_scratch, written_files
-from hydragraph.checkpoint.manifest import FORMAT, CheckpointManifest, check_files, check_model, read_manifest, versions
+from hydragraph.checkpoint.manifest import FORMAT, CheckpointManifest, check_files, check_model, read_manifest
 from hydragraph.checkpoint.metadata import Reader
 from hydragraph.checkpoint.optimizer_state import (
     Plain,
@@ -47,10 +46,11 @@ from hydragraph.cluster.agreement import together, together_own
 from hydragraph.cluster.communicators import Groups
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.shard_boxes import OwnedBoxes, sharded, sharded_weights
+from hydragraph.version import __version__
 
 _LOG = logging.getLogger(__name__)
 
-_ENTRY = "hydragraph"
+ENTRY = "hydragraph"  # the entry that is not a tensor
 BUFFERS = "buffers"  # key of `extra`: persistent buffers by name
 
 
@@ -74,10 +74,9 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to write.
+    """One rank's part of a checkpoint to write into a scratch directory.
 
     Attributes:
-        scratch: directory to write into.
         contents: this rank's part of every entry.
         optimizer: class name; None if only weights are saved.
     """
@@ -89,7 +88,7 @@ class PendingCheckpoint:
     optimizer: str | None
 
     def snapshot(self) -> PendingCheckpoint:
-        """Copy the tensors to CPU memory, so that training can continue while they are written."""
+        """Copy the tensors to CPU memory."""
         copies = {n: v.copied() if isinstance(v, OwnedBoxes) else v for n, v in self.contents.items()}
         return replace(self, contents=copies)
 
@@ -107,7 +106,7 @@ def prepare(
 ) -> PendingCheckpoint:
     """Check that a checkpoint can be saved, and create its scratch directory; arguments as for `save`.
 
-    All ranks call it. The tensors of the result are those of the state, not copies.
+    The tensors of the result are those of the state, not copies.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -125,16 +124,12 @@ def prepare(
             shutil.rmtree(scratch, ignore_errors=True)
         raise
     _LOG.info("began checkpoint %s", path)
-    entries: dict[str, OwnedBoxes | bytes] = {**contents, **({_ENTRY: entry} if rank == 0 else {})}
+    entries: dict[str, OwnedBoxes | bytes] = {**contents, **({ENTRY: entry} if rank == 0 else {})}
     return PendingCheckpoint(path, scratch, entries, _shapes(home), kind_of(optimizer))
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path; all ranks call it, on any thread that owns the groups.
-
-    Raises:
-        ValueError, OSError, RankFailure: as for `save`.
-    """
+    """Write a prepared checkpoint and move it to its path, on any thread that owns the groups."""
     what = prepared.what
     rank = groups.world.rank
     scratch = prepared.scratch
@@ -142,9 +137,9 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
     try:
         _write_entries(prepared, groups)
         files = {n: f for part in together(groups, what, lambda: written_files(scratch, rank)) for n, f in part.items()}
-        manifest = CheckpointManifest(
-            FORMAT, versions(), groups.world.ranks, dict(prepared.parameters), prepared.optimizer, files
-        )
+        versions = {"hydragraph": __version__, "torch": str(torch.__version__)}
+        parameters = dict(prepared.parameters)
+        manifest = CheckpointManifest(FORMAT, versions, groups.world.ranks, parameters, prepared.optimizer, files)
 
         def put_in_place() -> None:
             if rank == 0:
@@ -160,9 +155,7 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
-    """Load a checkpoint into this rank's weights and optimizer.
-
-    Every file is checked before any state changes. Hyperparameters are restored too.
+    """Load a checkpoint into this rank's weights and optimizer; every file is checked before any state changes.
 
     Args:
         path: a directory that all ranks share, or that is copied to every host.
@@ -183,44 +176,28 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
     reader = Reader(path, manifest.files)
     metadata = together_own(groups, what, reader.read_metadata)
     states = together_own(groups, what, lambda: allocated(metadata, home) if optimizer else {})
-    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b"", **sharded_weights(home)}
+    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b"", **sharded_weights(home)}
     for name, tensors in states.items():
         contents |= {state_key(state, name): sharded(home.pieces[name], t) for state, t in tensors.items()}
-    together(groups, what, lambda: _read(contents, reader))
-    entry = decoded(cast(bytes, contents[_ENTRY]))
+    together(groups, what, lambda: read_entries(contents, reader))
+    entry = decoded(cast(bytes, contents[ENTRY]))
     if optimizer is not None:
-        together(
-            groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, Plain(**entry["optimizer"]), states)
-        )
+        plain = Plain(**entry["optimizer"])
+        together(groups, what, lambda: restore(f"checkpoint {path}", home, optimizer, plain, states))
     extra: dict[str, Any] = entry["extra"]
     return extra
 
 
-def read_buffers(path: Path, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's persistent buffers in a single process."""
-    buffers: dict[str, torch.Tensor] = _extra(path, manifest).get(BUFFERS, {})
-    return buffers
-
-
 def read_steps(path: Path) -> int:
-    """Read the number of steps that a checkpoint includes, in a single process.
-
-    Raises:
-        Damaged, ValueError: as for `load`.
-    """
-    steps: int = _extra(path, read_manifest(path))["steps"]
+    """Read the number of steps that a checkpoint includes, in a single process."""
+    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
+    read_entries(contents, Reader(path, read_manifest(path).files))
+    steps: int = decoded(cast(bytes, contents[ENTRY]))["extra"]["steps"]
     return steps
 
 
-def _extra(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
-    contents: dict[str, OwnedBoxes | bytes] = {_ENTRY: b""}
-    _read(contents, Reader(path, manifest.files))
-    extra: dict[str, Any] = decoded(cast(bytes, contents[_ENTRY]))["extra"]
-    return extra
-
-
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Perform DCP's save step by step over these groups: DCP's own uses the default process group."""
+    """Perform DCP's save step by step: DCP's own uses the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)
@@ -253,8 +230,8 @@ def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
     together(groups, what, finish)
 
 
-def _read(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
-    """Read this rank's entries with DCP; this needs no communication."""
+def read_entries(contents: dict[str, OwnedBoxes | bytes], reader: Reader) -> None:
+    """Read entries into their boxes, without communication."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

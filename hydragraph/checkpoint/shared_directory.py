@@ -16,18 +16,14 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file for other ranks to look for; its unique name is in no cache of a network file system."""
+    """Create a file for other ranks to look for, with a name that no network file system has cached."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
 
 
 def see(found: Path, what: str, rank: int) -> None:
-    """Check that this rank sees the directory that rank 0 created.
-
-    Raises:
-        ValueError: this host has another directory there, or none.
-    """
+    """Raise a ValueError unless this rank sees the directory that rank 0 created."""
     if not found.exists():
         raise ValueError(
             f"{what}: rank {rank} on {socket.gethostname()} does not see what rank 0 writes there: name a directory"
@@ -36,11 +32,7 @@ def see(found: Path, what: str, rank: int) -> None:
 
 
 def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
-    """Read a checkpoint's manifest, which must be identical on every host.
-
-    Raises:
-        ValueError: on all ranks: some ranks see no checkpoint there, or another one than rank 0.
-    """
+    """Read a checkpoint's manifest, which must be identical on every host."""
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(
@@ -63,6 +55,5 @@ def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
 
 
 def _identity(file: Path) -> tuple[int, int, int]:
-    """Identify a file's copy; if hosts with a shared file system differ, the copy is only read twice."""
     status = file.stat()
     return os.statvfs(file).f_fsid, status.st_ino, status.st_mtime_ns

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from hydragraph.checkpoint.manifest import Damaged, SavedFile, read_manifest
+from hydragraph.checkpoint.extra_entry import decoded
+from hydragraph.checkpoint.manifest import Damaged, damage, read_manifest
 from hydragraph.checkpoint.metadata import Reader
-from hydragraph.checkpoint.save_and_load import read_buffers
+from hydragraph.checkpoint.save_and_load import BUFFERS, ENTRY, read_entries
+from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -24,11 +24,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
-        file = path / name
-        if not file.is_file() or SavedFile.of(file) != expected:
+        if damage(path / name, expected) is not None:
             raise Damaged(f"checkpoint {path}: {name} has changed since it was written: export another checkpoint")
-    weights: dict[str, Any] = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(weights, storage_reader=Reader(path, manifest.files), no_dist=True)
-    return {**weights, **read_buffers(path, manifest)}
+    weights = {name: torch.empty(shape) for name, shape in manifest.parameters.items()}
+    contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
+    for name, weight in weights.items():
+        contents[name] = OwnedBoxes(weight.shape, weight.dtype, {torch.Size([0] * weight.dim()): weight})
+    read_entries(contents, Reader(path, manifest.files))
+    return {**weights, **decoded(cast(bytes, contents[ENTRY]))["extra"].get(BUFFERS, {})}

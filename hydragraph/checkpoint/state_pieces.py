@@ -8,7 +8,7 @@ safetensors file:
 
 A file appears under its name completely or not at all. A rank may be lost before its piece reaches the store, so
 readers take the newest complete checkpoint. The series, which ends a directory's name, changes when training returns to
-an earlier step, so that pieces from before and after are never mixed.
+an earlier step.
 """
 
 from __future__ import annotations
@@ -68,18 +68,12 @@ class Kept:
 class Shelf(Protocol):
     """Storage for files by name; a file is complete or absent."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file."""
+    def put(self, name: str, data: bytes) -> None: ...
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [begin, end) of a file.
+        """Return bytes [begin, end) of a file; raise a FileNotFoundError if it does not exist."""
 
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
-
-    def names(self) -> Iterable[str]:
-        """List all files."""
+    def names(self) -> Iterable[str]: ...
 
     def folders(self) -> Iterable[str]:
         """List the directories of checkpoints."""
@@ -142,19 +136,11 @@ class DiskShelf:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        """Delete a directory; another rank may do the same concurrently."""
-        shutil.rmtree(self.root / folder, ignore_errors=True)
+        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may do the same concurrently
 
 
 class StoreShelf:
-    """Files in storage that fsspec supports.
-
-    Args:
-        url: directory, such as "s3://bucket/run"; needs fsspec and its driver (s3fs, gcsfs).
-
-    Raises:
-        ImportError: they are not installed.
-    """
+    """Files in storage that fsspec supports, below a URL such as "s3://bucket/run"."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -164,10 +150,9 @@ class StoreShelf:
         self._files, self._root = url_to_fs(url)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file; on a local file system, where partial files are visible, rename it into place."""
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
-        if "file" in protocols:
+        if "file" in protocols:  # partial files would be visible
             DiskShelf(Path(self._root)).put(name, data)
             return
         if not protocols & _OBJECT_STORES:  # they have no directories, and making one could create a misspelt bucket
@@ -196,10 +181,8 @@ class StoreShelf:
         return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def drop(self, folder: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{folder}", recursive=True)
-        except FileNotFoundError:
-            return
 
 
 class Pieces:
@@ -207,15 +190,14 @@ class Pieces:
 
     Args:
         memory: keep this rank's pieces in its memory.
-        disk: a directory shared by the ranks of this node; None: not on disk.
-        store: a path or fsspec URL ("s3://bucket/run") that all nodes can access; None: no store.
+        disk: a directory shared by the ranks of this node.
+        store: a path or fsspec URL ("s3://bucket/run") that all nodes can access.
         keep: number of checkpoints to keep; one complete checkpoint is always kept.
         run: lower-case letters and digits; pieces under another name are not read, and are deleted as new ones arrive.
             "": read all.
 
     Raises:
         ImportError: the store needs fsspec or a driver that is not installed.
-        ValueError: no place is given, `keep` is less than 1, or `run` has other characters.
     """
 
     def __init__(
@@ -285,20 +267,13 @@ class Pieces:
         """
         self.last = kept
         self._whole.update(whole or {})
-        tiers = [tier for tier in self.shelves if tier not in without]
-        if not tiers:
-            return
-        job = _Job(
-            kept, copied(state, buckets, columns), common, {tier: self._whole.get(tier) for tier in tiers}, tidies
-        )
-        self._preparing = self._begin(partial(self._prepare, job))
+        wholes = {tier: self._whole.get(tier) for tier in self.shelves if tier not in without}
+        if wholes:
+            parts = copied(state, buckets, columns)
+            self._preparing = self._begin(partial(self._prepare, kept, parts, common, wholes, tidies))
 
     def wait(self) -> None:
-        """Wait for pending writes.
-
-        Raises:
-            Exception: the first of their errors, raised once.
-        """
+        """Wait for pending writes; raise the first of their errors, once."""
         self._join()
         if errors := self.errors():
             raise errors[0]
@@ -309,11 +284,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints in this process's memory and on this node's disk.
-
-        Args:
-            store: also delete those in the store.
-        """
+        """Wait for pending writes, then delete all checkpoints in memory, on disk, and (if `store`) in the store."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -324,10 +295,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List the pieces of this run in a place, for checkpoints whose common part is there.
-
-        Includes pieces in `unreadable`.
-        """
+        """List the pieces of this run in a place, also unreadable ones, for checkpoints whose common part is there."""
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
@@ -347,11 +315,7 @@ class Pieces:
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
     def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
-        """Open a piece; `whole`: to read all of it.
-
-        Raises:
-            ValueError: the file is not a piece.
-        """
+        """Open a piece; `whole`: to read all of it."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
     def _join(self) -> None:
@@ -371,18 +335,26 @@ class Pieces:
         thread.start()
         return thread
 
-    def _prepare(self, job: _Job) -> None:
-        files = {_name(job.kept, part.piece): part.encoded() for part in job.parts}
-        files[f"{job.kept.folder}/{_COMMON}"] = job.common()
-        for tier in job.whole:
-            write = partial(self._write, tier, job, files)
+    def _prepare(
+        self,
+        kept: Kept,
+        parts: Sequence[PieceCopy],
+        common: Callable[[], bytes],
+        wholes: Mapping[Tier, Kept | None],
+        tidies: bool,
+    ) -> None:
+        files = {_name(kept, part.piece): part.encoded() for part in parts}
+        files[f"{kept.folder}/{_COMMON}"] = common()
+        for tier, whole in wholes.items():
+            write = partial(self._write, tier, kept, files, whole, tidies or tier is not Tier.STORE)
             if tier is Tier.MEMORY:
                 write()
             else:
                 self._writing[tier] = self._begin(write)
 
-    def _write(self, tier: Tier, job: _Job, files: Mapping[str, bytes]) -> None:
-        shelf, kept, whole = self.shelves[tier], job.kept, job.whole[tier]
+    def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
+        """Write files, and delete checkpoints that `whole`, the last complete one in this place, replaces."""
+        shelf = self.shelves[tier]
         try:
             for name, data in files.items():
                 shelf.put(name, data)
@@ -391,15 +363,10 @@ class Pieces:
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
-        tidies = job.tidies or tier is not Tier.STORE
         if not tidies or whole is None or whole.series != kept.series:
             return
         there = {folder: checkpoint for folder in shelf.folders() if (checkpoint := Kept.of(folder))}
-        earlier = sorted(
-            checkpoint
-            for checkpoint in there.values()
-            if checkpoint.series == kept.series and checkpoint.step < kept.step
-        )
+        earlier = sorted(each for each in there.values() if each.series == kept.series and each.step < kept.step)
         stays = [checkpoint for checkpoint in earlier if checkpoint.step <= whole.step][-max(1, self._keep - 1) :]
         for folder, checkpoint in there.items():
             if checkpoint.series != kept.series or (checkpoint.step < kept.step and checkpoint not in stays):
@@ -407,14 +374,7 @@ class Pieces:
 
 
 class PieceFile:
-    """A piece with random access.
-
-    Args:
-        whole: load all of it immediately.
-
-    Raises:
-        ValueError: the file is not a piece.
-    """
+    """A piece with random access; `whole`: load all of it immediately."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
@@ -425,9 +385,7 @@ class PieceFile:
             notes = header.pop("__metadata__")
             self._first: dict[str, int] = json.loads(notes["first"])
             self._sums: dict[str, int] = json.loads(notes["crc32"])
-            self._spans: dict[str, tuple[int, int]] = {
-                key: description["data_offsets"] for key, description in header.items()
-            }
+            self._spans: dict[str, tuple[int, int]] = {key: about["data_offsets"] for key, about in header.items()}
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
 
@@ -470,17 +428,6 @@ class PieceCopy:
 
         sums = {key: crc32(values.view(torch.uint8).numpy().data) for key, values in self.tensors.items()}
         return save(dict(self.tensors), {"first": json.dumps(dict(self.firsts)), "crc32": json.dumps(sums)})
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A checkpoint to write; `whole`: last complete checkpoint in each place."""
-
-    kept: Kept
-    parts: Sequence[PieceCopy]
-    common: Callable[[], bytes]
-    whole: Mapping[Tier, Kept | None]
-    tidies: bool
 
 
 def copied(state: OwnedState, buckets: Sequence[Bucket], columns: Columns) -> list[PieceCopy]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydragraph.checkpoint.piece_sources import Fetch, Holdings, PiecePlace, StatePiece, Tier, fetch_plan
+from hydragraph.checkpoint.piece_sources import Fetch, PiecePlace, StatePiece, Tier, fetch_plan
 from hydragraph.ir.layout import Layout, home, propagation
 from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
@@ -70,12 +70,11 @@ def test_every_need_is_read_once_from_the_nearest_place(
         for element in range(lo, hi)
     }
     best = {each: nearest(held, nodes, *each) for each in wanted}
-    holdings = Holdings.of(held)
     if None in best.values():
         with pytest.raises(ValueError, match=r"elements \[\d+, \d+\) of bucket layer.0, which rank \d needs"):
-            fetch_plan(holdings, nodes, {"layer.0": layout})
+            fetch_plan(held, nodes, {"layer.0": layout})
         return
-    plan = fetch_plan(holdings, nodes, {"layer.0": layout})
+    plan = fetch_plan(held, nodes, {"layer.0": layout})
     got = Counter((rank, e) for fetch in plan for rank in fetch.receivers for e in range(fetch.lo, fetch.hi))
     assert got == Counter(wanted)
     for fetch in plan:
@@ -106,7 +105,7 @@ def _far(fetch: Fetch, nodes: list[int], rank: int) -> int:
 def test_what_is_read_once_serves_all() -> None:
     """One node's disk has everything, the other node has no files, and both need the state."""
     held = {PiecePlace(Tier.DISK, (0,)): [StatePiece("layer.0", 0, SIZE)], PiecePlace(Tier.STORE, (0, 1)): []}
-    plan = fetch_plan(Holdings.of(held), [0, 1], {"layer.0": home(SIZE, [0, 1], [1, 1], 2, 1)})
+    plan = fetch_plan(held, [0, 1], {"layer.0": home(SIZE, [0, 1], [1, 1], 2, 1)})
     assert [(fetch.reader, fetch.receivers, fetch.size) for fetch in plan] == [(0, (0, 1), SIZE)]
 
 
@@ -115,11 +114,11 @@ def test_reads_are_shared_by_those_who_could() -> None:
     pieces = [StatePiece("layer.0", at, at + 1) for at in range(SIZE)]
     held = {PiecePlace(Tier.DISK, (0, 1)): pieces}
     layout = home(SIZE, [2], align=1)
-    plan = fetch_plan(Holdings.of(held), [0, 0, 1], {"layer.0": layout})
+    plan = fetch_plan(held, [0, 0, 1], {"layer.0": layout})
     assert Counter(fetch.reader for fetch in plan) == {0: SIZE // 2, 1: SIZE // 2}
 
 
 def test_neighbours_of_one_piece_are_one_read() -> None:
     held = {PiecePlace(Tier.STORE, (0, 1)): [StatePiece("layer.0", 0, SIZE)]}
-    plan = fetch_plan(Holdings.of(held), [0, 0], {"layer.0": home(SIZE, [0, 1], align=1)})
+    plan = fetch_plan(held, [0, 0], {"layer.0": home(SIZE, [0, 1], align=1)})
     assert [(fetch.reader, fetch.lo, fetch.hi) for fetch in plan] == [(0, 0, 6), (1, 6, 12)]

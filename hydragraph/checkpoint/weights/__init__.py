@@ -1,4 +1,1 @@
-"""Weights of Hugging Face directories: read by the ranks that own them, and written in the same format.
-
-A run's own checkpoints belong in the folder above.
-"""
+"""Weights of Hugging Face directories: read by the ranks that own them, and written in the same format."""

@@ -18,19 +18,14 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Classes that share a model's config.
-
-    Attributes:
-        kinds: the classes, with the model's.
-        config: the model's config.
-    """
+    """Classes that share a model's config."""
 
     kinds: tuple[type[nn.Module], ...] = ()
     config: Any = None
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Collect the classes defined in the modules of a transformers model's class and base classes."""
+        """Collect the classes of the modules that define a transformers model's class and base classes."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
@@ -48,7 +43,7 @@ class Family:
         return frozenset(recognised)
 
     def _names(self) -> Iterator[frozenset[str]]:
-        """Yield the tensor names of each class, built on the meta device."""
+        """Yield the tensor names of each class."""
         for kind in self.kinds:
             try:
                 with torch.device("meta"):

@@ -1,7 +1,6 @@
-"""Loader of a Hugging Face directory of safetensors files: each rank reads only what it owns.
+"""Loader of a Hugging Face directory of safetensors files: each rank reads all headers, but only elements that it owns.
 
-`transformers.conversion_mapping` maps names in files to names of the model. Every rank reads all headers, but only the
-elements in its home shard.
+`transformers.conversion_mapping` maps names in files to names of the model.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Collect the names from a model, which may be on the meta device; without one, use only the keys."""
+        """Collect the names from a model, which may be on the meta device; without one, use the keys."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -68,11 +67,7 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the tensors in the files by their names in the model, which may not have all of them.
-
-        Raises:
-            Unsupported: a tensor would have to be computed from others.
-        """
+        """Return the tensors in the files by their names in the model, which may not have all of them."""
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -104,8 +99,7 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
     """Read this rank's shard of the weights, and all persistent buffers, from the files of a directory.
 
     All ranks call it together. All headers are checked before any weight changes. A tensor stored under several tied
-    names must be equal under all of them. Heads of other classes, and keys that transformers ignores, stay unread, with
-    a warning.
+    names must be equal under all of them. Heads of other classes, and keys that transformers ignores, stay unread.
 
     Args:
         path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
@@ -116,43 +110,31 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
         Unsupported: tensors that transformers computes from others, quantised ones, or pickled files.
     """
     what = f"load pretrained {path}"
-    match = together_own(groups, what, lambda: _matched(path, home, buffers, names))
-    if match.unread and groups.world.rank == 0:
-        modules = list(dict.fromkeys(key.rpartition(".")[0] for key in match.unread))
+    stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
+    if unread and groups.world.rank == 0:
+        modules = list(dict.fromkeys(key.rpartition(".")[0] for key in unread))
         _LOG.warning("pretrained %s: left unread, as the model has no such part: %s", path, shortened(modules, 10))
-    together(groups, what, lambda: _read(path, match.stored, home, buffers))
+    together(groups, what, lambda: _read(path, stored, home, buffers))
 
 
-@dataclass(frozen=True)
-class _Match:
-    """Contents of a directory that belong to the model.
-
-    Attributes:
-        stored: canonical parameter or buffer -> its stored tensors, one per tied name in the files.
-        unread: keys that may be ignored.
-    """
-
-    stored: Mapping[str, tuple[Whole, ...]]
-    unread: tuple[str, ...]
-
-
-def _matched(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names) -> _Match:
+def _matched(
+    path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names
+) -> tuple[Mapping[str, tuple[Whole, ...]], list[str]]:
+    """Return the stored tensors of each parameter or buffer, one per tied name, and keys that may be ignored."""
     places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
         source = names.sources.get(name)
-        if source is not None:
-            places[source] = (*places.get(source, ()), whole)
-        else:
+        if source is None:
             unplaced[whole.key] = name
+        else:
+            places[source] = (*places.get(source, ()), whole)
     shapes = {n: piece.parameter.shape for n, piece in home.pieces.items()}
     shapes |= {n: tuple(b.shape) for n, b in buffers.items() if n in names.sources}
     unknown = _unknown(names, unplaced)
     _refuse_misfit(path, shapes, places, unknown)
-    _refuse_quantised(
-        path, [s for n, several in places.items() if n in home.pieces for whole in several for s in whole]
-    )
-    return _Match(places, tuple(key for key in unplaced if key not in unknown))
+    _refuse_quantised(path, [s for name in home.pieces for whole in places[name] for s in whole])
+    return places, [key for key in unplaced if key not in unknown]
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
@@ -212,7 +194,6 @@ def _refuse_quantised(path: Path, tensors: Iterable[Stored]) -> None:
 
 
 def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, buffers: Mapping[str, Tensor]) -> None:
-    """Read what this rank owns, and compare tensors that the files store twice."""
     owned = {name: value.boxes for name, value in sharded_weights(home).items()}
     whole = {name: {torch.Size([0] * b.dim()): b} for name, b in buffers.items()}
     destinations = {**whole, **owned}

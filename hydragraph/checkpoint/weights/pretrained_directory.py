@@ -21,11 +21,7 @@ from hydragraph.frontend.repeated_blocks import meta_copy
 
 @dataclass(frozen=True, eq=False)
 class Shell:
-    """A Hugging Face model without weights, to write the other files of its directory.
-
-    Attributes:
-        model: a `PreTrainedModel` on the meta device, or a peft model around one.
-    """
+    """A `PreTrainedModel`, or a peft model around one, on the meta device, to write its directory."""
 
     model: Any
 
@@ -40,7 +36,7 @@ class Shell:
         return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
-        """Return the keys of the state dict that `write` needs; None: all of them."""
+        """Return the keys that `write` needs; None: all."""
         return adapter_keys(self.model) if is_peft(self.model) and not merged else None
 
     def write(
@@ -49,9 +45,9 @@ class Shell:
         """Write config and weights.
 
         Args:
-            state: full CPU tensors by the keys that `keys` returns.
+            state: full CPU tensors of `keys`.
             merged: write a peft model's base model with its active adapters merged in.
-            dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
+            dtype: of floating-point tensors, except those that the model's classes keep in fp32.
         """
         if self.keys(merged) is not None:
             adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
@@ -69,11 +65,7 @@ class Shell:
 
 
 def published_keys(shell: Shell) -> frozenset[str] | None:
-    """Return the keys that `published_names` needs; None: all of them.
-
-    Raises:
-        Unsupported: the model has several adapters, whose names in files are equal.
-    """
+    """Return the keys that `published_names` needs; None: all."""
     if not is_peft(shell.model):
         return None
     adapters = adapter_names(shell.model)
@@ -105,10 +97,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a model's state dict that its classes keep in fp32.
-
-    Classes list them, or give them this dtype when they are built in another one.
-    """
+    """Return the keys of a model's state dict that its classes list as fp32, or build in it."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -119,7 +108,6 @@ def fp32_keys(model: nn.Module) -> frozenset[str]:
 
 
 def _built_in_fp32(model: Any) -> Iterator[str]:
-    """Yield the keys of tensors that remain fp32 if the model's class is built in bf16."""
     if is_peft(model):
         return
     try:
@@ -180,11 +168,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
 
 
 def check(shell: Shell | None, merged: bool) -> Shell:
-    """Return the shell if the output can be written.
-
-    Raises:
-        Unsupported: it is not a Hugging Face model, or has no adapters to merge.
-    """
+    """Return the shell if the output can be written, else raise Unsupported."""
     if shell is None:
         raise Unsupported(
             "a model that is not from transformers",

@@ -1,4 +1,4 @@
-"""Directories of safetensors files, and readers of boxes of their tensors that never load a whole file."""
+"""Directories of safetensors files, and readers of boxes of their tensors."""
 
 from __future__ import annotations
 
@@ -32,15 +32,7 @@ class Stored:
 
 
 def contents(path: Path) -> dict[str, Stored]:
-    """Read the headers of all files of a directory; return the tensors by their key.
-
-    Args:
-        path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
-
-    Raises:
-        ValueError: the files are missing or damaged.
-        Unsupported: the weights are pickled.
-    """
+    """Read the headers of all files of a directory; return the tensors by their key."""
     files, places = _files(path)
     tensors = {}
     for file in files:

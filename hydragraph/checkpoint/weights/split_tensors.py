@@ -1,11 +1,9 @@
 """Tensors of a model that files store in pieces, or several in one, as in original-format directories of the hub.
 
-A tensor stays a list of pieces with positions, and the owner of a box reads only the elements within it.
+gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
+the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
 
-    gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
-    the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
-
-    k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
+k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return the part's overlap with a box of the whole tensor, or None. Scalars overlap everything."""
+        """Return the part's overlap with a box of the whole tensor, or None."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
