@@ -65,11 +65,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is complete.
-
-        Raises:
-            ValueError, OSError, RankFailure: it failed; raised once, on every rank.
-        """
+        """Wait until the last save is complete; raise its error, once, on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

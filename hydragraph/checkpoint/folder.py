@@ -108,7 +108,6 @@ def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Flush a directory, so that its entries survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

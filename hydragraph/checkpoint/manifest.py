@@ -36,7 +36,6 @@ class CheckpointManifest:
     """Contents of `complete.json`.
 
     Attributes:
-        format: `FORMAT`; other versions are rejected.
         ranks: number of ranks that saved it.
         optimizer: class name; None if only weights were saved.
     """
@@ -79,11 +78,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, each rank a share of them, and raise Damaged on all ranks if any is; all ranks call it.
-
-    Args:
-        sharing: ranks that read the same copy as this one, ascending.
-    """
+    """Hash all files, shared with the ranks that read the same copy; raise Damaged on all ranks if any is."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]

@@ -23,7 +23,7 @@ class Plain:
 
     Attributes:
         groups: parameter names by group.
-        hyperparameters: settings by group, such as lr.
+        hyperparameters: by group.
         scalars: parameter -> state -> value; on a rank, only for parameters that it owns a part of.
     """
 

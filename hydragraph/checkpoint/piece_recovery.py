@@ -140,7 +140,6 @@ def _read(
 
 
 def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[PiecePlace, list[StatePiece]]]]:
-    """Return each rank's node, and the readable pieces in every place by checkpoint."""
     rank = groups.world.rank
     hosts = groups.gather((groups.world.node, [*pieces.shelves], pieces.unreadable))
     names = [host for host, _, _ in hosts]
@@ -189,7 +188,7 @@ class _PieceReader:
             self.fill(fetch, self.read(fetch))
 
     def spans(self, fetch: Fetch) -> Iterator[tuple[str, int, int, str, torch.dtype]]:
-        """Yield (parameter, lo, hi, column, dtype) of the parts of a fetch, in the order of sending."""
+        """Yield (parameter, lo, hi, column, dtype) of a fetch, in the order of sending."""
         bucket = self.buckets[fetch.piece.bucket]
         for name, low, high, start in parameters_within(bucket, fetch.lo, fetch.hi):
             for column, dtype in self.columns[name].items():

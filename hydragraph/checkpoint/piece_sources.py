@@ -1,8 +1,5 @@
 """Choice of the source of each piece of a checkpoint.
 
-A piece is an interval of a bucket that one rank owned. Ranks read the intersections of their own intervals with the
-pieces.
-
     the piece is             read from, by                                                read once per
     in memory on the node    this memory, by its rank, for all of the node that need it   rank that has it and needs it
     on the node's disk       the disk, by one rank that needs it, for all of the node     node
@@ -69,15 +66,12 @@ def fetch_plan(
     """Plan which rank reads what from where; deterministic, so all ranks compute the same plan.
 
     Args:
-        held: pieces of one checkpoint, by the places that still hold them.
+        held: pieces of one checkpoint, by the places that hold them.
         nodes: the node of each rank.
         needed: elements of each rank, by bucket.
 
     Returns:
         Reads in the order of buckets and elements; each rank receives each element once.
-
-    Raises:
-        ValueError: no place holds some needed elements.
     """
     load = [0] * len(nodes)
     places: dict[StatePiece, list[PiecePlace]] = {}

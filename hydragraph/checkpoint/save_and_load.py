@@ -61,7 +61,7 @@ def save(
 
     Args:
         path: a directory visible to all ranks; only an existing checkpoint there is replaced.
-        home, optimizer: this rank's; without an optimizer, only weights are saved.
+        optimizer: None: only weights are saved.
         extra: rank 0's; numbers, strings, tensors, and containers of them.
 
     Raises:
@@ -159,7 +159,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
     Args:
         path: a directory that all ranks share, or that is copied to every host.
-        home, optimizer: without an optimizer, only weights are loaded.
+        optimizer: None: only weights are loaded.
 
     Returns:
         The saved `extra`, on every rank.

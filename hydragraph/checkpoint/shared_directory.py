@@ -1,7 +1,4 @@
-"""Checks whether hosts see the same directory at a path.
-
-A save needs a shared directory, because every rank writes a part. For reading, every host may have a copy.
-"""
+"""Checks whether hosts see the same directory at a path: saves need it; for reading, every host may have a copy."""
 
 from __future__ import annotations
 

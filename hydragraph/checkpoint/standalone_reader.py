@@ -16,12 +16,7 @@ from hydragraph.runtime.shard_boxes import OwnedBoxes
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Check a checkpoint; return its full fp32 weights and persistent buffers by name, on the CPU.
-
-    Raises:
-        Damaged: a file differs from what was written.
-        ValueError: the checkpoint is missing or incomplete.
-    """
+    """Check a checkpoint; return its full fp32 weights and persistent buffers by name, on the CPU."""
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
         if damage(path / name, expected) is not None:

@@ -6,9 +6,8 @@ safetensors file:
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
-A file appears under its name completely or not at all. A rank may be lost before its piece reaches the store, so
-readers take the newest complete checkpoint. The series, which ends a directory's name, changes when training returns to
-an earlier step.
+A rank may be lost before its piece reaches the store, so readers take the newest complete checkpoint. The series, which
+ends a directory's name, changes when training returns to an earlier step.
 """
 
 from __future__ import annotations
@@ -186,18 +185,14 @@ class StoreShelf:
 
 
 class Pieces:
-    """Places where this process keeps checkpoints in pieces; one per rank, kept with the executable.
+    """Places where this process keeps checkpoints in pieces.
 
     Args:
-        memory: keep this rank's pieces in its memory.
         disk: a directory shared by the ranks of this node.
         store: a path or fsspec URL ("s3://bucket/run") that all nodes can access.
-        keep: number of checkpoints to keep; one complete checkpoint is always kept.
+        keep: number of checkpoints; one complete checkpoint is always kept.
         run: lower-case letters and digits; pieces under another name are not read, and are deleted as new ones arrive.
             "": read all.
-
-    Raises:
-        ImportError: the store needs fsspec or a driver that is not installed.
     """
 
     def __init__(
@@ -260,9 +255,9 @@ class Pieces:
         """Copy what this rank owns to CPU memory, and write it to all places in the background.
 
         Args:
-            columns: per-element columns of every parameter.
+            columns: of every parameter.
             without: places to leave out, the same on all ranks: those to which any rank is still writing.
-            whole: the last checkpoint that all ranks have written to each place; older ones may be deleted.
+            whole: the last checkpoint that all ranks have written to each place.
             tidies: delete old checkpoints from the store; one rank is enough.
         """
         self.last = kept

@@ -23,13 +23,9 @@ def check_moves(default: dist.ProcessGroup) -> None:
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group for objects of a default group's ranks; None: the default group itself.
+    """Return the group for objects, which travel as CPU tensors; None: the default group itself.
 
-    Objects travel as CPU tensors, so a group without a CPU backend, such as NCCL's, needs a separate gloo group. All
-    ranks call this together.
-
-    Raises:
-        ValueError: the default group has no CPU backend, and this PyTorch has no gloo.
+    All ranks call this together.
     """
     if moves_cpu_tensors(default):
         return None
@@ -52,13 +48,7 @@ def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 
 def backend_of(devices: list[str | None]) -> str:
-    """Return the backend for tensors of ranks with these devices.
-
-    Args:
-        devices: by rank, the unique name of its GPU; None: no GPU, or no NCCL.
-
-    NCCL does not support two ranks on one GPU, which survivors of a failure may have.
-    """
+    """Return the backend for ranks with these GPUs (`gpu_name`): NCCL does not support two ranks on one GPU."""
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 
 

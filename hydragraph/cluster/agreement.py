@@ -22,14 +22,14 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank as text, as not every exception can be pickled."""
+    """Error of one rank as text: not every exception can be pickled."""
 
     users: bool
     text: str
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; a `ValueError`, a mistake of the caller, keeps its message."""
+        """Describe an error; a `ValueError`, the caller's mistake, keeps its message."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
@@ -37,7 +37,7 @@ class Failure:
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
     """Run a function on every rank and return all results by rank; if it fails on one, all raise.
 
-    A rank raises its own error, else the first rank's; a caller's mistake stays a ValueError.
+    A rank raises its own error, else the first rank's; a ValueError remains one.
     """
     error: Exception | None = None
     try:
@@ -62,11 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """Raise on all ranks if one has an error: their own, else the first rank's.
-
-    Args:
-        sent: this rank's error in a form that can be pickled.
-    """
+    """Raise on all ranks if one has an error: their own, else the first rank's (`sent`, which can be pickled)."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

@@ -29,10 +29,9 @@ def _wait(message: Message) -> None:
 
 
 class Gathers(Protocol):
-    """Collectives that gather."""
+    """See `Collectives`."""
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
+    def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Started:
 
     Attributes:
         result: waits for its end, and returns its result; called once.
-        operands: tensors that it reads, which are kept until then.
+        operands: tensors to keep until then.
     """
 
     result: Callable[[], Tensor]
@@ -49,7 +48,7 @@ class Started:
 
 
 class StartsAtOnce:
-    """Mixin for collectives that are complete when their start returns."""
+    """Mixin for collectives that block."""
 
     def start_all_reduce(self, x: Tensor) -> Started:
         return self._ended("all_reduce", x)
@@ -78,10 +77,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of a head whose local rows begin at `start`, and gradients of `hidden` (a part) and `weight`.
 
-    Ranks exchange three numbers per token, chunk by chunk; none holds more than one chunk of logits. `rows` must be the
-    same on all ranks, for equal chunks.
+    Ranks exchange three numbers per token, chunk by chunk of `rows` tokens, which is the same on all ranks.
     """
-
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
     return loss_and_gradients(hidden, weight, labels, ignored, rows, int(start), exchange, target)
@@ -108,7 +105,7 @@ class Collectives:
     Attributes:
         ranks: in tensor-parallel order, the order of parts.
         group: their communicator; None for a single rank.
-        native: use the backend's collectives at every size, which is fastest with NCCL.
+        native: use the backend's collectives at every size.
     """
 
     ranks: tuple[int, ...]
@@ -166,18 +163,12 @@ class Collectives:
         return Started(result, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part along `dim` of the sum over the stage.
-
-        Raises:
-            ValueError: `dim` does not divide into equal parts.
-        """
+        """Return this rank's part along `dim` of the sum over the stage."""
         return self.start_reduce_scatter(x, dim).result()
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
         """Start `reduce_scatter`."""
-        if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
-        parts = list(x.chunk(self.size, dim))
+        parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
             # At every size: gloo's own transfers as many bytes, and this one adds in a fixed order.
             return self._exchange(parts, _sum)
@@ -190,17 +181,16 @@ class Collectives:
         return Started(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's contiguous part along `dim` of a tensor that every rank has.
-
-        Raises:
-            ValueError: `dim` does not divide into equal parts.
-        """
-        if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
-        return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
+        """Return this rank's contiguous part along `dim` of a tensor that every rank has."""
+        return self._parts(x, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
     head_token_losses = head_token_losses
+
+    def _parts(self, x: Tensor, dim: int) -> Sequence[Tensor]:
+        if x.shape[dim] % self.size:
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
+        return x.chunk(self.size, dim)
 
     def _exchanges(self, x: Tensor) -> bool:
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
@@ -233,7 +223,7 @@ class Collectives:
 
 
 class StagedCollectives(StartsAtOnce):
-    """The same collectives for GPU tensors, through host memory, which block."""
+    """The same collectives for GPU tensors, through host memory."""
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host

@@ -13,8 +13,7 @@ and 0.2-2.7 ms in a separate one.
     _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
     tp-0-1-...        ranks of one stage  collectives of its graphs         of the stage's instructions
 
-Under NCCL, pulls, pushes and moves overlap with computation, and use few multiprocessors. Computation waits for the
-rest, which has priority.
+Under NCCL, pulls, pushes and moves use few multiprocessors. Computation waits for the rest, which has priority.
 """
 
 from __future__ import annotations
@@ -65,27 +64,26 @@ _LENGTH = 8
 class Channel(Enum):
     """A kind of traffic between all ranks."""
 
-    PULL = "pull"  # weights from their owners
-    PUSH = "push"  # gradients to their owners
-    COMMIT = "commit"  # agreement; gradient sums for second owners
-    MOVE = "move"  # state to other owners, during a step
+    PULL = "pull"
+    PUSH = "push"
+    COMMIT = "commit"
+    MOVE = "move"
 
 
 class _Direction(Enum):
     """Point-to-point traffic, separated by direction: NCCL has one queue per pair of ranks and communicator."""
 
-    UP = "up"  # to a higher rank
+    UP = "up"
     DOWN = "down"
 
 
 class Groups:
     """All communicators of one executable; all ranks create them, and call collective methods, together.
 
-    For a single rank, collectives copy their input to their output.
+    For a single rank, collectives copy their input to their output and return None.
 
     Args:
-        world: from `join`.
-        watch: distinguishes communication errors, and ends waits. None: waits end with the timeout.
+        watch: ends waits. None: waits end with the timeout.
 
     Attributes:
         waited_s: total seconds that this process has waited for messages.
@@ -105,8 +103,7 @@ class Groups:
         self._told: tuple[Message, ...] = ()  # broadcasts that some ranks may not have received yet
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first; None if this rank is not a member. The order is the same on all
-        # ranks, which create and drop groups together.
+        # By sorted ranks, least recently used first, in the same order on all ranks; None if this rank is not a member.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
@@ -125,15 +122,10 @@ class Groups:
             _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that waits for other ranks.
-
-        Raises:
-            RankFailure: inside a watched call, if another rank failed meanwhile.
-        """
+        """Return the result of a function that waits for other ranks; see `Watch.call`."""
         return function() if self._watch is None else self._watch.call(function, self._waiter)
 
     def _opening(self) -> AbstractContextManager[None]:
-        """Let the watch shut down, after a fault, the connections opened in this context."""
         return nullcontext() if self._watch is None else self._watch.guarding()
 
     def _of_all(self, name: str) -> dist.ProcessGroup:
@@ -142,7 +134,6 @@ class Groups:
         return group
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Create a communicator of these ranks; None if this rank is not one of them."""
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
@@ -165,7 +156,7 @@ class Groups:
         self.gather(None)
 
     def open_moving(self) -> None:
-        """Create the communicator for moving state if it does not exist; all ranks call it."""
+        """Create the communicator for moving state; all ranks call it."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
         with self._opening():
@@ -174,33 +165,29 @@ class Groups:
             self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect the NCCL communicators of these groups, in the same order on all members.
+        """Connect NCCL's communicators, in the same order on all members, on a thread that the watch can abandon.
 
-        NCCL creates a communicator in its first operation, which blocks the host until all members take part, so it
-        runs here, before a step, on a thread that the watch can abandon.
+        NCCL creates a communicator in its first operation, which blocks the host until all members take part.
         """
         if self.world.backend == "nccl":
             for group in groups:
-                self.call(partial(_first_all_reduce, group, self.world.device))
+                self.call(partial(_first, partial(dist.all_reduce, group=group), self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with its program's peers; all ranks call it.
-
-        All process pairs in one order, so no two wait for each other.
-        """
+        """Connect this rank with its program's peers, in one order on all ranks; all call it."""
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
         for pair in sorted(pairs(program) - self._pairs, key=connecting_order):
             source, destination = pair
-            operation, peer = (dist.send, destination) if rank == source else (dist.recv, source)
             group = self._direction(source, destination)
-            self.call(partial(_first_message, operation, peer, group, self.world.device))
+            sends = partial(dist.send, dst=destination, group=group)
+            receives = partial(dist.recv, src=source, group=group)
+            self.call(partial(_first, sends if rank == source else receives, self.world.device))
             self._pairs.add(pair)
 
     @property
     def _object_group(self) -> dist.ProcessGroup | None:
-        """Group for objects; under NCCL that of `join`."""
         return self._channels[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
@@ -208,8 +195,7 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # NCCL's wait only queues on the current stream. gloo's blocks, with a broken connection possibly forever: a
-        # thread of the watch waits instead.
+        # With a broken connection, gloo's wait may block forever: a thread of the watch waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -220,7 +206,6 @@ class Groups:
         self.waited_s += time.perf_counter() - began
 
     def _move(self, out: Tensor, inp: Tensor, start: Callable[[Tensor, Tensor], dist.Work]) -> Message:
-        """Start an operation between two tensors, or between their copies in host memory."""
         staging = self._staging
         if staging is None:
             return Message(start(out, inp))
@@ -239,19 +224,14 @@ class Groups:
             channel: its operations run in the order of their start.
             out, inp: contiguous, split along dim 0; keep both alive until it is done.
             out_splits, in_splits: elements of dim 0 from and to each rank.
-
-        Returns:
-            The pending message; None if already complete.
         """
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         group = self._channels[channel]
-        # NCCL would hold channel buffers for all peers.
         if self.world.backend == "nccl" and self.world.ranks > _GROUPED:
-            return Message(
-                in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED), kept=(inp, out)
-            )
+            works = in_rounds(out, inp, out_splits, in_splits, self.world.rank, group, _GROUPED)
+            return Message(works, kept=(inp, out))
         splits = list(out_splits), list(in_splits)
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
@@ -275,7 +255,6 @@ class Groups:
         """Reduce a tensor over all ranks in place, to the same bits everywhere."""
         if self.world.ranks > 1:
             staging = self._staging
-            # In place, on the copy in host memory if there is one.
             host = tensor if staging is None else staging.outgoing(tensor)
             with self._guard():
                 work = dist.all_reduce(host, operation, group=self._channels[channel], async_op=True)
@@ -289,10 +268,6 @@ class Groups:
 
         An aborted NCCL communicator raises no error: its kernels return, and the result is undefined. So the watch is
         checked after the host has waited, and every rank marks its own element with the number of this reduction.
-
-        Raises:
-            RankFailure: another rank failed meanwhile.
-            RuntimeError: the reduction ended before every rank took part; a RankFailure inside a watched call.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -331,7 +306,6 @@ class Groups:
         messages: list[Message] = []
 
         def share(part: bytes, size: int) -> bytes:
-            """Broadcast rank 0's bytes, padded to `size`; the others wait for them."""
             tensor = torch.zeros(size, dtype=torch.uint8)
             if leads:
                 tensor[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
@@ -358,17 +332,11 @@ class Groups:
         return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
-        """Check that a short text is the same on all ranks.
-
-        Raises:
-            ValueError: on every rank: it differs.
-        """
+        """Raise a ValueError on every rank unless a short text is the same on all."""
         texts = self.gather(text)
         if len(set(texts)) > 1:
-            differing = "; ".join(
-                f"{value!r} on ranks {[rank for rank, other in enumerate(texts) if other == value]}"
-                for value in dict.fromkeys(texts)
-            )
+            ranks = {value: [rank for rank, other in enumerate(texts) if other == value] for value in texts}
+            differing = "; ".join(f"{value!r} on ranks {which}" for value, which in ranks.items())
             raise ValueError(f"{what} differs between ranks: {differing}; give every rank the same {what}")
 
     # Point to point.
@@ -407,7 +375,7 @@ class Groups:
         Returns:
             The collectives of sets that include this rank; valid until the next call.
         """
-        # Sorted: stages of the same ranks in any order share a group. The list's order is the same on all ranks.
+        # Stages of the same ranks in any order share a group.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
@@ -419,14 +387,8 @@ class Groups:
             _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
-        # Never evict a needed group.
         self._evict(max(self._capacity, len(needed)))
         return {ranks: self._collectives(ranks) for ranks in rank_sets if self.world.rank in ranks}
-
-    @property
-    def tensor_parallel_count(self) -> int:
-        """Number of tensor-parallel communicators kept, over all ranks."""
-        return len(self._tensor_parallel)
 
     def _collectives(self, ranks: tuple[int, ...]) -> AnyCollectives:
         group = self._tensor_parallel[tuple(sorted(ranks))] if len(ranks) > 1 else None
@@ -471,15 +433,9 @@ class Groups:
         return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
 
-def _first_all_reduce(group: dist.ProcessGroup, device: torch.device) -> None:
+def _first(operation: Callable[[Tensor], object], device: torch.device) -> None:
     arrived = torch.ones(1, device=device)
-    dist.all_reduce(arrived, group=group)
-    arrived.item()
-
-
-def _first_message(operation: Callable[..., object], peer: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    arrived = torch.ones(1, device=device)
-    operation(arrived, peer, group)
+    operation(arrived)
     arrived.item()
 
 
@@ -494,11 +450,9 @@ def in_rounds(
 ) -> Works:
     """Start an all-to-all as grouped messages, `grouped` peers at a time, without empty ones.
 
-    A round is a range of distances: in it, every rank sends to the ranks at these distances ahead and receives from
-    those at the same distances before it, so both ends of a message are in the same round.
+    Both ends of a message are in the same round: in each, ranks send to those at some distances ahead and receive from
+    those at the same distances before.
     """
-    # Example: 5 ranks, grouped = 2. In its first round rank 0 sends to 1 and 2 and receives from 4 and 3. The message 0
-    # -> 3 has distance 3 at both ends, so both exchange it in their second round.
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))
     arriving[rank].copy_(leaving[rank])

@@ -1,7 +1,4 @@
-"""Network interface for gloo on a host whose own name resolves to a loopback address.
-
-Gloo listens at that address. Debian maps the name to 127.0.1.1, where no other machine connects.
-"""
+"""Network interface for gloo, which would listen at the address of the host's name: on Debian 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849): the default route
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): the default route
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -32,11 +29,7 @@ def interface_for(address: str) -> str | None:
 
 
 def own_address(targets: Iterable[str]) -> str:
-    """Return the address at which other machines reach this one: that of gloo's interface, or towards the targets.
-
-    Args:
-        targets: names or addresses of machines, of which this may be one.
-    """
+    """Return the address at which other machines reach this one: that of gloo's interface, or towards the targets."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(name) if name else None
     sources = (_source(address) for target in targets for address in resolved(target))
@@ -45,7 +38,6 @@ def own_address(targets: Iterable[str]) -> str:
 
 
 def _source(target: str) -> str | None:
-    """Return this host's source address for a target, without sending."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,4 @@
-"""Start of ranks as local processes, and joining of a launcher's process group.
-
-Only this module reads the launcher's environment.
-"""
+"""Start of ranks as local processes, and joining of a launcher's process group."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +37,8 @@ from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.cluster.processes.torchrun_round import generation
 from hydragraph.cluster.rendezvous.member import meet
 from hydragraph.cluster.supervision.coordinator import Nodes
+from hydragraph.cluster.supervision.node_agent import Deputy
+from hydragraph.cluster.supervision.supervisor import run_members
 from hydragraph.cluster.unreachable import TOLD_S, first_host, no_store
 from hydragraph.spec.elastic import Elastic
 
@@ -52,8 +51,7 @@ _ASK_S = 5.0  # for one attempt to reach the launcher's store
 _REACHED_S = 300.0  # for all attempts
 _ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
 
-# Importing torch takes seconds, forking a process that has imported it 10 ms. Where system libraries have threads
-# (macOS), forking is unsafe.
+# Importing torch takes seconds, forking a process that has imported it 10 ms, which is unsafe on macOS.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Modules that ranks import.
@@ -72,11 +70,8 @@ class World:
     """This process's place among the ranks.
 
     Attributes:
-        rank, ranks: 0 and 1 without a process group.
         local_rank: rank within this host.
-        device: compute device.
         backend: "nccl" if every rank has its own GPU, else "gloo".
-        watch: failure watch of the ranks.
         node: ranks of one node may be lost together.
         objects: process group for objects; None: the default one.
     """
@@ -91,11 +86,7 @@ class World:
     objects: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's small picklable value, by rank.
-
-        Raises:
-            RankFailure: inside a watched call, if another rank failed.
-        """
+        """Return every rank's small picklable value, by rank."""
         values: list[T] = [value] * self.ranks
         if self.ranks > 1:
             gather = lambda: dist.all_gather_object(values, value, self.objects)  # noqa: E731
@@ -111,11 +102,7 @@ def join(device: torch.device | str | None = None) -> World:
     """Join the ranks of an existing process group or the launcher's environment, or run as a single process.
 
     Args:
-        device: compute device; a GPU without an index means this rank's. None: a GPU if available.
-
-    Raises:
-        ValueError: the device is unsupported or missing, or the existing process group transfers no data.
-        RankFailure: another rank failed meanwhile.
+        device: a GPU without an index means this rank's. None: a GPU if available.
     """
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
@@ -142,10 +129,7 @@ def join(device: torch.device | str | None = None) -> World:
 
 
 def apart(device: torch.device | str | None = None) -> World:
-    """Return a world of this process alone, on its device among the ranks of its host.
-
-    Args, Raises: as for `join`.
-    """
+    """Return a world of this process alone, on its device (as for `join`) among the ranks of its host."""
     device, local_rank = _of_this_rank(device)
     return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
@@ -195,7 +179,6 @@ def _store_of_launcher(rank: int, ranks: int) -> Store:
 
 
 def _reach(address: str, port: int, rank: int) -> None:
-    """Wait until the launcher's store accepts connections: PyTorch's client logs every attempt at length."""
     began = time.monotonic()
     told = False
     while True:
@@ -224,16 +207,15 @@ def launch(
 
     The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by value;
     closures and notebooks' definitions are supported. Call this under `if __name__ == "__main__":` in a script, because
-    ranks import it. Processes end when all are done or one has failed, and none outlives the call.
+    ranks import it. No process outlives the call.
 
     Args:
         timeout: for the whole run; None: no limit.
-        prepare: called once, in a separate process. Its result is passed before the function's arguments: a model, its
-            program and the result of `precompile`, say, for ranks to call `compile` with that program. Each rank maps
-            the result from one file: weights are in memory once, until a rank changes its own.
+        prepare: called once, in a separate process. Its result, such as a model, its program and the result of
+            `precompile`, is passed before the function's arguments. Each rank maps it from one file: weights are in
+            memory once, until a rank changes its own.
         relay: informed of the ranks' processes, to forward signals.
-        elastic: continue when ranks are lost: the function calls `hydragraph.survive` when a step raises. None: a loss
-            ends the run.
+        elastic: continue when ranks are lost: the function calls `hydragraph.survive` when a step raises.
         nodes: with `elastic`: this machine, the first of several; call `follow` on the others. `ranks` is the total.
 
     Returns:
@@ -241,7 +223,6 @@ def launch(
 
     Raises:
         ValueError: something cannot be pickled, or `ranks` is not positive.
-        RuntimeError: a rank that imports the script would start ranks itself.
         RankFailure: a rank died.
         TimeoutError: the run took too long.
         Any other error: the error of the rank that failed first, with its traceback as a note.
@@ -260,7 +241,7 @@ def launch(
     work = _pickled(function, args)
     context = starting(function, prepare)
     server = hosted(HOST if nodes is None else nodes.address, 0)  # starts a thread
-    run = run_crew if elastic is None else partial(_run_members, elastic, nodes)
+    run = run_crew if elastic is None else partial(run_members, elastic, nodes)
     if prepare is None:
         return [pickle.loads(value) for value in run(context, ranks, server.port, work, timeout, None, relay)]
     began = time.monotonic()
@@ -275,22 +256,14 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """Start and watch ranks on this machine for a `launch` on another, until it ends or this machine is elected.
 
     Args:
-        nodes: this machine, not the first unless the leader is elected.
         say: prints a sentence.
 
     Returns:
         The machines for a `launch` here, with the ranks to continue with; None: the run has ended.
-
-    Raises:
-        RuntimeError: the run has failed.
-        ConnectionError: the connection to the first machine is lost.
     """
-    from hydragraph.cluster.supervision.node_agent import Deputy
-
     context = starting()
     if nodes.election is not None:
-        # An elected leader does not wait for the imports of the process that ranks are forked from, and the supervisor
-        # sends no heartbeat meanwhile.
+        # An elected leader does not wait for the imports of the process that ranks are forked from.
         first = context.Process(target=int)
         first.start()
         first.join()
@@ -312,21 +285,11 @@ def starting(*functions: Callable[..., object] | None) -> Context:
     return context
 
 
-def _run_members(elastic: Elastic, nodes: Nodes | None, *args: Any) -> list[bytes]:
-    from hydragraph.cluster.supervision.supervisor import run_members
-
-    return run_members(elastic, nodes, *args)
-
-
 def _models() -> list[str]:
-    """Return the imported model modules, for ranks to share.
-
-    Only those of transformers: importing a user's modules may compute, and a process that has computed is never forked.
-    """
+    """Return the imported modules of transformers' models; importing a user's modules may compute."""
     parts = ("configuration_", "modeling_")
-    return sorted(
-        name for name in sys.modules if name.startswith("transformers.models.") and any(p in name for p in parts)
-    )
+    names = [name for name in sys.modules if name.startswith("transformers.models.")]
+    return sorted(name for name in names if any(part in name for part in parts))
 
 
 def _pickled(function: Callable[..., object], args: Sequence[object]) -> bytes:

@@ -1,7 +1,4 @@
-"""Messages in flight, and staging of GPU tensors through host memory for gloo.
-
-Staging lets several ranks share one GPU, which NCCL does not support.
-"""
+"""Messages in flight, and staging of GPU tensors through host memory for gloo: several ranks may share one GPU."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ class Message:
 
 
 class Staging:
-    """Copies tensors to temporary host memory and back.
-
-    Args:
-        device: device of the tensors; for a GPU the host memory is page-locked.
-    """
+    """Copies tensors to temporary host memory, page-locked for a GPU, and back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Processes that run a module of this package, not the training script."""
+"""Processes that run a module of this package."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ def start_module(
     paths: Sequence[str] = (),
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module`; its import path excludes the current directory.
-
-    Args:
-        environment: None: this process's.
-        paths: further folders on its import path.
-        options: of `subprocess.Popen`.
-    """
+    """Start `python -m module`; its import path excludes the current directory, and includes `paths`."""
     environment = os.environ if environment is None else environment
     every = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, paths)]
     return subprocess.Popen(

@@ -1,7 +1,7 @@
 """Store that moves with the leader of several machines, as seen by a rank.
 
-The supervisor of each machine writes the current address to a file, and its ranks follow it. A rank writes its own
-values again to each new store; everything else in the store comes from the new leader.
+The supervisor of each machine writes the current address to a file. A rank writes its own values again to each new
+store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONNECT_S = 2.0
 
 
 def write_address(folder: str, host: str, port: int) -> None:
-    """Tell the ranks of this machine, whose supervisor has this private folder, where the current store is."""
+    """Write where the current store is to a supervisor's private folder."""
     new = Path(folder) / f".{_FILE}"
     new.write_text(json.dumps([host, port]))
     new.replace(Path(folder) / _FILE)
@@ -55,11 +55,7 @@ class MovingStore:
         threading.Thread(target=self._follow, name="hydragraph-store", daemon=True).start()
 
     def connect(self) -> Any:
-        """Return a new client of the current store; it is cut when the store moves.
-
-        Raises:
-            OSError, RuntimeError: the store does not answer.
-        """
+        """Return a new client of the current store; it is cut when the store moves."""
         host, port = json.loads(self._text)
         socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast: the client retries for minutes
         before = open_sockets()
@@ -92,7 +88,6 @@ class MovingStore:
                 current = self._text
 
     def _move(self) -> bool:
-        """Connect to the current store; return whether it answers."""
         for descriptor, _ in self._sockets & open_sockets():
             shut_down(descriptor)  # requests to a lost store may block for minutes
         self._sockets = set()

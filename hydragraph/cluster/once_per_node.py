@@ -1,10 +1,7 @@
 """Results that one rank of each machine computes for all, such as a captured model.
 
-    1. of the ranks of a machine with equal inputs, the highest makes the result: the lowest rank of all plans meanwhile
-    2. it writes the result into a folder that only its user may enter, and shares the path, with the file's hash
-    3. the others read it; when all have, the folder is deleted
-
-A rank that cannot read the result computes its own, and logs it.
+The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. It writes the result into a
+private folder, and shares the path, with the file's hash. A rank that cannot read it computes its own.
 """
 
 from __future__ import annotations
@@ -31,11 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OfferedFile:
-    """File with one rank's result.
-
-    Attributes:
-        digest: SHA-256 of its bytes.
-    """
+    """File with one rank's result, and its SHA-256."""
 
     path: str
     digest: str
@@ -47,12 +40,7 @@ class OfferedFile:
             return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
     def read(self) -> object:
-        """Return the value, with tensors memory-mapped privately.
-
-        Raises:
-            OSError: the file does not exist, or its folder is accessible to others.
-            ValueError: it holds something else.
-        """
+        """Return the value, with tensors memory-mapped privately."""
         path = Path(self.path)
         check_private(path.parent)
         if OfferedFile.of(path).digest != self.digest:
@@ -67,11 +55,10 @@ def once_per_machine(
 
     Args:
         key: identifies the inputs; ranks with different keys compute their own.
-        make: its result should be picklable, like that of `launch`'s `prepare`; otherwise every rank calls it.
+        make: if its result cannot be pickled, every rank calls it.
 
     Raises:
         On every rank, any error of `make`: an `Unsupported` unchanged, others as a RuntimeError.
-        RankFailure: another rank died meanwhile.
     """
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
@@ -108,7 +95,6 @@ def once_per_machine(
 
 @contextmanager
 def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
-    """Keep a value in a file in this context; None if it cannot be written."""
     with tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True) as folder:  # of mode 0700
         path = Path(folder) / "made"
         try:

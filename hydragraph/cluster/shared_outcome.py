@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks that act, and return all results; an error on one is raised on all."""
+    """Call a function on the ranks that act, as `agreement.together`."""
     return agreement.together(world, what, lambda: make() if acts else None)

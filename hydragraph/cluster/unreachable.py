@@ -1,7 +1,4 @@
-"""Errors of hosts that cannot reach each other.
-
-Before ranks connect, each writes its host and gloo's addresses to the store. A rank that fails to connect reads them.
-"""
+"""Errors of hosts that cannot reach each other: before ranks connect, each writes gloo's addresses to the store."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def no_store(error: Exception, address: str, port: int, rank: int) -> str:
 
 
 def first_host(error: Exception, address: str, port: int) -> str:
-    """Return where a process looks for the first host, why it does not reach it, and what to do."""
+    """Return why a process does not reach the first host, and what to do."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())

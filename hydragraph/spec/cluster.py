@@ -10,7 +10,6 @@ nodes:                                  # ranks are numbered through them in ord
 pairs: [{types: [h100, l4], bytes_per_s: 2e9, latency_s: 3e-5}]     # optional
 
 devices:                                # or: one entry per rank, and two links
-  - {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   - {flops_per_s: 3.12e14, memory_bytes: 40e9, memory_bytes_per_s: 1.55e12, node: 1}
 within_node: {bytes_per_s: 450e9, latency_s: 5e-6}
 between_nodes: {bytes_per_s: 50e9, latency_s: 10e-6}
@@ -37,8 +36,8 @@ class Interconnect:
     """A link between two devices: n bytes take latency_s + n / bytes_per_s seconds, in each direction.
 
     Attributes:
-        points: measured (bytes, bytes/s), ascending, interpolated over the logarithm of the size; `bytes_per_s` then
-            limits several messages together.
+        points: measured (bytes, bytes/s), interpolated over the logarithm of the size; `bytes_per_s` then limits
+            several messages together.
     """
 
     bytes_per_s: float
@@ -82,7 +81,7 @@ class DeviceType:
 
     Attributes:
         flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
-        host_bytes_per_s: bandwidth of copies to and from host memory; default: about that of 16 lanes of PCIe 4.
+        host_bytes_per_s: of copies to and from host memory; default: 16 lanes of PCIe 4.
     """
 
     flops_per_s: float
@@ -123,7 +122,7 @@ class Node:
 
     Attributes:
         inner: link between two of its devices; each device has its own.
-        outer: link of one network card; the node's ranks share its cards.
+        outer: link of one network card.
         count: number of consecutive nodes of this kind.
         cards: network cards; neighbouring devices share one.
     """

@@ -13,7 +13,7 @@ _NVLINK = 450e9  # bytes/s in each direction
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return GPUs (default: H200), eight in a node, each with NVLink and a network card of 400 Gb/s (50 GB/s)."""
+    """Return GPUs, eight in a node, each with NVLink and a network card of 400 Gb/s."""
     return Cluster.homogeneous(
         ranks,
         device=device,

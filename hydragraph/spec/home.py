@@ -22,15 +22,13 @@ class Home:
     """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank; a rank with share 0 owns no state, but calls `step` and `save`
-            like all others. None: equal shares.
+        shares: relative share of every bucket by rank (0: the rank owns no state). None: equal shares.
         copies: 1, or 2: every element has a second owner on another node, which updates it as well. A rank's share then
             counts both copies.
         buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank.
         nodes: node of each rank, for copies; None: the hosts that ranks run on, or each rank by itself on one host.
-        rule: how the owners of other buckets are chosen once the strategies are known (`cost.home_choice`): "stages",
-            the ranks of the stages that use the bucket; "auto", those that exchange least, within their memory. Then
-            `shares` gives how much each of them owns relative to the others. None: `shares` are the owners.
+        rule: how the owners of other buckets are chosen, with `shares` relative to each other: "stages", the ranks of
+            the stages that use the bucket; "auto", those that exchange least, within their memory.
     """
 
     shares: Sequence[float] | None = None
@@ -102,13 +100,7 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return the home with its nodes, else the given nodes of all ranks.
-
-        If all ranks are on one node, each counts as a node: a copy then survives the loss of a process.
-
-        Raises:
-            ValueError: it is for another number of ranks, or has copies and all owners on one node.
-        """
+        """Return the home with its nodes, else the given ones of all ranks; on one node, each rank counts as a node."""
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
             return self

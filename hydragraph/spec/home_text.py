@@ -45,22 +45,10 @@ def _owners(shares: Sequence[float] | None, ranks: int) -> str:
 
 def _names(names: Sequence[str]) -> str:
     phrases: list[str] = []
-    layers: list[int] = []
-
-    def end() -> None:
-        if layers:
-            many = f"layers {layers[0]}-{layers[-1]}" if layers[0] != layers[-1] else f"layer {layers[0]}"
-            phrases.append(many)
-            layers.clear()
-
-    for name in names:
-        match = _LAYER.fullmatch(name)
-        number = int(match[1]) if match else -1
-        if match is None or (layers and number not in (layers[-1], layers[-1] + 1)):
-            end()
-        if match is not None:
-            layers.append(number)
+    for is_layer, group in groupby(names, key=lambda name: _LAYER.fullmatch(name) is not None):
+        if is_layer:
+            layers = consecutive(dict.fromkeys(int(_LAYER.sub(r"\1", name)) for name in group))
+            phrases += [f"layers {run[0]}-{run[-1]}" if len(run) > 1 else f"layer {run[0]}" for run in layers]
         else:
-            phrases.append(name)
-    end()
+            phrases += group
     return ", ".join(phrases)

@@ -17,8 +17,8 @@ class Datasheet:
     """A GPU; see `spec.cluster.Device`.
 
     Attributes:
-        reached: fraction of the peak reached by products of large matrices in training: from published runs for A100,
-            H100, V100 and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs.
+        reached: fraction of the peak reached by large products in training: from published runs for A100, H100, V100
+            and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs.
     """
 
     flops_per_s: float

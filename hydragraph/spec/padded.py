@@ -81,7 +81,6 @@ def _tensor(name: str, value: Any) -> Any:
 
 
 def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str, Any]:
-    """Return one sequence without its padding, its mask, and all-zero token types."""
     row = dict(row)
     types = row.get(_TYPES)
     if _TYPES not in own and isinstance(types, Tensor) and not types.any():

@@ -20,11 +20,11 @@ class Stage:
     Attributes:
         sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
         recompute: True: save only each layer's input and run its forward again in the backward. A memory budget between
-            0 and 1, in hundredths: save about this fraction, chosen by functorch, and always results of attention and
-            collectives. False: save what the backward needs, except what is cheap to compute.
+            0 and 1, in hundredths: save about this fraction, and always results of attention and collectives. False:
+            save what the backward needs, except what is cheap to compute.
         stream: True: pull weights before each use of a block, free them after it, and push gradients after each
             backward; "gradients": only push gradients like this. False: pull and push once per iteration.
-        offload: True: keep what forwards save in host memory until shortly before their backwards.
+        offload: keep what forwards save in host memory until shortly before their backwards.
     """
 
     devices: tuple[int, ...]
@@ -45,8 +45,9 @@ class Stage:
                 raise ValueError(f"devices has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
             raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
-        if not isinstance(self.sequence_parallel, bool):
-            raise ValueError(f"sequence_parallel is {self.sequence_parallel!r}: use true or false")
+        for name in ("sequence_parallel", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
         if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
             raise ValueError(
                 f"recompute is {self.recompute!r}: use true (save only inputs), false, or a memory budget such as 0.5: "
@@ -54,8 +55,6 @@ class Stage:
             )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
-        if not isinstance(self.offload, bool):
-            raise ValueError(f"offload is {self.offload!r}: use true or false")
 
     @property
     def kind(self) -> StageKind:
@@ -89,13 +88,13 @@ class Pipeline:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Number of each stage's group of devices, in order of first use: 0, 1, 0, 1 if two groups take turns."""
+        """Number of each stage's group of devices: 0, 1, 0, 1 if two groups take turns."""
         number: dict[tuple[int, ...], int] = {}
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
     @property
     def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
-        """Layers, kind, flags and row of each stage: pipelines of one shape differ only in their devices."""
+        """Pipelines of one shape differ only in their devices."""
         stages = zip(self.stages, self.rows, strict=True)
         return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
 

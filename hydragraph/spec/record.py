@@ -125,7 +125,6 @@ def _meant(cls: type[Any], name: str) -> str:
 
 
 def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
-    """Yield the fields that are (optional) records."""
     for name, hint in get_type_hints(cls).items():
         for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
             if is_dataclass(part) and isinstance(part, type):

@@ -12,9 +12,7 @@ class StageKind(NamedTuple):
 
     Attributes:
         tp: the tensor-parallel degree.
-        sequence_parallel: between products hidden states are cut along the tokens.
-        recompute: True: a forward saves only its inputs. A memory budget between 0 and 1: it saves about this fraction.
-            False: it saves what the partitioner chooses.
+        sequence_parallel, recompute: as in `Stage`.
     """
 
     tp: int = 1

@@ -1,10 +1,4 @@
-"""Parallelisation of one iteration, as frozen data, text and YAML.
-
-pipelines:
-  - stages: [{devices: [0, 1], layers: 5}, {devices: [2], layers: 3}]
-  - stages: [{devices: [3], layers: 8}]
-schedule: NAME      # optional (`SCHEDULES`), as are a stage's sequence_parallel, recompute, stream and offload
-"""
+"""Parallelisation of one iteration."""
 
 from __future__ import annotations
 
@@ -41,11 +35,11 @@ class Strategy:
     gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
-    `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5: the pipeline fills in half the time of `<[0]x4,[1]x4>`.
+    `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5.
 
     Attributes:
         pipelines: with equal numbers of layers; stages have different devices, except as above.
-        schedule: the order of forwards and backwards within a pipeline, one of `SCHEDULES`.
+        schedule: one of `SCHEDULES`.
     """
 
     pipelines: tuple[Pipeline, ...]

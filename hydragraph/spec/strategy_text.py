@@ -7,16 +7,14 @@
                g = stream gradients (not with w), o = offload activations; a memory budget may follow r, as in
                sr0.5w
 
-A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly,
-remainders to the last stages. `<tpT,ppP,vV>` splits them into P*V stages, and the P groups of devices run these in turn
-(interleaved stages). White space is free.
+A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly.
+`<tpT,ppP,vV>` splits them into P*V stages, which the P groups of devices run in turn (interleaved).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -81,7 +79,7 @@ def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1,
 
 
 def _next_device(pipelines: Sequence[Pipeline]) -> int:
-    return max((device for pipeline in pipelines for device in pipeline.devices), default=-1) + 1
+    return max((device for p in pipelines for stage in p.stages for device in stage.devices), default=-1) + 1
 
 
 def _format_pipeline(pipeline: Pipeline, first: int) -> str:
@@ -90,9 +88,10 @@ def _format_pipeline(pipeline: Pipeline, first: int) -> str:
     pp = len(set(pipeline.rows))
     visits = len(stages) // pp
     regular = regular_pipeline(tp, pp, pipeline.layers, first, visits).stages
-    if stages == tuple(replace(stages[0], devices=stage.devices, layers=stage.layers) for stage in regular):
+    flags = {_flags(stage) for stage in stages}
+    if len(flags) == 1 and [(s.devices, s.layers) for s in stages] == [(s.devices, s.layers) for s in regular]:
         interleaved = f",v{visits}" if visits > 1 else ""
-        return f"<tp{tp},pp{pp}{interleaved}>{_flags(stages[0])}"
+        return f"<tp{tp},pp{pp}{interleaved}>{flags.pop()}"
     return f"<{','.join(map(_format_stage, stages))}>"
 
 

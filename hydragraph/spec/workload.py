@@ -47,7 +47,7 @@ class Field:
     """A user-defined field of tokens.
 
     Attributes:
-        sizes: sizes after the token dimension.
+        sizes: after the token dimension.
         padding: value in padding; for targets, the one that the loss ignores.
     """
 
@@ -66,7 +66,6 @@ def sequence_of(
             user-defined fields [L, ...], or a number for all tokens of a field without sizes. position_ids 0, 1, 2, ...
             are ignored.
         causal: labels are shifted by one; otherwise they must be given and are not shifted, as shift_labels never are.
-        fields: user-defined fields.
 
     Returns:
         The sequence, with contiguous CPU tensors; ids and labels are int64.
@@ -122,7 +121,6 @@ def _per_token(value: Any, kind: Field, length: int) -> Any:
 
 
 def _form(value: object) -> str:
-    """Return why a tensor cannot be read element by element, or ""."""
     if not isinstance(value, Tensor):
         return ""
     if value.is_nested:

@@ -230,7 +230,7 @@ def keep_few() -> list[int]:
     for ranks in [(0, 1), (1, 2), (1, 0), (0, 2), (0, 1), (1, 2)]:
         for collectives in groups.tensor_parallel([ranks]).values():
             assert collectives.all_reduce(torch.ones(1)).item() == 2
-        counts.append(groups.tensor_parallel_count)
+        counts.append(len(groups._tensor_parallel))
     return counts
 
 

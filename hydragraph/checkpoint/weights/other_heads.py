@@ -1,7 +1,6 @@
 """Detection of tensors in a file that are heads of other classes of a model's family, which may be left unread.
 
-A directory of `BertForPreTraining` holds a pooler, which `BertForMaskedLM` does not have. transformers leaves any
-unknown tensor unread; here, it must belong to a class that is defined alongside the model's.
+A directory of `BertForPreTraining` holds a pooler, which `BertForMaskedLM` does not have.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Family:
         return frozenset(recognised)
 
     def _names(self) -> Iterator[frozenset[str]]:
-        """Yield the tensor names of each class."""
         for kind in self.kinds:
             try:
                 with torch.device("meta"):

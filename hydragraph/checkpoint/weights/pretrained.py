@@ -38,8 +38,8 @@ class Names:
 
     Attributes:
         sources: key of the model's state dict -> canonical parameter or buffer.
-        conversions: transformers' conversions, in order; empty for a custom module.
-        prefix: prefix of the base model, present only in files of a model with a head; None for a custom module.
+        conversions: of transformers, in order.
+        prefix: of the base model, present only in files of a model with a head; None for a custom module.
     """
 
     sources: Mapping[str, str]
@@ -100,10 +100,6 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
 
     All ranks call it together. All headers are checked before any weight changes. A tensor stored under several tied
     names must be equal under all of them. Heads of other classes, and keys that transformers ignores, stay unread.
-
-    Args:
-        path: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
-        home, buffers: overwritten in place; narrower weights become fp32 exactly.
 
     Raises:
         ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.

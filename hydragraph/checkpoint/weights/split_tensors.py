@@ -58,7 +58,7 @@ class StoredOverlap:
     Attributes:
         source: offsets and sizes within the piece's tensor.
         target: slices of the box.
-        sizes: extent of the overlap along each dimension of the whole.
+        sizes: along each dimension of the whole.
     """
 
     source: tuple[list[int], list[int]]
@@ -118,7 +118,6 @@ def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) 
 
 
 def _chunks(whole: Whole, dim: int, count: int) -> list[Whole]:
-    """Split a tensor evenly along a dimension; return [] if that is impossible."""
     dim %= len(whole.shape)
     size = whole.shape[dim] // count
     shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Waits that may never end, and can be abandoned."""
+"""Waits that can be abandoned."""
 
 from __future__ import annotations
 

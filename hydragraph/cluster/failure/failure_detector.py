@@ -2,10 +2,8 @@
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
-- its process has been stopped for `stopped_s` while some other was running (`Judge`): if a debugger stops all, that is
-  not a failure, and a rank that computes between stops is slow;
-- no rank has made progress for `progress_s` while some wait for others; then a rank that does not wait is accused
-(`Stall`).
+- its process has been stopped for `stopped_s` while some other was running (`Judge`);
+- no rank has made progress for `progress_s` while some wait; then a rank that does not wait is accused (`Stall`).
 
 Only the detector's own running time counts, at most half a second between two looks.
 """
@@ -33,14 +31,14 @@ class Seen:
 
 
 def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
-    """Observe a rank's process."""
+    """Observe a process."""
     state, ticks = process.look()
     return Seen(state, progress, ticks)
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """The rank that failed, and how; `stalled` if it is alive but makes no progress."""
+    """The rank that failed; `stalled` if it is alive."""
 
     rank: int
     error: str
@@ -59,14 +57,12 @@ class Judge:
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
         """Count observations made `elapsed` seconds after the last ones, and return the resulting accusation."""
-        # This process may have been stopped itself.
-        elapsed = min(elapsed, PAUSE_S)
+        elapsed = min(elapsed, PAUSE_S)  # this process may have been stopped itself
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
-            # Only uninterrupted time counts.
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process stopped for 95 of every 100 ms is nearly always seen stopped, but computes.
+            # A process stopped for 95 of every 100 ms is nearly always seen stopped.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
@@ -83,9 +79,8 @@ class Judge:
         for rank, seconds in list(self._ended.items()):
             if seconds > 0:
                 return Accusation(rank, ENDED)
-        # Leaving is a failure only if a rank still waited for it.
-        for rank in sorted(self._left):
-            return Accusation(rank, "its process ended by itself while other ranks continued")
+        if self._left:
+            return Accusation(min(self._left), "its process ended by itself while other ranks continued")
         return self._longest(stopped_s)
 
     def _longest(self, limit_s: float) -> Accusation | None:
@@ -104,12 +99,7 @@ class Stall:
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count observations made `elapsed` seconds after the last ones, and return the resulting accusation.
-
-        Args:
-            progress_s: limit in seconds without progress of any rank.
-        """
-        # Some ranks wait, all positions are unchanged, and all processes run (`Judge` handles stopped ones).
+        """Count observations, as `Judge.look` does; `progress_s`: limit without progress of any rank."""
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
@@ -120,9 +110,6 @@ class Stall:
             return None
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this one" if busy else "all of them wait"
-        # If all wait, a link may be cut: do not accuse the first rank, which may reach all others.
-        return Accusation(
-            min(busy) if busy else max(waits),
-            f"no rank has made progress for {progress_s:g} s (progress_s), and {how}",
-            True,
-        )
+        error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
+        # If all wait, a link may be cut, and the first rank may reach all others.
+        return Accusation(min(busy) if busy else max(waits), error, stalled=True)

@@ -16,10 +16,9 @@ class Fault:
     """The single failure that all ranks agree on.
 
     Attributes:
-        instruction: its instruction or call; "" if unknown.
-        host: its host; "" if unknown.
+        instruction: its instruction or call; "" if unknown, as is `host`.
         stalled: whether it is alive but makes no progress.
-        index: index of the instruction, if the writer cannot describe it.
+        index: of the instruction, if the writer cannot describe it.
     """
 
     rank: int
@@ -35,7 +34,7 @@ class Ledger:
     """The fault's entry in a store; methods raise a RuntimeError if the store is gone.
 
     Args:
-        generation: name of these ranks within a launch, for reports of deaths.
+        generation: name of these ranks within a launch.
     """
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
@@ -53,14 +52,11 @@ class Ledger:
 
     def death(self) -> tuple[int, str] | None:
         """Return the rank whose death the launcher reported, and how it died."""
-        if not self._store.check([self._deaths]):
-            return None
-        rank, how = json.loads(self._store.get(self._deaths))
-        return int(rank), str(how)
+        return tuple(json.loads(self._store.get(self._deaths))) if self._store.check([self._deaths]) else None
 
 
 def announce_death(store: Store, rank: int, how: str, generation: str = "") -> None:
-    """Report to a launch's watches that a rank died; only the first death counts."""
+    """Report to a launch's watches that a rank died; the first death counts."""
     store.compare_set(_DEATH + generation, "", json.dumps([rank, how]))
 
 

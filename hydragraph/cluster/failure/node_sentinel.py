@@ -3,8 +3,7 @@
 A rank that computes for a minute without releasing its interpreter is healthy and silent, so a separate process
 observes the ranks and writes heartbeats to the store. If these stop, the machine is lost, or its link.
 
-A sentinel ends once the store has a fault, and 3 s after its last rank has ended or closed its watch. A separate thread
-checks this, as a request to a store can block for minutes when the link is cut.
+A sentinel ends once the store has a fault, and 3 s after its last rank has ended or closed its watch.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Post:
 
 
 class Sentinel:
-    """Handle of a sentinel, for the rank that starts it."""
+    """A sentinel, for the rank that starts it."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -74,7 +73,7 @@ class Sentinel:
 
 
 def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return a sentinel's parameters; None if another process cannot reach the store."""
+    """Return a sentinel's parameters; None if other processes cannot reach the store."""
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     return Post(store.host, store.port, namespace, machine, board, ranks)
@@ -82,27 +81,21 @@ def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) 
 
 @dataclass(eq=False)
 class _Others:
-    """Heartbeats of other machines' sentinels, and seconds since each changed."""
-
     store: Store
     namespace: str
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     silent: dict[str, float] = field(default_factory=dict)
 
-    def say(self, machine: str, beat: Mapping[str, Any]) -> None:
-        self.store.set(self._key(machine), json.dumps(beat))
-
     def listen(self, machines: list[str], elapsed: float) -> None:
         for machine in machines:
-            if not self.store.check([self._key(machine)]):
+            if not self.store.check([self.key(machine)]):
                 continue  # its sentinel has not started yet
-            beat = json.loads(self.store.get(self._key(machine)))
+            beat = json.loads(self.store.get(self.key(machine)))
             news = machine not in self.beats or beat["beats"] != self.beats[machine]["beats"]
             self.silent[machine] = 0.0 if news else self.silent[machine] + min(elapsed, PAUSE_S)
             self.beats[machine] = beat
 
     def seen(self) -> dict[int, Seen]:
-        """Return the observations of their ranks."""
         sightings: dict[int, Seen] = {}
         for beat in self.beats.values():
             for rank, (state, moves, waiting, left) in beat["ranks"].items():
@@ -118,7 +111,7 @@ class _Others:
                 return Accusation(min(stayed), error), beat["host"]
         return None
 
-    def _key(self, machine: str) -> str:
+    def key(self, machine: str) -> str:
         return f"{self.namespace}/beat/{machine}"
 
 
@@ -127,22 +120,13 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel should end.
-
-        Args:
-            elapsed: seconds since the last look.
-            watching: for each rank of this machine, whether it is alive and its watch is open.
-        """
+        """Return whether the sentinel should end; `watching`: for each rank, whether it lives and its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when no rank is left, even while a request to the store blocks.
-
-    Args:
-        starter: the only known rank until `members` is set.
-    """
+    """Thread that ends this process when no rank is left: a request to a store can block for minutes."""
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)
@@ -165,7 +149,7 @@ class _Guard(threading.Thread):
         if not members:
             return [self._starter.state() is not ProcessState.ENDED]
         return [
-            member.process.state() is not ProcessState.ENDED and not self._board.finished(member.rank)
+            member.process.state() is not ProcessState.ENDED and not self._board.lines[member.rank].finished
             for member in members
         ]
 
@@ -175,7 +159,7 @@ def stand(post: Post, starter: WatchedProcess) -> None:
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # If the run has ended, the store may be gone: do not retry for long.
+    # If the run has ended, the store may be gone.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False
@@ -199,7 +183,8 @@ def stand(post: Post, starter: WatchedProcess) -> None:
         own = {m.rank: seen_of(m.process, board.read(m.rank)) for m in members}
         beats += 1
         ranks = {r: [s.state.value, s.progress.moves, s.progress.waiting, s.progress.left] for r, s in own.items()}
-        others.say(post.machine, {"beats": beats, "host": members[0].host, "ranks": ranks})
+        beat = {"beats": beats, "host": members[0].host, "ranks": ranks}
+        store.set(others.key(post.machine), json.dumps(beat))
         others.listen([m for m in roll.machines() if m != post.machine], elapsed)
         fault = _fault(elapsed, own, others, judge, stall, members, board)
         if fault is not None:

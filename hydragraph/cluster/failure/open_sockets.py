@@ -24,7 +24,7 @@ def open_sockets() -> frozenset[tuple[int, str]]:
 
 
 def shut_down(descriptor: int) -> None:
-    """Shut down a connection for both sides, leaving the descriptor to its owner."""
+    """Shut down a connection, leaving the descriptor to its owner."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             # Shutting a listener makes gloo's accept fail, which it treats as fatal for the process.

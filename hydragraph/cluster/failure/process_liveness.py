@@ -1,8 +1,4 @@
-"""Liveness of processes on this host, observed from outside.
-
-A rank that computes for a minute with the interpreter lock sends no heartbeat but is healthy; one that was stopped
-(SIGSTOP, a debugger) or has ended is not.
-"""
+"""Liveness of processes on this host, observed from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _ENDED = frozenset("ZXx")  # a zombie has ended
 
 
 class ProcessState(Enum):
-    """State of a process."""
+    """State of a process; without /proc, a stopped one appears to be running."""
 
     RUNNING = "running"  # or sleeping, or waiting for a disk
     STOPPED = "stopped"
@@ -49,7 +45,7 @@ class WatchedProcess:
         return WatchedProcess(pid, 0 if status is None else status[1])
 
     def state(self) -> ProcessState:
-        """Return the state; takes about 20 us. Without /proc, a stopped process appears to be running."""
+        """Return the state; takes about 20 us."""
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:

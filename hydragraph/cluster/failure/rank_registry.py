@@ -26,9 +26,6 @@ class Roll:
 
     Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th of them, `board/M`
     is the address of their board; `machines` counts machines, `machines/i` names the i-th.
-
-    Args:
-        store, namespace: a store that all ranks can reach, and the keys' prefix.
     """
 
     store: Store
@@ -47,11 +44,7 @@ class Roll:
         return index == 1
 
     def board(self, ranks: int) -> Board:
-        """Return the board of this machine, created by the first caller.
-
-        Raises:
-            OSError: it is gone, with the process that created it.
-        """
+        """Return the board of this machine, created by the first caller."""
         board = Board.make(ranks)
         address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
         if address == board.address:
@@ -82,7 +75,6 @@ class Roll:
         return int(self.store.add(self._key(key), number))
 
     def _get(self, key: str) -> bytes | None:
-        """Return a value or None, where `get` alone would wait."""
         name = self._key(key)
         return bytes(self.store.get(name)) if self.store.check([name]) else None
 

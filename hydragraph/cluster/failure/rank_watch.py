@@ -1,17 +1,13 @@
 """Failure watch of ranks, from their meeting until none needs the others.
 
-The operating system, not the interpreter, is asked whether a process is alive, so a slow rank is not accused
-(`failure_detector`). docs/architecture.md lists the failures that are detected, where, and how fast.
+docs/architecture.md lists the failures that are detected, and how fast. After a fault:
 
-After a fault, each process does the following:
-
-1. It shuts down the sockets of its communicators (NCCL: aborts them): gloo cannot end a wait on a rank that is alive
-   but never answers. This happens a moment after the fault is known, so that waits on the failed rank end with their
-   own errors, and before a communicator is dropped, which can block while operations are pending.
+1. Each process shuts down the sockets of its communicators (NCCL: aborts them): gloo cannot end a wait on a rank that
+   is alive but never answers. This happens a moment after the fault is known, so that waits on the failed rank end with
+   their own errors, and before a communicator is dropped, which can block while operations are pending.
 2. It abandons waits that do not end even then: gloo forgets a receive whose connection broke inside its payload.
    Therefore no wait runs on the caller's thread.
-3. Every rank except the failed one raises RankFailure(rank, instruction or call, error) of the one agreed fault, now
-   and at every later call. A new `compile` on all ranks meets under a new watch.
+3. Every rank except the failed one raises RankFailure of the one agreed fault, now and at every later call.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -66,7 +62,7 @@ _AGREED = "_hydragraph_agreed"
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
-    """A communication error, which another rank may have caused; `__cause__` is the original."""
+    """A communication error, which another rank may have caused."""
 
 
 def agreed(error: BaseException) -> BaseException:
@@ -79,13 +75,9 @@ class Watch:
     """Watches the ranks that met at a store. Every rank creates one, without waiting for others.
 
     Args:
-        store: None for a single process.
-        rank, ranks: a single process (ranks=1) needs no thread.
+        store: None for a single process, which needs no thread.
         number: index of this watch over the store, equal on all ranks.
-        generation: name of these ranks within a launch, for reports of deaths.
-
-    Raises:
-        RankFailure: the store does not answer.
+        generation: name of these ranks within a launch.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: int, *, number: int = 0, generation: str = "") -> None:
@@ -123,7 +115,6 @@ class Watch:
             self._meet(store, number, generation)
 
     def _meet(self, store: Store, number: int, generation: str) -> None:
-        """Find the watch's namespace in the store, register this rank, and start watching."""
         proposed = f"hydragraph/{uuid.uuid4().hex}"
         name = store.compare_set(f"hydragraph/watch/{number}", "", proposed).decode()
         self._host = socket.gethostname()
@@ -163,7 +154,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Register connections opened in this context for shutdown after a fault: create communicators in it."""
+        """Shut down connections opened in this context after a fault."""
         before = open_sockets()
         try:
             yield
@@ -171,18 +162,15 @@ class Watch:
             self._guarded |= open_sockets() - before
 
     def also_abort(self, abort: Callable[[], None]) -> None:
-        """Also call `abort` after a fault, from any thread, to end operations without guarded sockets."""
+        """Also call `abort` after a fault, from any thread."""
         self._aborts = [*(kept for kept in self._aborts if kept() is not None), _weakly(abort)]
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Run a collective call in this context, on any thread.
+        """Run a collective call in this context, on any thread; raise RankFailure if another rank failed.
 
         Args:
             what: shown by other ranks if this one fails.
-
-        Raises:
-            RankFailure: another rank failed.
         """
         with self._entered(what):
             try:
@@ -202,12 +190,8 @@ class Watch:
         """Run one step in this context, like `calling`, but any error is this rank's failure unless `agreed`.
 
         Args:
-            number: shown by other ranks if this one fails.
             describe: returns the text of an instruction by rank, index and step (a rank may be one step ahead or late);
                 also called from the watch's thread.
-
-        Raises:
-            RankFailure: another rank failed.
         """
         self._step = number
         if describe is not None:
@@ -222,7 +206,7 @@ class Watch:
                     self._fail(error)
                 raise
             finally:
-                self._place(None)
+                self.at(None)
 
     @contextmanager
     def _entered(self, what: str) -> Iterator[None]:
@@ -255,22 +239,19 @@ class Watch:
         return calls
 
     def _show(self, call: str) -> None:
-        """Write the current call on the board: the main thread's, else a background thread's."""
         if threading.get_ident() != self._main:
             self._beside = call
         else:
             self._shown = call
-            self._place(None)
+            self.at(None)
         if self._thread is not None:
             self._board.call(self.rank, self._shown or self._beside)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the failure that caused a communication error, or report this rank's own error."""
         if not isinstance(error, _Disconnected):
             if self._fault is None:
                 self.report(error)
             return
-        # Another rank may have caused a communication error.
         failure = self.explain(error)
         cause = error.__cause__
         ours = self._fault is None or (self._fault.rank, self._fault.error) == (self.rank, _text(cause or error))
@@ -278,16 +259,14 @@ class Watch:
             raise cause from None  # the error is this rank's own
         raise failure from error.__cause__
 
-    def at(self, index: int) -> None:
+    def at(self, index: int | None) -> None:
         """Record that this rank is at an instruction, in about a microsecond."""
-        self._place(index)
+        if self._thread is not None:
+            self._board.place(self.rank, self._step, index)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Mark RuntimeErrors of this context as communication errors.
-
-        Outside of a watched call it has no effect.
-        """
+        """Mark RuntimeErrors of this context, inside a watched call, as communication errors."""
         try:
             yield
         except (_Disconnected, RankFailure, torch.OutOfMemoryError):
@@ -300,9 +279,6 @@ class Watch:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Record that this rank waits for others."""
-        if self._thread is None:
-            yield
-            return
         self._waited(1)
         try:
             yield
@@ -313,10 +289,10 @@ class Watch:
         with self._counting:
             self._waits += change
             if self._thread is not None:
-                self._board.waits(self.rank, self._waits > 0)
+                self._board.lines[self.rank].waiting = self._waits > 0
 
     def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
-        """Wait for a gloo operation, or until communication is ended; a waiter serves one thread."""
+        """Wait for a gloo operation, or until communication is ended."""
         if self.ranks == 1 or work.is_completed():
             with self.communicating():
                 work.wait()
@@ -339,13 +315,13 @@ class Watch:
         return Waiter(_POLL)
 
     def check(self) -> None:
-        """Raise the RankFailure of a known fault; call it after waits that an abort may have ended."""
+        """Raise the RankFailure of a known fault."""
         if self._fault is not None:
             raise self._failure(self._fault)
 
     @property
     def broken(self) -> bool:
-        """Whether a fault is known; no further calls run."""
+        """Whether a fault is known."""
         return self._fault is not None
 
     @property
@@ -354,7 +330,7 @@ class Watch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's error as the fault, unless one exists, and end its communication."""
+        """Write this rank's error as the fault, unless there is one, and end its communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
@@ -367,16 +343,12 @@ class Watch:
             self.report(error)
 
     def lose_store(self) -> None:
-        """Fail this rank's calls: the rendezvous store has moved, so the rendezvous is void."""
+        """Fail this rank's calls, as the rendezvous store has moved."""
         if self._thread is not None and self._fault is None and not self.closed:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find the rank that caused a communication error, within seconds.
-
-        Returns:
-            The failure that all ranks agree on; it names this rank if no other is known to have failed.
-        """
+        """Find the rank that caused a communication error, within seconds: this one if no other is known."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
@@ -388,17 +360,14 @@ class Watch:
                 time.sleep(2 * _POLL.total_seconds())  # the launcher may report first
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
-        # Perhaps a rank has closed its executable.
-        if self._fault is None and (closed := self._closed()) is not None:
-            self._accuse(Accusation(closed, "it stopped while others continued: let every rank make the same calls"))
+        if self._fault is None:
+            shown = {member.rank: self._board.read(member.rank).call for member in self._members}
+            for rank in [rank for rank, call in shown.items() if call.startswith(CLOSED)][:1]:
+                self._accuse(Accusation(rank, "it stopped while others continued: let every rank make the same calls"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
         return self._failure(fault)
-
-    def _closed(self) -> int | None:
-        shown = {m.rank: self._board.read(m.rank).call for m in self._members}
-        return next((rank for rank, call in shown.items() if call.startswith(CLOSED)), None)
 
     def close(self) -> None:
         """Stop watching."""
@@ -406,8 +375,8 @@ class Watch:
             self._stopped.set()
             return
         if self._fault is None:
-            self._board.leave(self.rank)
-        self._board.finish(self.rank)
+            self._board.lines[self.rank].left = True
+        self._board.lines[self.rank].finished = True
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -432,7 +401,6 @@ class Watch:
             if self._fault is not None:
                 if self._fault.stalled:
                     self._write_stacks(self._fault)  # before the shutdown, which may let this process end
-                # Before the shutdown, waits on the failed rank end with errors that say more.
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -454,7 +422,6 @@ class Watch:
             self._sentinel.keep_up()
 
     def _look(self, elapsed: float) -> None:
-        """Check for a fault, written by another rank or visible from here."""
         accused = self._looked_at_ranks(elapsed)
         self._asker.silent_s += min(elapsed, PAUSE_S)
         if self._fault is not None:
@@ -471,11 +438,7 @@ class Watch:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Check the ranks of this machine if due, and return the resulting accusation.
-
-        Each rank checks every other, so with many ranks only every half a second; the first that detects a failure
-        informs the rest.
-        """
+        """Check the ranks of this machine if due: each rank checks every other, so with many ranks less often."""
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
@@ -489,8 +452,8 @@ class Watch:
 
     def _cut_off(self, how: str) -> None:
         """Record a local fault, as a rank that is cut off cannot inform others."""
-        where = self._instruction(self.rank)
-        self._fault = Fault(self.rank, self._step, where, f"the rendezvous store {how}", self._host)
+        error = f"the rendezvous store {how}"
+        self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 
     def _accuse(self, accused: Accusation) -> None:
         progress = self._board.read(accused.rank)
@@ -506,7 +469,6 @@ class Watch:
         return self._fault
 
     def _cut(self) -> None:
-        """End communication of guarded connections; later calls have no effect."""
         with self._cutting:
             for kept in self._aborts:
                 if (abort := kept()) is not None:
@@ -521,7 +483,6 @@ class Watch:
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:
-        """Write this rank's stacks; one rank also requests those of the stalled one."""
         if fault.rank != self.rank:
             stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
         others = [m.rank for m in self._members if m.rank != fault.rank]
@@ -531,28 +492,21 @@ class Watch:
                     who = f"rank {fault.rank} of {self.ranks} ({member.host}), which makes no progress,"
                     stack_dump.ask(member.process.pid, who)
 
-    def _place(self, index: int | None) -> None:
-        if self._thread is not None:
-            self._board.place(self.rank, self._step, index)
-
     def _instruction(self, rank: int) -> str:
         progress = self._board.read(rank)
-        return (
-            progress.call
-            if progress.instruction is None
-            else self._described(rank, progress.instruction, progress.step)
-        )
+        if progress.instruction is None:
+            return progress.call
+        return self._described(rank, progress.instruction, progress.step)
 
     def _here(self) -> str:
         beside = threading.get_ident() != self._main and self._calls
         return self._calls[-1] if beside else self._instruction(self.rank)
 
     def _described(self, rank: int, index: int, step: int) -> str:
-        describe = self._describe()
-        try:
-            return f"instruction {index}" if describe is None else describe(rank, index, step)
-        except Exception:  # a bad description must not hide the fault
-            return f"instruction {index}"
+        with suppress(Exception):  # a bad description must not hide the fault
+            if (describe := self._describe()) is not None:
+                return describe(rank, index, step)
+        return f"instruction {index}"
 
     def _failure(self, fault: Fault) -> RankFailure:
         where = fault.instruction

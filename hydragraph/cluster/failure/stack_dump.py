@@ -1,7 +1,4 @@
-"""Stack dumps of all threads of a rank on stderr, for a run without progress.
-
-They are written by C code without the interpreter lock, after a signal from another rank of the machine.
-"""
+"""Stack dumps of all threads of a rank on stderr, written by C code without the interpreter lock after a signal."""
 
 from __future__ import annotations
 

@@ -37,12 +37,7 @@ class Asker:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return the answer to another request.
-
-        Raises:
-            Unanswered: it took longer than `patience`, or the store is gone.
-            OSError: raised by the request.
-        """
+        """Return the answer to another request, or raise its OSError, or Unanswered."""
         answer: SimpleQueue[Any] = SimpleQueue()
         self._others.put((question, answer))
         try:

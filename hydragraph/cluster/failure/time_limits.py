@@ -17,7 +17,6 @@ Limits depend on each other:
 - 3 s + UNHEARD_S + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. Probes recover within
   2 s after it; TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
 - UNREACHABLE_S < SILENT_S: a machine that is cut off ends its ranks before the others continue without them.
-- All are below 10 s, except PROGRESS_S, which users set (`progress_s`).
 """
 
 from __future__ import annotations

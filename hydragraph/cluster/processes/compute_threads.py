@@ -3,8 +3,7 @@
 PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for milliseconds. If another
 process needs one of their cores, all spin for the thread that is not scheduled: on 4 cores, 2 of them in use, a model
 of 10 million parameters trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning
-costs 10 to 25 % of the speed, so it is used only if the machine is busy when a run starts. OpenMP reads its variables
-when PyTorch is loaded.
+costs 10 to 25 % of the speed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables that keep threads from stalling on a busy machine.
+    """Return environment variables that keep threads from stalling on a busy machine; {} if `environment` sets them.
 
     Args:
-        environment: environment of the process that will load PyTorch; {} is returned if it sets the waiting behaviour.
         busy: average busy cores; None: this machine's load.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
@@ -33,10 +31,7 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 
 def threads_of(ranks: int) -> int:
-    """Return the compute threads of each of this machine's ranks.
-
-    OMP_NUM_THREADS sets them; otherwise ranks share the machine's cores.
-    """
+    """Return the compute threads of each of this machine's ranks: OMP_NUM_THREADS, or a share of the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first value; others are nested levels
     if asked.isdecimal() and int(asked):
         return int(asked)

@@ -7,10 +7,7 @@ from collections.abc import MutableMapping
 
 _LOG = logging.getLogger(__name__)
 
-_ERROR_HANDLING = (
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_ASYNC_ERROR_HANDLING",
-)  # PyTorch reads the first that is set
+_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the first that is set
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -22,8 +19,7 @@ def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
     - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer,
       even if survivors could continue. The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
-    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other:
-      computation, four kinds of messages and each communicator's own stream are more than 8.
+    - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
     if chosen is None:

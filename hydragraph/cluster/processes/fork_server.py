@@ -3,8 +3,7 @@
 multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group
 ends it, and with it every rank, even during a save; so does a failed fork (EAGAIN, ENOMEM). This one continues.
 
-The server imports this module first (`launch.PRELOAD`), and an environment variable marks it as a server. If its
-launcher can be forked, `launcher_fork` replaces a new interpreter.
+The server imports this module first (`launch.PRELOAD`), and an environment variable marks it as a server.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ensure_running() -> None:
-    """Start the server unless it runs; its import path excludes the current directory.
-
-    A `-c` interpreter would search it first. Ranks start with their launcher's environment, without these variables.
-    """
+    """Start the server unless it runs; its import path excludes the current directory."""
     ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
     with environment(ours):
         forkserver.ensure_running()
@@ -88,7 +84,6 @@ def outlive_failed_forks() -> None:
 
 
 def _serve(directory: str) -> None:
-    """Make this server end only with its launcher, and then remove its socket."""
     outlive_signals()
     outlive_failed_forks()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)  # not in ranks, which call os._exit

@@ -13,8 +13,9 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store  # type: ignore[attr-defined]
@@ -53,68 +54,45 @@ GUARD = 'call launch under `if __name__ == "__main__":`'
 Context = ForkServerContext | SpawnContext
 
 
-class LaunchedProcess(Protocol):
-    """A rank's process: a multiprocessing process, or one on another machine."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None if it is not on this machine."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """Exit code; None while it runs."""
-
-    @property
-    def sentinel(self) -> int:
-        """Descriptor that becomes readable when it has ended."""
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-
-    def kill(self) -> None:
-        """End it."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
-
-    def close(self) -> None:
-        """Release its resources."""
-
-
-class NotStarted:
-    """A process that could not be started, handled like one that died immediately."""
+class AbsentProcess:
+    """A process that is not one of this machine's, with the interface of multiprocessing's; `end` ends it."""
 
     pid: int | None = None
-    exitcode: int | None = 1
+    exitcode: int | None = None
 
-    def __init__(self, error: OSError | EOFError) -> None:
-        server = "the process that ranks are forked from has ended"
-        ended = isinstance(error, EOFError | BrokenPipeError)
-        self.how = f"could not be started: {server if ended else error}"
-        self._sign, end = multiprocessing.connection.Pipe(duplex=False)
-        end.close()
+    def __init__(self) -> None:
+        self._sign, self._end = multiprocessing.connection.Pipe(duplex=False)
 
     @property
     def sentinel(self) -> int:
         return self._sign.fileno()
 
     def is_alive(self) -> bool:
-        return False
+        return not self._end.closed
+
+    def end(self) -> None:
+        self._end.close()
 
     def terminate(self) -> None:
-        """Do nothing."""
+        """Do nothing: its machine asks it to end."""
 
-    def kill(self) -> None:
-        """Do nothing."""
+    def kill(self) -> None: ...
 
-    def join(self, timeout: float | None = None) -> None:
-        """Return immediately."""
+    def join(self, timeout: float | None = None) -> None: ...
 
     def close(self) -> None:
         self._sign.close()
+
+
+class NotStarted(AbsentProcess):
+    """A process that could not be started, handled like one that died immediately."""
+
+    def __init__(self, error: OSError | EOFError) -> None:
+        super().__init__()
+        server = "the process that ranks are forked from has ended"
+        ended = isinstance(error, EOFError | BrokenPipeError)
+        self.how = f"could not be started: {server if ended else error}"
+        self.end()
 
 
 @dataclass
@@ -122,7 +100,7 @@ class RankHandle:
     """One rank's process and outcome, once known."""
 
     rank: int
-    process: LaunchedProcess
+    process: BaseProcess | AbsentProcess
     connection: Connection
     outcome: Outcome | None = None
 
@@ -136,18 +114,10 @@ def run_crew(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks and wait for them; leave no process running.
+    """Start ranks, and return their pickled results; leave no process running. Arguments and errors as for `launch`.
 
     Args:
-        timeout: for the whole run; None: no limit.
         prepared: holds a value that every rank passes before these arguments.
-        relay: informed of the processes, to forward stop requests.
-
-    Returns:
-        Each rank's pickled result, by rank.
-
-    Raises:
-        RankFailure, TimeoutError, any other error: as for `launch`.
     """
     crew: list[RankHandle] = []
     try:
@@ -164,17 +134,13 @@ def run_crew(
 
 
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
-    """Start a process; its function gets a connection for its outcome before `args`.
-
-    If that fails (EAGAIN, say), the handle is of a process that has died.
-    """
+    """Start a process; its function gets a connection for its outcome before `args`."""
     answering_server()
     ours, theirs = context.Pipe()
     new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
-    process: LaunchedProcess = new
+    process: BaseProcess | AbsentProcess = new
     try:
-        # multiprocessing's interpreters run `-c`, which searches the current directory first. A rank does not keep the
-        # variable.
+        # multiprocessing's interpreters run `-c`, which searches the current directory first.
         with environment({"PYTHONSAFEPATH": "1"}), nothing_else_imported():
             new.start()
     except (OSError, EOFError) as error:
@@ -193,10 +159,7 @@ def forget(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped; end it after `patience_s`.
-
-    A stopped server starts no rank and reports no exit. Ending it ends its ranks.
-    """
+    """Wait while the fork server is stopped; end it, with its ranks, after `patience_s`."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
@@ -210,30 +173,26 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    """Wait for every rank's outcome; after a failure, only while peers may fail on their own."""
+    """Wait for all outcomes; after a failure, only while peers may fail on their own."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     stops = Stops()
     while waiting := [member for member in crew if member.outcome is None]:
         fault = last_fault(store) if failed else None
-        # Only the rank at fault is left, and it may hang.
         if fault is not None and [member.rank for member in waiting] == [fault.rank]:
             deadline = min(deadline, time.monotonic() + _CULPRIT_S)
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Ranks that have reported stay alive until all have, so they show that not all processes were stopped together.
-        others_run = any(_runs(member) for member in crew if isinstance(member.outcome, Returned))
+        # Ranks that have reported stay alive until all have.
+        done = [WatchedProcess(member.process.pid or 0) for member in crew if isinstance(member.outcome, Returned)]
+        others_run = any(process.state() is ProcessState.RUNNING for process in done)
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
             if isinstance(member.outcome, Died):
                 announce_death(store, member.rank, member.outcome.how)
             if isinstance(member.outcome, Died | Raised) and not failed:
                 failed = True
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-
-
-def _runs(member: RankHandle) -> bool:
-    return WatchedProcess(member.process.pid or 0).state() is ProcessState.RUNNING
 
 
 class Stops:
@@ -244,7 +203,7 @@ class Stops:
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return the rank that was stopped for too long while others ran, and a description."""
+        """Return the rank that was stopped for too long while others ran, and how."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -263,12 +222,10 @@ def wait_for_outcomes(
     visible: Sequence[RankHandle] | None = None,
     others_run: bool = False,
 ) -> Iterator[RankHandle]:
-    """Wait at most `wait_s` until a process has ended or reported; yield those with an outcome.
+    """Wait at most `wait_s` until a process has ended, stopped or reported; yield those with an outcome.
 
     Args:
-        stops: a stopped process counts as died.
         visible: processes whose state this machine sees; None: all.
-        others_run: as for `Stops.look`.
     """
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
     ready = set(multiprocessing.connection.wait(signs, wait_s))
@@ -336,8 +293,7 @@ def _failure(fault: Fault) -> RankFailure:
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key, lowest for the first cause.
 
-    The rank that peers agreed on comes first, then errors that no peer can cause, then the earliest. A peer that lost
-    its connection raises a RuntimeError or RankFailure.
+    The rank that peers agreed on comes first, then errors that no peer can cause, then the earliest.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -350,12 +306,12 @@ def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, flo
 
 
 def private_folder() -> TemporaryDirectory[str]:
-    """Return a new folder of mode 0700 for the processes of this machine."""
+    """Return a new folder of mode 0700."""
     return TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)
 
 
 def kill_here(crew: Sequence[RankHandle]) -> None:
-    """Kill the processes that run on this machine, without waiting; other threads may be dismissing them."""
+    """Kill the processes of this machine, without waiting; other threads may be dismissing them."""
     for member in crew:
         with suppress(ValueError):  # it was closed meanwhile
             if member.process.pid and member.process.is_alive():

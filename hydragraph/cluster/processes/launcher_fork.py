@@ -3,8 +3,7 @@
 multiprocessing's server takes seconds to import that again. A fork can replace it if the launcher has one thread
 (others would be missing, with their locks) and no GPU.
 
-Ranks find the state of a new interpreter: seeds, signal handlers, logging, warnings, open files and `__main__` are not
-the launcher's. Only imported modules keep the state that they have at launch.
+Ranks find the state of a new interpreter; only imported modules keep the state that they have at launch.
 """
 
 from __future__ import annotations
@@ -52,10 +51,6 @@ def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool
 
 
 def _can_fork() -> bool:
-    """Return whether a fork could be the server; `_forked` also checks threads.
-
-    It cannot if a GPU driver may be in use, under PyTorch modes, or if other code has started a server.
-    """
     server: Any = forkserver._forkserver
     # Later versions authenticate, with other arguments.
     supported = sys.platform == "linux" and sys.version_info < (3, 14)
@@ -110,7 +105,6 @@ def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
 
 
 def _one_thread() -> bool:
-    """Return whether this process has one thread, apart from those about to end."""
     deadline = time.monotonic() + _ENDING_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
@@ -133,14 +127,7 @@ def _end_fork(server: Any) -> None:
 def _be_server(
     listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
 ) -> NoReturn:
-    """Run the server in a fork of the launcher; never returns.
-
-    Args:
-        listener, alive: descriptors, as for multiprocessing's server.
-        go: descriptor on which the launcher lets this process continue.
-        closed: the launcher's descriptors.
-        begin: the launcher's data for multiprocessing's server.
-    """
+    """Run the server in a fork of the launcher, which lets it continue by the descriptor `go`."""
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
     try:

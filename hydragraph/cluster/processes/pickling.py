@@ -1,7 +1,7 @@
 """Pickling for other processes of this host: by name if the process can import it, otherwise by value.
 
-A rank imports the module of its function. In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a
-file: definitions there, and closures and lambdas anywhere, are sent by value, with cloudpickle.
+In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a file: definitions there, and closures and
+lambdas anywhere, are sent by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def sent(value: object) -> bytes:
-    """Return a value as bytes for `pickle.loads` in a process started from this one.
-
-    Raises:
-        Exception: pickle's error, such as for an open file or a lock.
-    """
+    """Return a value as bytes for `pickle.loads` in a process started from this one."""
     if _can_be_imported(sys.modules["__main__"]):
         # By name if possible: a class sent by value would differ from that of its module.
         with contextlib.suppress(Exception):
@@ -38,7 +34,7 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Keep processes started in this context from importing `__main__`, if its definitions are sent by value."""
+    """Keep processes from importing `__main__`, if its definitions are sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):

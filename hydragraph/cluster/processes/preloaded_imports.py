@@ -3,7 +3,7 @@
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Only transformers' classes count: a user's module may compute, and other libraries may start threads.
+A user's module may compute, and other libraries may start threads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return classes named in the code of functions, and of users' functions that these name.
-
-    `import_named` ignores names that are not transformers classes.
-    """
+    """Return classes named in the code of functions, and of users' functions that these name."""
     named: set[str] = set()
     for code in _codes(functions):
         if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):
@@ -34,7 +31,7 @@ def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
 
 
 def import_named(classes: Collection[str]) -> None:
-    """Import the modules of transformers classes, ignoring errors."""
+    """Import the modules of transformers classes; ignore other names."""
     if not classes:
         return
     with suppress(Exception):
@@ -71,7 +68,6 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
 
 
 def _by_users(module: ModuleType | None) -> bool:
-    """Return whether a module is the user's code, not an installed library."""
     path = getattr(module, "__file__", None)
     if path is None:
         return module is sys.modules["__main__"]

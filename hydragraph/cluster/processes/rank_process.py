@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Raised:
-    """An error: pickled if possible, and as text; `when` is the host's monotonic clock in seconds."""
+    """An error, pickled if possible; `when` is the host's monotonic clock in seconds."""
 
     when: float
     error: bytes | None
@@ -91,8 +92,7 @@ Outcome = Returned | Raised | Died | Left
 class Readable(Protocol):
     """Holder of a value for another process."""
 
-    def read(self) -> Any:
-        """Return the value."""
+    def read(self) -> Any: ...
 
 
 def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable | None) -> None:
@@ -101,7 +101,7 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
     try:
         _take(seat)
         function, args = _work(seat, work, prepared)
-        meet("gloo", _client(seat), seat.rank, seat.ranks)
+        meet("gloo", client(seat.host, seat.port), seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(sent(function(*args)))
         _close_watch()
     except BaseException as error:  # including an interrupt while the watch closes
@@ -113,17 +113,14 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
 def run_member(
     connection: Connection, seat: Seat, number: int, late: bool, grace_s: float, work: bytes, prepared: Readable | None
 ) -> None:
-    """Run a process of an elastic launch from start to end.
-
-    Args:
-        grace_s: seconds to hand over its state when asked to end.
-    """
+    """Run a process of an elastic launch from start to end; arguments as for `Member`."""
     _end_with_launcher()
     try:
         _take(seat)
         _allow_many_files()
         kept = os.environ.get(KEPT)
-        member = Member(number, lambda: _client(seat), late, grace_s, kept if follows(kept) else None)
+        store = partial(client, seat.host, seat.port)
+        member = Member(number, store, late, grace_s, kept if follows(kept) else None)
         member.listen_to_signals()
         member.introduce(Peer(number, seat.rank, os.getpid(), socket.gethostname(), node=seat.node))
         be(member)
@@ -154,10 +151,6 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _client(seat: Seat) -> Any:
-    return client(seat.host, seat.port)
-
-
 def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tuple[Any, ...]]:
     if seat.log_level is not None:
         log.show(seat.log_level)
@@ -175,7 +168,6 @@ def _close_watch() -> None:
 
 
 def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
-    """Send an outcome to the launcher, and end this process with it."""
     # A partly sent outcome, after an interrupt, would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
@@ -209,15 +201,11 @@ def _take(seat: Seat) -> None:
     if torch.backends.cuda.is_built():
         set_cuda_environment(os.environ)  # before the rank's function starts CUDA
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
     # Otherwise gloo resolves the host's name, which may be an external or invalid address.
-    if loopback is not None and _is_loopback(seat.host):
+    if loopback is not None and on_this_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads_of(seat.here or seat.ranks))
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether all ranks are on this machine, by the store's address."""
-    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def _end_with_launcher() -> None:
@@ -262,7 +250,7 @@ def _unpickled_error(data: bytes) -> BaseException:
 
 
 def rebuilt(rank: int, raised: Raised) -> BaseException:
-    """Return a rank's error, of the same type if it could be sent, with the rank's traceback as a note."""
+    """Return a rank's error, as `error_of` does, with the rank's traceback as a note."""
     error = error_of(raised, f"rank {rank}")
     error.add_note(f"On rank {rank}:\n{raised.traceback}")
     return error

@@ -12,32 +12,21 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store hosted by this process, on a socket of `listening`, as TCPStore listens on all addresses.
-
-    Args:
-        port: 0: any free port.
-    """
+    """Return a store hosted by this process; `port` and socket as for `listening`."""
     listener = listening(address, port)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    place = (address, listener.getsockname()[1])
+    return dist.TCPStore(*place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
 
 
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens where other processes find this host.
 
-    It listens on a single address if there is one. It listens on all addresses of this host if others may resolve the
-    name differently: it has several addresses, or is a loopback (Debian maps a host's own name to 127.0.1.1), or is a
-    gateway's.
+    It listens on all addresses of this host if others may resolve the name differently: it has several addresses, or is
+    a loopback (Debian maps a host's own name to 127.0.1.1), or is a gateway's.
 
     Args:
         address: name or address of this host, as used by the others.
         port: 0: any free port.
-        backlog: None: the system's default.
-
-    Raises:
-        OSError: the port is taken.
     """
     addresses = resolved(address)
     one = len(addresses) == 1 and (address in addresses or not is_loopback(addresses[0]))
@@ -66,9 +55,5 @@ def is_loopback(address: str) -> bool:
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
-    """Return a client of a store hosted by another process.
-
-    Args:
-        timeout: for the connection, and for missing values.
-    """
+    """Return a client of a store; `timeout`: for the connection, and for missing values."""
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]

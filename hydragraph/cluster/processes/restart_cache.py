@@ -1,6 +1,6 @@
 """Cache of the first ranks' results, for processes that replace lost ones.
 
-The launcher of an elastic run provides a private folder, in which a captured model stays until the launch ends.
+The launcher of an elastic run provides a private folder, which exists until the launch ends.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ def _folder() -> Path | None:
 
 
 def keep(value: object, what: str, key: str) -> None:
-    """Cache a value for later processes, atomically, if there is a folder.
-
-    Args:
-        value: should be picklable, like the result of `launch`'s `prepare`.
-    """
+    """Cache a value for later processes, if there is a folder and it can be pickled."""
     folder = _folder()
     if folder is None:
         return

@@ -1,14 +1,12 @@
 """Preparation made once, in a separate process, and passed to each rank as one file.
 
-A process that ran autograd has threads and cannot be forked, so the result is pickled: graphs as data
-(`hydragraph.ir.graph_data`), tensors as they lie in memory. Every rank maps the file privately: pages are shared until
-written to.
+A process that ran autograd has threads and cannot be forked, so the result is pickled. Every rank maps the file
+privately: pages are shared until written to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.connection
 import os
 import pickle
 import time
@@ -24,7 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from hydragraph import log
-from hydragraph.cluster.processes.launched_ranks import Context, Stops, dismiss, outcome_of, start
+from hydragraph.cluster.processes.launched_ranks import Context, Stops, dismiss, start, wait_for_outcomes
 from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, error_of, raised
 
 
@@ -38,11 +36,7 @@ class SharedFile:
         return _received, (reduction.DupFd(self.descriptor),)
 
     def write(self, value: object) -> None:
-        """Write a value; classes and functions without a module are pickled by value.
-
-        Raises:
-            ValueError: a part of it cannot be pickled.
-        """
+        """Write a value; classes and functions without a module are pickled by value."""
         with os.fdopen(os.dup(self.descriptor), "wb") as file:
             try:
                 self._write(value, file)
@@ -83,27 +77,15 @@ def _received(descriptor: Any) -> SharedFile:
 
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
-    """Call a function in a separate process, and write its result into a file.
-
-    Raises:
-        RuntimeError: that process died.
-        TimeoutError: it took too long.
-        ValueError: its result cannot be pickled.
-        Any other error: the error raised by `prepare`.
-    """
+    """Call a function in a separate process, and write its result into a file; raise the function's error."""
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + limit
         stops = Stops()
-        signs: list[Any] = [member.connection, member.process.sentinel]
-        while not multiprocessing.connection.wait(signs, min(0.5, max(0.0, deadline - time.monotonic()))):
+        while not list(wait_for_outcomes([member], stops, min(0.5, deadline - time.monotonic()), others_run=True)):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
-            stopped = stops.look([member], others_run=True)
-            if stopped is not None:
-                raise RuntimeError(f"launch: the process that prepares for ranks: {stopped[1]}")
-        member.outcome = outcome_of(member)
         if isinstance(member.outcome, Died):
             raise RuntimeError(f"launch: the process that prepares for ranks failed: {member.outcome.how}")
         if isinstance(member.outcome, Raised):
@@ -130,11 +112,7 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the time that is left after preparation, which began at a monotonic time.
-
-    Raises:
-        TimeoutError: no time is left.
-    """
+    """Return the time that is left after preparation, which began at a monotonic time."""
     if timeout is None:
         return None
     left = timeout - timedelta(seconds=time.monotonic() - began)

@@ -1,11 +1,9 @@
 """Stop requests by SIGTERM (a preemption) or Ctrl-C: the current work is finished and saved first.
 
 - a process that trains alone, or under torchrun: records the first, and ends itself if the current work exceeds the
-  grace period; a second Ctrl-C ends it immediately.
+  grace period, or at a second Ctrl-C.
 - a launcher: forwards the first to its ranks as SIGTERM, and kills them after that time or at a second Ctrl-C.
-- a rank of a launcher: only records the first, as its launcher decides.
-
-Before any work has started, the first signal ends the process by an exception.
+- a rank of a launcher: only records the first.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ class Overdue(BaseException):
 class StoppableProcess(Protocol):
     """A process that can be asked to end."""
 
-    def terminate(self) -> None:
-        """Send it SIGTERM."""
+    def terminate(self) -> None: ...
 
 
 class Requests(Protocol):
@@ -81,11 +78,8 @@ class Stopping:
 
     Args:
         grace_s: seconds from a request until the process has ended.
-        relay: a launcher's processes to forward requests to; None if this process works itself.
+        relay: a launcher's processes; None if this process works itself.
         led: whether this is a rank of a launcher.
-
-    Attributes:
-        signal: first signal received; 0: none yet.
     """
 
     def __init__(
@@ -170,7 +164,7 @@ class Stopping:
 
 
 def _say(sentence: str) -> None:
-    """Write without print, which a signal may have interrupted."""
+    """Write without print, which the signal may have interrupted."""
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
     with suppress(OSError, ValueError):  # stderr may be closed
         os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())

@@ -1,15 +1,14 @@
 """Rendezvous round under torchrun: agreement on a name over a store that outlives ranks.
 
-torchrun's store serves every attempt of a job, so a restarted rank finds the last one's values, and agents count only
-their own machine's restarts. So rank 0 proposes a name, and all agree:
+torchrun's store serves every attempt of a job, so a restarted rank finds the last one's values. So:
 
-1. Rank r writes a new random word, unique to its process, at `joining/r`.
+1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.
 3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is newer than the rank.
 4. Once all have agreed, rank 0 confirms the name.
 
-Example: ranks 0 and 1, with words a and b, are started again. Rank 0 is quicker: it writes c and proposes (c, b). Rank
-1 writes d, finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
+Example: ranks 0 and 1, with words a and b, are started again. Rank 0 writes c and proposes (c, b). Rank 1 writes d,
+finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the name of the starting generation; all its ranks call it.
-
-    Args:
-        store: shared with earlier generations.
-
-    Raises:
-        TimeoutError: some ranks did not arrive, or did not agree.
-    """
+    """Return the name of the starting generation; all its ranks call it."""
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
     limit = _Limit(timeout)
@@ -45,7 +37,6 @@ class _Limit:
         self._end = time.monotonic() + timeout.total_seconds()
 
     def wait(self, missed: str) -> None:
-        """Sleep briefly; raise a TimeoutError after the limit."""
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
             raise TimeoutError(f"join: {missed} {after}: read those ranks' output, and start all again")
@@ -82,5 +73,4 @@ def _follow(store: Store, rank: int, word: str, limit: _Limit) -> str:
 
 
 def _get(store: Store, key: str) -> str:
-    """Return a value or "", where `get` alone would wait."""
     return store.get(key).decode() if store.check([key]) else ""

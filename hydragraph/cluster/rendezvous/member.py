@@ -34,7 +34,7 @@ CALLED = 1000  # a called member's value of `Executable.stopping`; signal number
 
 
 class Dismissed(BaseException):
-    """This process is no longer a rank, without an error: it handed over its state, or all the work is done."""
+    """This process is no longer a rank, without an error."""
 
 
 class Member:
@@ -46,9 +46,6 @@ class Member:
         late: whether the others are already running, so that it meets them only when it is ready.
         grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
         folder: private folder of its supervisor, if the store moves with the leader of several machines.
-
-    Attributes:
-        progress_s: limit in seconds for a rank without progress while others wait.
     """
 
     def __init__(
@@ -102,17 +99,14 @@ class Member:
         return tuple(self._place.peer(member) for member in self.generation.members)
 
     def peer(self, member: int) -> Peer:
-        """Return the description of a process, which may have ended."""
+        """Return the description of a process."""
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
         """Leave the current generation, and wait until it is in the next one, with an initialised process group.
 
         Args:
-            failure: the failure that names the rank at fault; None: it was called, or is new.
-
-        Raises:
-            Dismissed: it is no longer needed.
+            failure: names the rank at fault; None: it was called, or is new.
         """
         while True:
             accuses = self._accused(failure)
@@ -139,8 +133,7 @@ class Member:
     def listen_to_signals(self) -> None:
         """Treat SIGTERM as a request to hand over the state and end; ignore signals meant for the launcher.
 
-        Those are a terminal's Ctrl-C, and SIGUSR1, which reports that devices are back: it may be sent to all processes
-        with a command's name, but means only the launcher.
+        Those are Ctrl-C, and SIGUSR1, which may be sent to all processes with a command's name.
         """
         signal.signal(signal.SIGTERM, self._asked)
         for number in (signal.SIGINT, signal.SIGUSR1):
@@ -154,7 +147,6 @@ class Member:
             end.start()
 
     def _accused(self, failure: BaseException | None) -> tuple[int, ...]:
-        """Return the member that a failure names; none if it is this one, because then the rank at fault is unknown."""
         if not isinstance(failure, RankFailure) or not 0 <= failure.rank < len(self.generation.members):
             return ()
         accused = self.generation.members[failure.rank]
@@ -179,7 +171,6 @@ class Member:
                 time.sleep(_POLL_S)
 
     def _enter(self, generation: Generation) -> None:
-        """Create the generation's process group, replacing the previous one."""
         self.generation = generation
         self._place.say(self.number, replace(self._place.said(self.number), entered=generation.number))
         last = newest_watch()
@@ -188,16 +179,12 @@ class Member:
         drop_all()
         rank = self.rank
         ranks = len(generation.members)
-        alone = {"RANK", "WORLD_SIZE"}  # a single rank has no process group
         nodes = {member: self._place.peer(member).node for member in generation.members}
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
-        local = {"LOCAL_RANK": here.index(self.number), "LOCAL_WORLD_SIZE": len(here)}
-        places = {"RANK": rank, "WORLD_SIZE": ranks, **local}
-        for name, value in places.items():
-            if ranks == 1 and name in alone:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = str(value)
+        os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        if ranks == 1:  # it has no process group
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
             try:
@@ -209,7 +196,6 @@ class Member:
                 raise RankFailure(rank, "join", f"the rendezvous store is lost ({error})") from error
 
     def _moved(self) -> None:
-        """Fail the calls of the current generation: its communicators were made over the store that is lost."""
         watch = newest_watch()
         if watch is not None:
             watch.lose_store()
@@ -218,18 +204,14 @@ class Member:
         while not self._closed.wait(_EAR_S):
             try:
                 self._orders = self._heard.orders()
-            except RuntimeError:  # the store is gone, and so is the launcher: this process ends with it
+            except RuntimeError:  # the store is gone, and so is the launcher
                 return
 
 
 def meet(
     backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
 ) -> None:
-    """Create the default process group, watched from the start, so that a rank that fails meanwhile blocks no other.
-
-    Args:
-        progress_s: limit in seconds for a rank without progress while others wait.
-    """
+    """Create the default process group, watched from the start: a rank that fails meanwhile blocks no other."""
     _choose_interface()
 
     def make() -> None:
@@ -242,7 +224,7 @@ def meet(
 
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
-    # Only ranks of an elastic launch also abandon the default group; otherwise it remains the user's.
+    # Otherwise the default group remains the user's.
     cut = watch.guarding() if elastic() else nullcontext()
     with watch.calling("join"), cut:
         watch.call(make)
@@ -261,8 +243,6 @@ def _on_several_machines() -> bool:
 
 
 class _Here:
-    """The member object of this process."""
-
     member: Member | None = None
 
 
@@ -282,12 +262,12 @@ def elastic() -> bool:
 
 
 def comes_late() -> bool:
-    """Return whether this process was started while other ranks run, and has not joined them yet."""
+    """Return whether this process has not joined any ranks yet."""
     return _Here.member is not None and not _Here.member.generation.number
 
 
 class Told:
-    """Stop requests that reach a member: those of its launcher; a signal to the member itself only makes it leave."""
+    """Stop requests of a member's launcher; a signal to the member itself only makes it leave."""
 
     @property
     def signal(self) -> int:
@@ -296,5 +276,5 @@ class Told:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Only record requests in this context, which a member always does."""
+        """Do nothing: a member always only records requests."""
         yield

@@ -1,8 +1,7 @@
-"""Generations (rendezvous rounds) as a pure state machine: which members form the ranks, their numbers, and when.
+"""Generations (rendezvous rounds) as a pure state machine.
 
 A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator reads the
-members' registers and writes orders; members read orders and update their registers. All sides poll, each register has
-one writer, and a late read only causes a delay.
+members' registers and writes orders. All sides poll, and each register has one writer.
 
 1. A member whose ranks have failed, or that is called, announces that it has left its generation permanently (`after`).
 2. Once all live members of the current generation have done so, the coordinator proposes the next: these members in the
@@ -10,11 +9,10 @@ one writer, and a late read only causes a delay.
 3. A member that finds itself in a proposal agrees to it. If one of them dies meanwhile, the next number is proposed.
 4. Once all have agreed, the coordinator confirms; a member that agreed to a confirmed proposal enters.
 
-So no two generations are ever active at the same time. `tests/cluster/rendezvous/test_protocol.py` explores every order
-of events of small worlds, with kills at any of them.
+So no two generations are ever active at the same time.
 
-Example: member 1 of (0, 1, 2) dies; 0 and 2 fail, and announce after=1. Generation 2 is proposed to (0, 2); 2 dies
-before it agrees, so generation 3 is proposed to (0,), which agrees, is confirmed, and continues alone.
+Example: member 1 of (0, 1, 2) dies; 0 and 2 announce after=1. Generation 2 is proposed to (0, 2); 2 dies before it
+agrees, so generation 3 is proposed to (0,).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ ALL_LEAVE = "every rank was asked to leave"
 
 @dataclass(frozen=True)
 class Said:
-    """A member's register; only this member writes it.
+    """A member's register.
 
     Attributes:
         after: last generation that it has left permanently; 0: none.
@@ -37,7 +35,7 @@ class Said:
         holds: generation whose layout its state has; 0: it holds no state.
         accuses: members of the generation it left that it knows to have failed.
         leaving: whether it was asked to end, and wants to hand over its state.
-        left: whether it no longer needs the others, and will do no further work for them.
+        left: whether it no longer needs the others.
         done: whether it has left because all the work is done.
     """
 
@@ -78,14 +76,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Orders:
-    """The coordinator's register; only the coordinator writes it.
+    """The coordinator's register.
 
     Attributes:
         proposal: the newest proposal, perhaps confirmed.
         confirmed: number of the newest confirmed generation.
         call: members of generations before this number must meet, between two iterations.
-        out: members that must not continue: others have given them up.
-        stop: whether to stop the work: the current step is finished, and saved.
+        out: members that others have given up.
+        stop: whether to stop the work after the current step.
         over: why no further generation forms; "": generations still form.
     """
 
@@ -99,12 +97,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Rules:
-    """Parameters of the coordinator.
-
-    Attributes:
-        size: target number of ranks.
-        least: minimum number of ranks to continue.
-    """
+    """Target number of ranks, and the minimum to continue with."""
 
     size: int
     least: int = 1
@@ -115,7 +108,7 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        orders: orders as the coordinator has written them.
+        orders: as written.
         formed: members by rank of the confirmed generations that still matter, by number.
     """
 
@@ -129,12 +122,10 @@ class Record:
 
 
 def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int = 0) -> Record:
-    """Return the coordinator's next state after reading the members' registers; unchanged if there is nothing to do.
+    """Return the coordinator's next state after reading the members' registers.
 
     Args:
-        record: current state.
         said: registers of members whose process is alive.
-        rules: parameters.
         coming: number of processes about to start, which have no register yet.
     """
     orders = record.orders
@@ -153,21 +144,14 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
         kept = {n: members for n, members in record.formed.items() if any(one.holds == n for one in there.values())}
         return Record(replace(orders, confirmed=proposal.number), {**kept, proposal.number: proposal.members})
     if any(one.done for one in said.values()):
-        # The work is done; members that failed at its very end need not repeat it.
+        # Members that failed at the very end need not repeat the work.
         waiting = any(one.after >= orders.confirmed for m, one in there.items() if m in record.current)
         return replace(record, orders=replace(orders, over="done")) if waiting else record
     return _meet(record, there, rules, coming)
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members that others wait for.
-
-    They have not left their generation, or have not agreed to the next, or have agreed and do not enter it.
-
-    Args:
-        record: state of the coordinator.
-        said: registers of members whose process is alive.
-    """
+    """Return the members that have not left their generation, agreed to the next, or entered it, as others have."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal
@@ -225,10 +209,9 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 def _held(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation in whose layout any of the members holds state, and their ranks in it.
+    """Return the newest generation in whose layout members hold state, and their ranks in it.
 
-    A member holds state of a generation only after all its members had received theirs, so the others have that state
-    too, even if they have not switched to it yet.
+    A member holds state of a generation only after all its members had received theirs.
     """
     holds = max((there[m].holds for m in members), default=0)
     ranks = {m: rank for rank, m in enumerate(formed.get(holds, ()))}
@@ -236,16 +219,7 @@ def _held(
 
 
 def attend(member: int, said: Said, orders: Orders) -> Said | Generation | None:
-    """Return the next action of a waiting member after it has read the orders.
-
-    Args:
-        member: its number.
-        said: its register.
-        orders: current orders.
-
-    Returns:
-        Its new register; or the generation to enter; None: keep waiting.
-    """
+    """Return a waiting member's new register, or the generation to enter; None: keep waiting."""
     proposal = orders.proposal
     if orders.over or member in orders.out or member not in proposal.members or proposal.number <= said.after:
         return None

@@ -16,9 +16,9 @@ class Peer:
     """Public description of a process.
 
     Attributes:
-        seat: its seat: the initial rank of the process itself, or of the one it replaces.
-        pid, host, device: process id, host and compute device; "" until reported.
-        node: index of its machine, if there are several.
+        seat: the initial rank of the process itself, or of the one it replaces.
+        device: compute device; "" until reported.
+        node: index of its machine.
     """
 
     member: int
@@ -82,7 +82,6 @@ def _orders(fields: dict[str, Any]) -> Orders:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with JSON's lists converted to tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
 
 

@@ -1,11 +1,9 @@
-"""Decision which machines to drop if two that both reach the first machine do not reach each other: pure counting.
+"""Decision which machines to drop if two that both reach the first machine do not reach each other.
 
-Every deputy probes the others (`link_probe`) and reports those that it no longer hears. When a pair has been broken for
-`CUT_S`, the leader drops machines until no broken pair is left: as few ranks as possible. A dropped machine returns
-once it has reached all machines in use for `HEALED_S`.
+When a pair has been broken for `CUT_S`, the leader drops machines until no broken pair is left: as few ranks as
+possible. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
 
-Example: machines 1 and 2 have two ranks each, and the link between them fails. Machine 2 is dropped; if machine 1 had
-only one rank, it would be dropped instead.
+Example: the link between machines 1 and 2 fails. Machine 2 is dropped, or machine 1 if it has fewer ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ class MachineLinks:
     """State of the links between machines.
 
     Attributes:
-        broken_s: seconds for which each broken pair has been broken.
-        dropped: machines that are not in use, each with a machine that it did not reach.
+        broken_s: seconds since each broken pair broke.
+        dropped: machines that are not in use, each with one that it did not reach.
         healed_s: seconds for which a dropped machine has reached all machines in use.
     """
 
@@ -36,11 +34,11 @@ class MachineLinks:
 
 
 def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: Mapping[int, int]) -> MachineLinks:
-    """Count the pairs that are broken now; return the new state, with machines dropped or returned.
+    """Return the state after `elapsed` seconds in which these pairs were broken.
 
     Args:
-        elapsed: seconds since the last look.
         broken: pairs of machines that do not hear each other although the leader hears both.
+        ranks: number of ranks by machine.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
     dropped = dict(links.dropped)
@@ -60,8 +58,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the machines to drop so that no broken pair is left, each with a machine in use that it does not reach.
 
-    The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last. A machine is
-    kept if every machine that it does not reach is dropped.
+    The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

@@ -3,14 +3,12 @@
 A launcher (torchrun, srun) starts one process per machine. The one on machine 0 hosts the store where ranks meet, and
 alone decides the membership, so that two halves of a partitioned network never both continue. Deputies (`node_agent`)
 start and end processes on order, and report outcomes. A deputy gives up a silent connection sooner than the leader
-does: when the leader continues without a machine, that machine's ranks have already been ended. If two machines reach
-the leader but not each other, it drops one of them (`broken_links`).
+does: when the leader continues without a machine, that machine's ranks have already been ended.
 
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
 
-With a register (`election`) any machine may lead: the leader publishes its address there instead of in the store, and
-the processes that deputies have started for an earlier leader continue under it.
+With a register (`election`) any machine may lead, and deputies' processes continue under the next leader.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import torch.distributed as dist
 
 from hydragraph.cluster.failure.failure_detector import PAUSE_S
 from hydragraph.cluster.failure.time_limits import SILENT_S, UNREACHABLE_S
-from hydragraph.cluster.processes.launched_ranks import RankHandle
+from hydragraph.cluster.processes.launched_ranks import AbsentProcess, RankHandle
 from hydragraph.cluster.processes.rank_process import Died, Outcome, Raised, Seat
 from hydragraph.cluster.processes.rendezvous_stores import client, hosted, listening
 from hydragraph.cluster.supervision.broken_links import MachineLinks, look
@@ -58,11 +56,11 @@ class Nodes:
     """This machine among several, with one launcher-started process on each.
 
     Attributes:
-        number, count: index of this machine, from 0, and number of machines.
-        address, port: address of the launcher's store, which is on machine 0.
+        number, count: index of this machine, and number of machines.
+        address, port: of the launcher's store, which is on machine 0.
         shared: whether the launcher hosts the store; else machine 0's process does.
         again: errors that make the leader restart the run.
-        election: this machine's part in the election of the leader; None: machine 0 leads.
+        election: None: machine 0 leads.
         handed: processes that this machine has started for an earlier leader; only on a machine that leads.
     """
 
@@ -85,16 +83,9 @@ class Nodes:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return this process's `Nodes` from its environment, if a launcher started one process per machine.
-
-    Args:
-        elected: whether the leader is elected, so that no machine needs the address of the first.
-    """
-    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
-        return None
-    if not elected and not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        return None
-    if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
+    """Return this process's `Nodes` from its environment, if a launcher started one process per machine."""
+    needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
+    if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
     shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     number = int(environment["RANK"])
@@ -105,7 +96,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | N
 
 @dataclass(frozen=True)
 class Seated:
-    """Seat of a member, and whether it was started while others were running."""
+    """Seat of a member; `late`: started while others were running."""
 
     seat: int
     late: bool
@@ -113,13 +104,7 @@ class Seated:
 
 @dataclass(frozen=True, eq=False)
 class Handed:
-    """Members of an earlier leader.
-
-    Attributes:
-        crew: their processes.
-        seats: by member.
-        kept: private folder of the processes of this machine.
-    """
+    """Members of an earlier leader on this machine, their seats, and their private folder."""
 
     crew: tuple[RankHandle, ...]
     seats: Mapping[int, Seated]
@@ -128,11 +113,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected.
-
-    Attributes:
-        members: members whose processes an earlier leader has ordered.
-    """
+    """A deputy has connected, with the members of an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -144,7 +125,7 @@ class Welcome:
 
     Attributes:
         kept: whether the members that it named continue; else it ends them.
-        host, port: where the leader's store is.
+        host, port: of the leader's store.
     """
 
     kept: bool
@@ -185,21 +166,17 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Back:
-    """Devices of this machine are back: processes can be started in its empty seats."""
+    """Devices of this machine are back."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The whole run is being stopped; ranks are informed separately."""
+    """The whole run is being stopped."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended.
-
-    Attributes:
-        error: why; "": it succeeded.
-    """
+    """The run has ended, or (`again`) is restarted; `error`: why; "": it succeeded."""
 
     error: str = ""
     again: bool = False
@@ -207,7 +184,7 @@ class Over:
 
 @dataclass(frozen=True)
 class ProbeAddress:
-    """Address at which this machine receives the probes of the others."""
+    """Address of this machine for probes."""
 
     address: Address
 
@@ -229,14 +206,14 @@ class Unheard:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Heartbeat."""
+    """The other end is alive."""
 
 
 class Link:
     """One end of the connection between the leader and a deputy.
 
     Attributes:
-        term: the leader's term, if it was elected.
+        term: of an elected leader.
         down: why the link is given up; "": it is up.
         silent_s: seconds since the last message of the other end.
     """
@@ -260,7 +237,7 @@ class Link:
                 self.down = self.down or f"the connection broke ({error})"
 
     def hear(self, wait_s: float) -> Any:
-        """Return the next message, or None if none arrives in time; also send heartbeats."""
+        """Return the next message, or None; also send heartbeats."""
         message = None
         try:
             if self.connection.poll(wait_s):
@@ -269,7 +246,7 @@ class Link:
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
         now = time.monotonic()
-        # A pause of this process counts little: messages of the other end may be waiting.
+        # After a pause of this process, messages of the other end may be waiting.
         self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self.silent_s >= self._patience_s:
@@ -285,52 +262,29 @@ class Link:
             self.connection.close()
 
 
-class RemoteProcess:
+class RemoteProcess(AbsentProcess):
     """Supervisor's view of a process on another machine."""
 
-    pid: int | None = None  # not a process of this machine
-    exitcode: int | None = None
-
     def __init__(self, link: Link, number: int) -> None:
+        super().__init__()
         self.connection, self._told = multiprocessing.Pipe()
-        self._sign, self._end = multiprocessing.Pipe(duplex=False)
         self._link = link
         self._number = number
-        self._alive = True
-
-    @property
-    def sentinel(self) -> int:
-        return self._sign.fileno()
 
     def ended(self, outcome: Outcome) -> None:
         """Report the process's outcome to its supervisor."""
-        if self._alive:
-            self._alive = False
+        if self.is_alive():
             with contextlib.suppress(OSError):
                 self._told.send(outcome)
             self._told.close()
-            self._end.close()
-
-    def is_alive(self) -> bool:
-        return self._alive
-
-    def terminate(self) -> None:
-        """Do nothing: its deputy asks it to end when the machine is preempted."""
+            self.end()
 
     def kill(self) -> None:
         self._link.send(Kill(self._number))
 
-    def join(self, timeout: float | None = None) -> None:
-        """Do nothing: its deputy joins it."""
-
-    def close(self) -> None:
-        self._sign.close()
-
 
 @dataclass
 class _Post:
-    """A machine with a deputy."""
-
     link: Link
     processes: dict[int, RemoteProcess] = field(default_factory=dict)
     leaving: bool = False
@@ -339,11 +293,7 @@ class _Post:
 
 
 class Hub:
-    """The leader's links to all deputies, used to start and end processes and to receive their outcomes.
-
-    Args:
-        port: port of the leader's store.
-    """
+    """The leader's links to all deputies; `port`: of the leader's store."""
 
     def __init__(self, nodes: Nodes, port: int = 0) -> None:
         self.nodes = nodes
@@ -368,11 +318,7 @@ class Hub:
             nodes.election.write(place=place)
 
     def gather(self, patience: timedelta) -> None:
-        """Wait until every other machine has a deputy.
-
-        Raises:
-            TimeoutError: some machine has none.
-        """
+        """Wait until every other machine has a deputy."""
         end = time.monotonic() + patience.total_seconds()
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
             if self.nodes.election is not None:
@@ -386,11 +332,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Return the members of the earlier leader on other machines; those of machines that do not connect have ended.
-
-        Args:
-            nodes: machines to wait for.
-        """
+        """Wait for these machines; return the members of the earlier leader on them."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -419,7 +361,7 @@ class Hub:
         elapsed = min(now - self._looked, PAUSE_S)
         self._looked = now
         with self._lock:
-            # A machine that the leader does not hear either is lost as a whole, or only paused: its link decides.
+            # If the leader does not hear a machine either, its link decides.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
@@ -454,7 +396,7 @@ class Hub:
             post.link.send(Stop())
 
     def close(self, over: Over | None) -> None:
-        """Close all links, giving deputies the reason; None: they continue under another leader."""
+        """Close all links; None: deputies continue under another leader."""
         self._closed = True
         self._listening.close()
         for post in self._all():
@@ -475,7 +417,6 @@ class Hub:
             threading.Thread(target=self._serve, args=(accepted,), name="hydragraph-node", daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
-        """Communicate with one deputy until its link is down."""
         _watched(accepted, SILENT_S)
         connection = Connection(accepted.detach())
         try:
@@ -529,7 +470,6 @@ class Hub:
             process.ended(Died(time.monotonic(), _lost(hello.node, link)))
 
     def _introduce(self) -> None:
-        """Tell all deputies where to probe each other."""
         posts = self._all()
         with self._lock:
             addresses = {n: post.address for n, post in self._posts.items() if post.address and not post.link.down}
@@ -543,10 +483,10 @@ def _lost(node: int, link: Link) -> str:
 
 
 def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
-    """Return a deputy's link to the leader, at its current address.
+    """Return a deputy's link to the leader.
 
     Args:
-        members: members of this machine that continue if the leader is a new one.
+        members: of this machine; they continue if the leader is a new one.
 
     Raises:
         OSError, RuntimeError: the leader, or the store with its address, is not available (yet).
@@ -584,7 +524,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
 
 
 def host_of(link: Link) -> str:
-    """Return the address of this end of a link over TCP."""
+    """Return the address of this end of a link."""
     with socket.socket(fileno=os.dup(link.connection.fileno())) as connected:
         return str(connected.getsockname()[0])
 

@@ -1,4 +1,4 @@
-"""A machine's part in the election of a run's leader: threads that renew or watch the lease, and end ranks in time."""
+"""A machine's part in the election of a run's leader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_S = 30.0  # for the register's first answer
 
 
 class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
-    """This machine no longer leads: others may continue without its ranks, which have been ended."""
+    """This machine no longer leads, and its ranks have been ended."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,7 @@ class Fence:
 
 
 class Election:
-    """Election of the leader, as seen by one machine.
-
-    Args:
-        node: number of this machine.
-
-    Attributes:
-        standing: what this machine knows.
-
-    Raises:
-        ConnectionError: the register does not answer.
-    """
+    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and end ranks in time."""
 
     def __init__(self, register: Register, node: int) -> None:
         self._register = register
@@ -70,20 +60,17 @@ class Election:
         return self.standing.leads(time.monotonic())
 
     def guard(self, fence: Fence) -> None:
-        """End the ranks of this machine as soon as they may not live, from another thread; replaces the last fence."""
+        """End the ranks of this machine as soon as they may not live, from another thread."""
         self._fence = fence
 
     def record(self) -> str:
-        """Return the record that the last leader wrote; only the leader calls this."""
+        """Return the record that the last leader wrote."""
         return self._record
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write what others need to know of the run, in this machine's term.
-
-        Raises:
-            Deposed: the term is over; the register has not changed.
-        """
-        while self.leads:
+        """Write what others need to know of the run; raise Deposed, without a change, if this machine does not lead."""
+        while True:
+            self.check()
             with self._lock:
                 lease = self.standing.lease
                 place = lease.place if place is None else place
@@ -91,7 +78,6 @@ class Election:
                 if self.leads and self._swap(lease, record):
                     return
             self._read()
-        raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
 
     def check(self) -> None:
         """Raise Deposed unless this machine leads."""
@@ -99,12 +85,12 @@ class Election:
             raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
 
     def resign(self) -> None:
-        """Leave the lease to others, and compete for it again once it has expired."""
+        """Leave the lease to others until it has expired."""
         with self._lock:
             self.standing = replace(self.standing, term=0, asked=None)
 
     def end(self, why: str = "") -> None:
-        """Tell the other machines that the run has ended, and why, and take no further part."""
+        """Tell the other machines that the run has ended, and take no further part."""
         with suppress(Deposed):
             self.write(over=why)
         self._closed.set()
@@ -129,7 +115,6 @@ class Election:
         self._read()
 
     def _read(self) -> bool:
-        """Read the register; return whether it answered."""
         with self._lock:
             sent = time.monotonic()
             try:
@@ -145,7 +130,6 @@ class Election:
             return True
 
     def _swap(self, lease: Lease, record: str | None = None) -> bool:
-        """Ask the register to accept a lease; return whether it has."""
         text = json.dumps(asdict(lease))
         sent = time.monotonic()
         self.standing = asking(self.standing, lease, sent)

@@ -1,7 +1,4 @@
-"""Register in etcd: the lease of a run's leader, and the record that the next leader continues from.
-
-etcd's members replicate both values, and answer only while most of them reach each other.
-"""
+"""Register in etcd: the lease of a run's leader, and the record that the next leader continues from."""
 
 from __future__ import annotations
 
@@ -17,30 +14,17 @@ _SCHEME = "etcd://"
 
 
 class Register(Protocol):
-    """Two texts that survive the loss of any machine; "" if they were never written."""
+    """Two texts that survive the loss of any machine; a ConnectionError: it does not answer."""
 
     def read(self) -> tuple[str, str]:
-        """Return the lease and the record.
-
-        Raises:
-            ConnectionError: the register does not answer.
-        """
+        """Return the lease and the record; "" if they were never written."""
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        """Replace the lease, and the record if one is given, if the lease is still the expected one.
-
-        Returns:
-            Whether it was. After a ConnectionError this is unknown.
-        """
+        """Replace the lease (and the record) if the lease is still the expected one; return whether it was."""
 
 
 class EtcdRegister:
-    """Register over etcd's HTTP gateway.
-
-    Args:
-        endpoints: host and port of each member.
-        run: name of the run.
-    """
+    """Register over etcd's HTTP gateway; `endpoints`: host and port of each member."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]], run: str) -> None:
         try:
@@ -68,18 +52,14 @@ class EtcdRegister:
         return lease, record
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        held: dict[str, Any] = {"target": "VALUE", "value": _coded(expected)}
-        condition = {
-            "key": self._lease,
-            "result": "EQUAL",
-            **(held if expected else {"target": "VERSION", "version": 0}),
-        }
+        condition: dict[str, Any] = {"key": self._lease, "result": "EQUAL", "target": "VERSION", "version": 0}
+        if expected:
+            condition = {"key": self._lease, "result": "EQUAL", "target": "VALUE", "value": _coded(expected)}
         values = {self._lease: lease} | ({} if record is None else {self._record: record})
         puts = [{"request_put": {"key": key, "value": _coded(value)}} for key, value in values.items()]
         return bool(self._ask({"compare": [condition], "success": puts, "failure": []}).get("succeeded", False))
 
     def _ask(self, transaction: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer of the first member that gives one; the last one that did is asked first."""
         failures = []
         with self._asking:
             for client in list(self._clients):
@@ -98,7 +78,6 @@ def _coded(text: str) -> str:
 
 
 def _value(answer: dict[str, Any]) -> str:
-    """Return the value in a range's answer; "" if the key does not exist."""
     return base64.b64decode(answer["kvs"][0].get("value", "")).decode() if answer.get("kvs") else ""
 
 
@@ -107,12 +86,8 @@ def register_of(url: str, run: str, first: int = 0) -> EtcdRegister:
 
     Args:
         url: `etcd://` and the members' addresses, separated by commas.
-        run: name of the run, the same on all machines.
+        run: name of the run.
         first: index of the member to ask first, so that machines ask different ones.
-
-    Raises:
-        ValueError: the URL is malformed.
-        ImportError: the client is not installed.
     """
     addresses = url.removeprefix(_SCHEME).rstrip("/").split(",")
     if not url.startswith(_SCHEME) or not all(addresses) or "/" in "".join(addresses):

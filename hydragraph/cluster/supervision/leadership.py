@@ -4,15 +4,14 @@ The register holds one lease: its term, its holder, and a count that the holder 
 read the same lease for `TTL_S` takes it with the next term. The register accepts a new lease only in place of the one
 that was read, so a term has one holder. The holder stops at `TTL_S - MARGIN_S` after it *sent* the last renewal that
 succeeded, which is before any other machine can have waited for `TTL_S`. So two machines never lead at the same time if
-their clocks run equally fast. (etcd's own leases are not used: it prolongs all of them when it elects a leader of its
-own, as it must if the lost machine ran that member.)
+their clocks run equally fast. (etcd prolongs its own leases when it elects a leader of its own.)
 
 A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, it keeps them
 for the next leader, which waits for `GATHER_S` before it continues without them, only if the old leader has certainly
 ended.
 
-Example: machine 0 renews term 1 for the last time at 10.0 and is killed. Machine 1, which read that renewal at 10.2,
-takes term 2 at 15.5. If machine 0 was frozen instead, it ends its ranks when it wakes: its term ended at 14.5.
+Example: machine 0 renews term 1 for the last time at 10.0 and is killed: its term ends at 14.5. Machine 1, which read
+that renewal at 10.2, takes term 2 at 15.5.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Lease:
         node, holder: machine that holds it, and a word that no other process has.
         beat: number of changes in this term.
         prior: machine that held the term before; None: the run began with this term.
-        place: where the leader's supervisor listens, as JSON; "": not yet known.
+        place: where the leader's supervisor listens, as JSON; "": not known.
         over: why the run has ended; "": it succeeded; None: it has not ended.
     """
 
@@ -61,12 +60,11 @@ class LeaseView:
     """A machine's knowledge; times are seconds of its own clock.
 
     Attributes:
-        lease: the newest lease that it read or wrote.
-        since: when it learned of this lease.
+        lease, since: the newest lease that it read or wrote, and when.
         placed: when it learned of this term, or of this place of the leader.
         answered: when it sent the last request that the register answered.
         asked, asked_at: the lease that it asked the register to accept last, and when it first did.
-        term: term that it holds itself; 0: none.
+        term: that it holds itself; 0: none.
         until: when it stops leading, unless it renews before.
         joined: whether it has read the lease of a running run.
     """
@@ -97,11 +95,9 @@ def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
 
 
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
-    """Return the view after the register's answer to a request that was sent at `sent`.
+    """Return the view after the register's answer, that it holds a lease, to a request that was sent at `sent`.
 
-    Args:
-        lease: the lease that it holds. If it is the one that was asked for, it was accepted, even if an earlier answer
-            said otherwise: a member may pass on a request and fail before it answers.
+    If the lease was asked for, it was accepted, even if an earlier request failed: a member may pass it on first.
     """
     before = standing.lease
     first = standing.answered == float("-inf")
@@ -119,13 +115,7 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
 
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
-    """Return the lease to ask for in place of the newest one; None: leave it to its holder.
-
-    A machine that has seen the run takes no lease after its end.
-
-    Args:
-        own: this machine's node and holder.
-    """
+    """Return the lease to ask for in place of the newest one; None: leave it to its holder, or the run has ended."""
     lease = standing.lease
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
@@ -141,7 +131,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
     """Return whether a machine without a leader keeps its ranks for the next one, or ends them.
 
     Args:
-        term, since: term of the leader that it was connected to, and when it noticed that the link was down.
+        term, since: of the leader that it was connected to, and when it noticed that the link was down.
         refused: whether the leader's machine refuses connections: its supervisor has ended.
     """
     if now - standing.answered > TTL_S:

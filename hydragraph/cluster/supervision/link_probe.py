@@ -1,7 +1,4 @@
-"""Probe of the links between machines that do not lead: each sends datagrams to all others, and notices their absence.
-
-Only a machine that was heard before can become unheard: where a firewall stops datagrams, no link is judged.
-"""
+"""Probe of the links between machines that do not lead, by datagrams."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ class LinkProbe:
     """Thread that sends datagrams to other machines and receives theirs.
 
     Args:
-        number: index of this machine.
-        tell: called with the machines that have been heard before but not for `UNHEARD_S`, when these change.
+        tell: called with the machines that were heard before but not for `UNHEARD_S`, when these change.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
@@ -42,11 +38,7 @@ class LinkProbe:
         self._thread.start()
 
     def aim(self, peers: Mapping[int, Address], tag: bytes) -> None:
-        """Set the other machines.
-
-        Args:
-            tag: prefix of datagrams of this run; others are ignored.
-        """
+        """Set the other machines; `tag`: prefix of datagrams of this run."""
         self._tag = tag
         self._peers = {node: address for node, address in peers.items() if node != self._number}
 
@@ -64,7 +56,7 @@ class LinkProbe:
         while not self._closed.is_set():
             heard = self._heard()
             now = time.monotonic()
-            # If this thread was paused, datagrams of the others are waiting, or were dropped for lack of room.
+            # After a pause of this thread, datagrams are waiting, or were dropped.
             elapsed = min(now - before, PAUSE_S)
             before = now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
@@ -79,9 +71,8 @@ class LinkProbe:
                         self._socket.sendto(self._tag + str(self._number).encode(), address)
 
     def _heard(self) -> set[int]:
-        """Return the machines whose datagrams have arrived; wait for the first."""
         heard = set()
-        with contextlib.suppress(OSError):  # none arrives in time, or an earlier one could not be delivered
+        with contextlib.suppress(OSError):  # none arrives in time
             data = self._socket.recv(256)
             self._socket.setblocking(False)
             while True:

@@ -90,17 +90,10 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends, this machine is preempted, or it is elected.
+        """Serve until the run ends, this machine is preempted, or it is elected (return the processes to lead with).
 
         Args:
             arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
-
-        Returns:
-            The processes to lead with, if this machine was elected.
-
-        Raises:
-            EndedElsewhere: the run has failed.
-            ConnectionError: the leader cannot be reached.
         """
         before = self._listen()
         handed = None
@@ -223,7 +216,6 @@ class Deputy:
                 self._probe.close()
 
     def _probing(self, link: Link) -> LinkProbe | None:
-        """Probe the links to other machines that do not lead, if there are any."""
         if self._nodes.count < 3:
             return None
 
@@ -237,7 +229,6 @@ class Deputy:
         return probe
 
     def _obey(self, link: Link, kept: str) -> Over | None:
-        """Handle one order if it arrives within a moment."""
         signs = [link.connection, *(s for m in self._live() for s in (m.connection, m.process.sentinel))]
         multiprocessing.connection.wait(signs, BEAT_S / 4)
         message = link.hear(0.0)
@@ -262,7 +253,6 @@ class Deputy:
         return message if isinstance(message, Over) else None
 
     def _continue_under(self, link: Link, leader: Welcome, kept: str) -> None:
-        """Lead this machine's processes to a new leader, or end them if it does not continue with them."""
         write_address(kept, leader.host, leader.port)
         for member in list(self._crew.values()):
             if not leader.kept:
@@ -271,7 +261,6 @@ class Deputy:
                 link.send(Ended(member.rank, member.outcome))
 
     def _dismiss(self) -> None:
-        """End all processes."""
         dismiss(list(self._crew.values()))
         self._crew.clear()
         self._seats.clear()
@@ -287,7 +276,6 @@ class Deputy:
         return [member for member in self._crew.values() if member.outcome is None]
 
     def _look(self, link: Link, stops: Stops) -> None:
-        """Record how processes ended, and report it."""
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
@@ -297,7 +285,7 @@ class Deputy:
     def _drained(self, link: Link) -> bool:
         """Forward a preemption notice to this machine's ranks; return whether all have left.
 
-        A stop of the whole run (such as a cancelled job) reaches all machines: then the leader's ranks decide.
+        A stop of the whole run reaches all machines: then the leader's ranks decide.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

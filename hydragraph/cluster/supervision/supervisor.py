@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from hydragraph import log
@@ -78,18 +78,11 @@ def run_members(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks and keep as many running as possible until their work is done; leave no process running.
+    """Start ranks, keep as many running as possible, and return the pickled results of the last generation's.
 
     Args:
-        nodes: this machine among several; it is the first. None: all ranks are on this machine.
-
-    Returns:
-        The pickled results of the last generation's ranks, by rank.
-
-    Raises:
-        RankFailure, TimeoutError, any other error: as for `launch`.
+        nodes: this machine, the first of several; None: all ranks are on this machine.
     """
-
     handed = None if nodes is None else nodes.handed
     kept = private_folder() if handed is None else handed.kept
 
@@ -119,12 +112,8 @@ def run_members(
             supervisor.adopt(handed)
         elif hub is not None:
             hub.gather(_ARRIVAL)
-        with (relay or Relay()).to([supervisor]):
-            before = _on_return(supervisor.refill)
-            try:
-                supervisor.run(timeout)
-            finally:
-                before()
+        with (relay or Relay()).to([supervisor]), _on_return(supervisor.refill):
+            supervisor.run(timeout)
         return supervisor.results()
     except Deposed:
         # Processes on other machines continue under the next leader.
@@ -142,12 +131,12 @@ def run_members(
         kept.cleanup()
 
 
-def _on_return(refill: Callable[[], None]) -> Callable[[], object]:
-    """Call a function on SIGUSR1, which signals that devices are back; return a function that undoes this."""
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    before = signal.signal(signal.SIGUSR1, lambda *_: refill())
-    return partial(signal.signal, signal.SIGUSR1, before)
+def _on_return(refill: Callable[[], None]) -> ExitStack:
+    """Call a function on SIGUSR1 (devices are back) in this context."""
+    undo = ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        undo.callback(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: refill()))
+    return undo
 
 
 @dataclass(eq=False)
@@ -216,11 +205,7 @@ class Supervisor:
         election.guard(Fence(lambda standing, now: standing.leads(now), lambda: kill_here(list(self.crew))))
 
     def adopt(self, handed: Handed) -> None:
-        """Continue with the members of an earlier leader.
-
-        Raises:
-            RankFailure: none is left.
-        """
+        """Continue with the members of an earlier leader; raise RankFailure if all have ended."""
         assert self.hub is not None
         assert self._election is not None
         text = self._election.record()
@@ -232,7 +217,7 @@ class Supervisor:
             self._empty = set(saved["empty"])
             nodes = set(saved["nodes"])
         self._stop = self._record.orders.stop
-        # The ranks of the previous leader's machine have ended with its lease.
+        # The previous leader's ranks have ended with its lease.
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
@@ -263,20 +248,20 @@ class Supervisor:
             self._election.write(record=json.dumps(saved))
 
     def terminate(self) -> None:
-        """Forward a stop request to all members: the work is stopped, not handed over (see `Relay`)."""
+        """Forward a stop request to all members (see `Relay`)."""
         self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
-        """Start processes in empty seats: the devices of processes that left or were lost are back."""
+        """Start processes in empty seats, whose devices are back."""
         self._back = True
 
     def results(self) -> list[bytes]:
-        """Return the results of the last generation's members, by rank; raise the error that ended the work instead."""
+        """Return the results of the last generation's members, by rank, or raise the error that ended the work."""
         returned = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
         order = [*self._record.current, *sorted(returned)]
         if returned and self._fatal_at is None:
             return [returned[member].value for member in dict.fromkeys(order) if member in returned]
-        # Prefer the error that ended the work, if there is one, over earlier losses of ranks.
+        # Prefer the error that ended the work over earlier losses of ranks.
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), None)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
@@ -296,14 +281,13 @@ class Supervisor:
         return 0 if self.hub is None else self.hub.nodes.of(seat, self._ranks)
 
     def _there(self, seat: int) -> bool:
-        """Return whether a process can be started in a seat."""
         return self.hub is None or self.hub.present(self._node(seat))
 
     def _live(self) -> list[RankHandle]:
         return [member for member in self.crew if member.outcome is None]
 
     def _may_come_back(self) -> bool:
-        """Return whether processes are about to be started though none is alive: saved state survives them."""
+        """Return whether processes are about to be started, although all have ended."""
         coming = bool(self._waiting) and not self._record.orders.over
         return coming and self._fatal_at is None and not self._stop
 
@@ -314,14 +298,12 @@ class Supervisor:
         return returned and not any(member.rank in current for member in self._live())
 
     def _hear(self) -> None:
-        """Wait briefly for outcomes, and record them."""
         waiting = self._live()
         here = [member for member in waiting if member.process.pid]
         for member in wait_for_outcomes(waiting, self._stops, _LOOK_S, visible=here):
             self._ended(member)
 
     def _ended(self, member: RankHandle) -> None:
-        """Handle a process that has reported its outcome or died."""
         outcome = member.outcome
         if isinstance(outcome, Returned | Left):
             if isinstance(outcome, Left):
@@ -343,7 +325,7 @@ class Supervisor:
         self._plan_replacement(member)
 
     def _would_come_again(self, member: RankHandle, outcome: Raised) -> bool:
-        """Return whether an error comes from the work, not a device: by its type, or because two members raised it."""
+        """Return whether an error would recur: by its type, or because two members raised it."""
         if isinstance(rebuilt(member.rank, outcome), AGAIN):
             return True
         same = [o for o in self._lost if isinstance(o.outcome, Raised) and o.outcome.summary == outcome.summary]
@@ -354,7 +336,6 @@ class Supervisor:
         forget(member)
 
     def _plan_replacement(self, member: RankHandle) -> None:
-        """Schedule a replacement for a lost process."""
         seat = self._seats[member.rank]
         ready = self._held and (member.rank in self._record.current or self._place.said(member.rank).ready)
         self._unready[seat] = 0 if ready else self._unready.get(seat, 0) + 1
@@ -367,7 +348,6 @@ class Supervisor:
         self._waiting[seat] = time.monotonic() + wait_s
 
     def _replace(self) -> None:
-        """Start processes in seats whose time has come."""
         if self._record.orders.over:
             return
         if self._back:
@@ -381,12 +361,10 @@ class Supervisor:
                 self._start(seat, late=self._held or seat >= self._ranks)
 
     def _welcome(self, node: int) -> None:
-        """Schedule processes in the seats of a machine that has come back."""
         occupied = {self._seats[member.rank] for member in self._live()}
         self._refill_seats({seat for seat in self._every_seat if self._node(seat) == node} - occupied)
 
     def _refill_seats(self, seats: AbstractSet[int]) -> None:
-        """Schedule processes in seats whose devices are back; the history of these seats is cleared."""
         self._waiting |= dict.fromkeys(seats, time.monotonic())
         for seat in seats:
             self._short.pop(seat, None)
@@ -394,7 +372,6 @@ class Supervisor:
         self._empty = self._empty - seats
 
     def _coordinate(self) -> None:
-        """Read the members' registers and write the resulting orders."""
         if self.hub is not None:
             self.hub.drop_unreachable()
         said = self._said()
@@ -417,12 +394,10 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that hang: others have waited for them too long, or they do not become ready."""
+        """Give up members that others have waited for too long, or that do not become ready."""
         now = time.monotonic()
-        elapsed, self._before = (
-            min(now - self._before, PAUSE_S),
-            now,
-        )  # a pause of this process delays no member
+        elapsed = min(now - self._before, PAUSE_S)  # a pause of this process delays no member
+        self._before = now
         late = awaited(self._record, said) if self._held else ()  # until there is state, all begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]
@@ -448,9 +423,7 @@ class Supervisor:
 
 def _told(before: Orders, after: Orders) -> None:
     if after.confirmed != before.confirmed:
-        generation = after.proposal
-        _LOG.info(
-            "generation %d has processes %s and has lost %s", generation.number, generation.members, generation.lost
-        )
+        new = after.proposal
+        _LOG.info("generation %d has processes %s and has lost %s", new.number, new.members, new.lost)
     if after.over and not before.over:
         _LOG.info("no further rendezvous: %s", after.over)

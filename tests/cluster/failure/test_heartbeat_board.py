@@ -20,15 +20,15 @@ def test_board_keeps_ranks_apart() -> None:
     board.place(1, 7, 0)
     assert other.read(1) == RankProgress(1, 7, 0, "", waiting=False, left=False)
     board.call(1, "save")
-    board.waits(1, True)
+    board.lines[1].waiting = True
     board.place(1, 8, None)
-    board.leave(1)
-    board.finish(1)
-    assert [other.finished(rank) for rank in range(3)] == [False, True, False]
+    board.lines[1].left = True
+    board.lines[1].finished = True
+    assert [other.lines[rank].finished for rank in range(3)] == [False, True, False]
     assert other.read(1) == RankProgress(2, 8, None, "save", waiting=True, left=True)
     board.call(1, "x" * 1000)
     assert set(other.read(1).call) == {"x"}
-    board.waits(1, False)
+    board.lines[1].waiting = False
     assert not other.read(1).waiting
     assert other.read(0) == other.read(2) == NOTHING
     assert other.progress_s == 600.0

@@ -117,7 +117,7 @@ def test_a_machine_that_falls_silent_is_lost_and_a_pause_is_nothing(world: World
 
 @pytest.mark.thorough
 def test_ranks_that_stand_still_on_several_machines(world: World) -> None:
-    world.machines[0].board.waits(0, True)
+    world.machines[0].board.lines[0].waiting = True
     for machine in world.machines:
         machine.board.progress_s = 2.0
     fault = world.fault(30.0)
@@ -128,7 +128,7 @@ def test_ranks_that_stand_still_on_several_machines(world: World) -> None:
 @pytest.mark.thorough
 def test_who_has_left_is_not_missed(world: World) -> None:
     for machine in world.machines:
-        machine.board.leave(machine.rank)
+        machine.board.lines[machine.rank].left = True
     time.sleep(0.5)
     world.machines[0].process.kill()
     assert world.fault(3.0) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hydragraph.cluster.processes.launched_ranks import LaunchedProcess, NotStarted, RankHandle
+from hydragraph.cluster.processes.launched_ranks import AbsentProcess, NotStarted, RankHandle
 from hydragraph.cluster.processes.rank_process import Returned
 from hydragraph.cluster.supervision import supervisor as supervisors
 from hydragraph.cluster.supervision.supervisor import Supervisor
@@ -19,28 +19,6 @@ from hydragraph.spec.elastic import Elastic
 
 LIMIT = timedelta(seconds=120)  # against a hang
 FAILED = BlockingIOError(11, "Resource temporarily unavailable")
-
-
-class Lives:
-    """A process that lives until the test ends."""
-
-    pid: int | None = None
-    exitcode: int | None = None
-
-    def __init__(self) -> None:
-        self._sign, self._end = multiprocessing.Pipe(duplex=False)
-        self.sentinel = self._sign.fileno()
-
-    def is_alive(self) -> bool:
-        return True
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Starts:
@@ -60,7 +38,7 @@ class Starts:
     def __call__(self, number: int, seat: int, late: bool) -> RankHandle:
         self.counts[seat] = self.counts.get(seat, 0) + 1
         ours, theirs = multiprocessing.Pipe()
-        process: LaunchedProcess = Lives()
+        process = AbsentProcess()
         if seat == self._broken and self.counts[seat] <= self._fails:
             theirs.close()
             process = NotStarted(FAILED)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hydragraph as hg
-from hydragraph.cluster.communicators import _first_all_reduce as first_all_reduce
+from hydragraph.cluster.communicators import _first as first
 from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.attention_backends import choose
 from hydragraph.kernels.attention_settings import AttentionSettings
@@ -204,7 +205,7 @@ def test_nccl_communicators_work_on_streams_of_high_priority_and_abort_together(
     given = torch.arange(1 << 20, device=DEVICE, dtype=torch.float32)
     for group in groups:
         assert group is not None
-        first_all_reduce(group, DEVICE)
+        first(partial(dist.all_reduce, group=group), DEVICE)
         out = torch.empty_like(given)
         with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.default_stream(DEVICE))
