@@ -150,7 +150,7 @@ ELSEWHERE = {
         "what is known of slow ranks, written and read",
     ),
     "train/train_state.py": ("train/test_run_recovery.py", "a run and how far it is, as values"),
-    "train/trainable.py": ("train/test_loop.py", "a plain executor that is no more than this"),
+    "train/watcher.py": ("train/test_loop.py", "a watcher that records what it receives"),
 }
 
 STARTED = (

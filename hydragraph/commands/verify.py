@@ -75,8 +75,7 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
 
         batch: Any = next(mini_batches(config, tokens))
         if config.objective is not None:
-            compiled: Any = executor  # a Trainable made by `compile`
-            batch = PairedSteps(compiled, config.objective.loss).weighted(batch)
+            batch = PairedSteps(executor, config.objective.loss).weighted(batch)
         drawn = masks if executor.program.drops else None
         rows = verify(model, executor, strategies, batch, world.rank, drawn, config.label_smoothing)
         executor.close()

@@ -24,6 +24,7 @@ from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data import tokenizer
 from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
+from hydragraph.engine.step_report import StepReport
 from hydragraph.errors import RankFailure, Stopped, TooFewRanks
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.best_evaluation import lowest
@@ -65,7 +66,7 @@ from hydragraph.train.step_reporting import log_step, open_log, peak_of
 from hydragraph.train.straggler_setup import controller_of, policy_of
 from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
-from hydragraph.train.trainable import StepResult, Watcher
+from hydragraph.train.watcher import Watcher
 
 # `Executable.stopping` for a requested move of state; larger than any signal.
 MOVES = 500
@@ -468,11 +469,12 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
     if following is not None and run.pairs is None and not _meets_after(run, step):
         run.executor.promise(following, run.strategy_of(step + 1))
     lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
+    assert run.executor.optimizer is not None, "runs train"
     for group in run.executor.optimizer.param_groups:
         group["lr"] = lr
     try:
         steps: Any = run.pairs or run.executor
-        report: StepResult = steps.step(sequences, strategy)
+        report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
             run.executor.wait_saved()  # all ranks reach this, and it may be the last checkpoint

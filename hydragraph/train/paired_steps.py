@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from hydragraph.data.mini_batches import IGNORED, Drawn
+from hydragraph.engine.executable import Executable
 from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.objective_config import PairLoss
 from hydragraph.train.preference_objective import WEIGHTS, PairResult, evaluate_pairs
-from hydragraph.train.trainable import Trainable
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class PairedSteps:
     The model must be compiled with the loss `weighted_logprobs`.
     """
 
-    executor: Trainable
+    executor: Executable
     loss: PairLoss
 
     def announce(self, sequences: Sequence[Drawn]) -> None:

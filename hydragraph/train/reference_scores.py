@@ -15,8 +15,9 @@ from hydragraph.cluster.launch import World
 from hydragraph.cluster.processes.stop_requests import Requests
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
+from hydragraph.engine.executable import Executable
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.trainable import Trainable, Watcher
+from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
 _EVERY_S = 60.0  # most work that an interruption loses
@@ -76,7 +77,7 @@ class ReferenceScores:
     def complete(
         self,
         missing: list[list[tuple[str, int]]],
-        executor: Trainable,
+        executor: Executable,
         world: World,
         stopping: Requests,
         watcher: Watcher | None,

@@ -42,9 +42,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
         last = folder.last()
         return None if last is None else last.path
 
-    compiled: Any = executor
-    rates = _known_rates(run, state)
-    survived = meet_again(compiled, failure, newest, _soon(config), rates, run.pieces)
+    survived = meet_again(executor, failure, newest, _soon(config), _known_rates(run, state), run.pieces)
     forget_unsaved(run)
     world = executor.world
     turns = () if config.plan.choose else survived.strategies

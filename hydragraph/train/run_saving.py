@@ -17,6 +17,7 @@ from hydragraph.checkpoint.state_pieces import Pieces
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.shared_outcome import together
 from hydragraph.cost.trace_file import write_events
+from hydragraph.engine.executable import Executable
 from hydragraph.train.best_evaluation import lowest, without_improvement
 from hydragraph.train.data import Tokens
 from hydragraph.train.huggingface_export import export, write_model
@@ -24,13 +25,13 @@ from hydragraph.train.loss_picture import matplotlib_installed, write_picture
 from hydragraph.train.run_folder import Checkpoint, RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, append_event, read_events
 from hydragraph.train.train_state import Run, TrainState
-from hydragraph.train.trainable import Trainable, Watcher
+from hydragraph.train.watcher import Watcher
 
 
 def load(
     world: World,
     folder: RunFolder,
-    executor: Trainable,
+    executor: Executable,
     last: Checkpoint,
     fall_back: bool,
     leader: Watcher | None,
@@ -60,8 +61,9 @@ def load(
 
 
 @contextmanager
-def _settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _settings_kept(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Keep the config's hyperparameters, which a checkpoint would replace."""
+    assert optimizer is not None, "runs train"
     settings = [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):

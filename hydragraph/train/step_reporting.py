@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hydragraph.cluster.launch import World
+from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.loss_picture import matplotlib_installed
@@ -17,10 +18,10 @@ from hydragraph.train.step_metrics import Metrics, MetricsLog, peak_memory, tens
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.stragglers.run_events import RunEvent, append_event, now
 from hydragraph.train.train_state import Run
-from hydragraph.train.trainable import StepResult, Watcher
+from hydragraph.train.watcher import Watcher
 
 
-def log_step(run: Run, step: int, report: StepResult) -> None:
+def log_step(run: Run, step: int, report: StepReport) -> None:
     """Evaluate after a step if it is due, and log both."""
     config = run.config
     losses, eval_pairs = _evaluate(run, run.strategy_of(step)) if run.evaluates(step) else ({}, {})
@@ -88,7 +89,7 @@ def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], di
             names = results[0].figures
             figures[name] = {n: mean_over_pairs(results, [r.figures[n] for r in results]) for n in names}
             continue
-        reports: list[StepResult] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
+        reports: list[StepReport] = [run.executor.evaluate(sequences, strategy) for sequences in batches]
         losses[name] = sum(r.loss * r.tokens for r in reports) / sum(r.tokens for r in reports)
     return losses, figures
 
@@ -110,7 +111,7 @@ def peak_of(config: TrainConfig, world: World) -> float | None:
     return sum(known_peaks) if len(known_peaks) == len(peaks) else None
 
 
-def _mfu(run: Run, report: StepResult, seconds: float) -> float | None:
+def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
     if run.peak_flops_per_s is None:
         return None
     flops = step_flops(run.executor.program, [n for n in report.assignment.lengths if n])

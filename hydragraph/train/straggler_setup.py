@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
+from hydragraph.engine.executable import Executable
 from hydragraph.planner.policy import Policy
 from hydragraph.spec.default_cluster import default_cluster
 from hydragraph.spec.health import Health
@@ -18,13 +19,12 @@ from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import Sensitivity
 from hydragraph.train.stragglers.reshard_policy import Following, state_costs
 from hydragraph.train.stragglers.straggler_state import Slow
-from hydragraph.train.trainable import Trainable
 
 
 def controller_of(
     config: TrainConfig,
     world: World,
-    executor: Trainable,
+    executor: Executable,
     before: Controller | None = None,
     numbers: Mapping[int, int] | None = None,
     hurried: bool = False,

@@ -12,7 +12,9 @@ from hydragraph.cluster.launch import World
 from hydragraph.cost.trace_file import TracedStep
 from hydragraph.data.mini_batches import Drawn, MiniBatches
 from hydragraph.data.mixture import Mixture
+from hydragraph.engine.executable import Executable
 from hydragraph.engine.recovery import Survived
+from hydragraph.engine.step_report import StepReport
 from hydragraph.spec.strategy import Strategy
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
@@ -22,7 +24,7 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.step_metrics import Metrics, MetricsLog
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.expected_seconds import Expectation
-from hydragraph.train.trainable import StepResult, Trainable, Watcher
+from hydragraph.train.watcher import Watcher
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Run:
     config: TrainConfig
     world: World
     folder: RunFolder
-    executor: Trainable
+    executor: Executable
     strategies: tuple[Strategy, ...]  # taken in turn; empty if the executor chooses
     evaluation: Mapping[str, list[list[Drawn]]]  # mini-batches by set
     watcher: Watcher | None = None  # on rank 0 only, like the log
@@ -112,7 +114,7 @@ class TrainState:
     done: int
     saved: int
     positions: dict[int, Mapping[str, Any]]
-    last: tuple[int, StepResult] | None = None
+    last: tuple[int, StepReport] | None = None
     owns: bool = False
     kept: bool = False
     untold: list[tuple[Survived, int]] = field(default_factory=list)

@@ -18,16 +18,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Protocol
 
 from hydragraph.cost.costs import Costs
+from hydragraph.engine.step_report import StepReport
 from hydragraph.planner.policy import Policy
 from hydragraph.planner.request import PlanRequest
-from hydragraph.runtime.instruction_trace import RankTimes
-from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
-from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion
+from hydragraph.train.stragglers.background_replanning import Replanned, Replanner, ReplanQuestion
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.monitor import Monitor
 from hydragraph.train.stragglers.rate_estimator import NEEDED, Change
@@ -36,41 +34,6 @@ from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
 LAST = 8
-
-
-class Stepped(Protocol):
-    """Part of a step's report (`step_report.StepReport`)."""
-
-    step: int
-    seconds: float
-    planning_s: float
-    preparing_s: float
-    assignment: Assignment
-    chosen: Strategy
-    ranks: tuple[RankTimes, ...]
-
-
-class PlanningService(Protocol):
-    """Planning service (`background_replanning.Replanner`)."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a question is pending, or its answer has not been taken."""
-
-    def ask(self, question: ReplanQuestion) -> None:
-        """Start answering a question."""
-
-    def answer(self) -> Replanned | None:
-        """Take the answer; None: it has not arrived."""
-
-    def start(self) -> None:
-        """Start the service."""
-
-    def forget(self) -> None:
-        """Drop the pending question."""
-
-    def close(self) -> None:
-        """Stop the service."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +70,7 @@ class Replanning:
     strategies: tuple[Strategy, ...]
     request: PlanRequest
     policy: Policy
-    planner: PlanningService
+    planner: Replanner
     switch: Callable[[Replanned], None] | None
     steps: int
     thrift: Thrift = Thrift()
@@ -161,7 +124,7 @@ class Controller:
             self._lateness = replanning.late
             replanning.planner.start()
 
-    def stepped(self, report: Stepped) -> tuple[RunEvent, ...]:
+    def stepped(self, report: StepReport) -> tuple[RunEvent, ...]:
         """Record a step; return its events."""
         if self._first and all(times.probe > 0 for times in report.ranks):
             self.monitor.baseline(report.ranks)
@@ -197,7 +160,7 @@ class Controller:
         self._corrected = True
         return True
 
-    def _follow(self, following: Following, report: Stepped) -> tuple[RunEvent, ...]:
+    def _follow(self, following: Following, report: StepReport) -> tuple[RunEvent, ...]:
         running: tuple[Strategy, ...] = (report.chosen,)
         if self._replanning is not None:
             running += self._replanning.strategies
@@ -210,7 +173,7 @@ class Controller:
         """Return what is known about the slow ranks that stay (`Lateness.among`)."""
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
-    def released(self) -> PlanningService | None:
+    def released(self) -> Replanner | None:
         """Return the planning service for the controller of other ranks, or None."""
         if self._replanning is None:
             return None
@@ -222,7 +185,7 @@ class Controller:
         if self._replanning is not None:
             self._replanning.planner.close()
 
-    def _replan(self, given: Replanning, report: Stepped) -> list[RunEvent]:
+    def _replan(self, given: Replanning, report: StepReport) -> list[RunEvent]:
         self._lengths.append(tuple(n for n in report.assignment.lengths if n))
         if self._coming is not None:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
@@ -243,7 +206,7 @@ class Controller:
         self._ask(report.step)
         return events
 
-    def _switched(self, given: Replanning, coming: _Coming, report: Stepped) -> RunEvent:
+    def _switched(self, given: Replanning, coming: _Coming, report: StepReport) -> RunEvent:
         """Record that ranks switched with the finished step, or declined; return the event."""
         self._coming = None
         event = replace(coming.event, step=report.step)

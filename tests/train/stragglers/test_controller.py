@@ -104,7 +104,7 @@ class Answering:
 
 
 def controlled(
-    planner: Answering,
+    planner: Any,
     switched: list[Replanned] | None,
     hurried: bool = False,
     planned_for: Health | None = None,

@@ -1,0 +1,23 @@
+"""Protocol of what shows a run's progress."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hydragraph.train.step_metrics import Metrics
+
+
+class Watcher(Protocol):
+    """Receives the progress of a run, on rank 0."""
+
+    def preparing(self, what: str, documents: int, part: float) -> None:
+        """Report the number of finished documents and their fraction (0: unknown)."""
+
+    def started(self, done: int, steps: int) -> None:
+        """Report that training starts after `done` of `steps` steps."""
+
+    def stepped(self, metrics: Metrics) -> None:
+        """Report a finished step."""
+
+    def note(self, sentence: str) -> None:
+        """Report something a user should know."""
