@@ -138,7 +138,6 @@ ELSEWHERE = {
     "runtime/shard_boxes.py": ("checkpoint/test_dcp_planners.py", "boxes of parameters"),
     "spec/pipeline.py": ("spec/test_strategy.py", "stages and pipelines"),
     "train/config_overrides.py": ("train/test_config.py", "overrides, and what differs from an earlier config"),
-    "train/ranks_file.py": ("test_elastic_run.py", "the processes of a run, by rank"),
     "train/run_saving.py": ("train/test_loop.py", "checkpoints, and what a missing package costs"),
     "train/step_reporting.py": ("train/test_loop.py", "what is logged, and what a missing package costs"),
     "train/stragglers/replanning_worker.py": (

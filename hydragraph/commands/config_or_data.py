@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.commands.launch_process import launched, leads
 from hydragraph.commands.options import check_written
-from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:

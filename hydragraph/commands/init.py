@@ -38,7 +38,7 @@ def init_command(options: InitOptions) -> None:
         raise ValueError(f"{to} already exists: {fix}")
     if not to.parent.is_dir():
         raise ValueError(f"--to {to}: the directory {to.parent} does not exist: create it first")
-    from hydragraph.train.atomic_write import write_whole
+    from hydragraph.atomic_write import write_whole
     from hydragraph.train.config import TrainConfig
     from hydragraph.train.data import data_remarks
     from hydragraph.train.starter_config import look

@@ -14,8 +14,6 @@ from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Do
 from hydragraph.data.template import ChatTemplate, Span
 from hydragraph.data.token_file import Encoded, vocabulary_of
 
-__all__ = ["CHATML", "CHATML_TOKENS", "ChatTemplate", "DocumentEncoder", "chatml"]
-
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"

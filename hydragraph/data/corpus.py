@@ -10,13 +10,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hydragraph.data import tables
 from hydragraph.data.compressed import is_compressed, opened, suffix_of
-from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference, texts_of
+from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document, Fields, Format, Preference
 
 
 @dataclass
@@ -89,10 +89,10 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
 
 @dataclass(frozen=True)
 class Placed:
-    """A document, or None for an empty one, and its place: "chat.jsonl:3", "table.parquet: row 7"."""
+    """A document and its place: "chat.jsonl:3", "table.parquet: row 7"."""
 
     place: str
-    document: Document | None
+    document: Document
 
 
 _Found = tuple[str, Document | Preference | None]  # a place and its contents
@@ -104,7 +104,7 @@ def documents(
     fields: Fields = PLAIN,
     report: CorpusReport | None = None,
     limit: int | None = None,
-) -> Iterator[Document]:
+) -> Iterator[Placed]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
     A pair of answers is two documents, the preferred one first. Texts keep their line ends, but not a byte-order mark.
@@ -119,28 +119,6 @@ def documents(
         ValueError: as for `files`, at once; while drawing: a missing field, or a broken file.
         ImportError: a table, and pyarrow is not installed.
     """
-    return (placed.document for placed in placed_documents(paths, suffixes, fields, report, limit) if placed.document)
-
-
-def texts(
-    paths: Sequence[Path],
-    suffixes: tuple[str, ...] | None = None,
-    fields: Fields = PLAIN,
-    report: CorpusReport | None = None,
-    limit: int | None = None,
-) -> Iterator[str]:
-    """Yield the texts of the documents, for training a tokenizer; arguments as for `documents`."""
-    return chain.from_iterable(map(texts_of, documents(paths, suffixes, fields, report, limit)))
-
-
-def placed_documents(
-    paths: Sequence[Path],
-    suffixes: tuple[str, ...] | None = None,
-    fields: Fields = PLAIN,
-    report: CorpusReport | None = None,
-    limit: int | None = None,
-) -> Iterator[Placed]:
-    """Yield documents with their places; arguments as for `documents`."""
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
@@ -381,17 +359,11 @@ def _read_jsonl(
                 report.undecodable.append(place)
                 continue
             if format is None:
-                format = _format_of(record, fields, place)
+                format = "text" if fields.format == "text" else fields.format_of(record, place)
                 if formats is not None:
                     formats.add(format)
             report.unread |= dict.fromkeys(fields.unread(record, format))
             yield place, fields.document(record, format, place)
-
-
-def _format_of(record: dict[str, Any], fields: Fields, place: str) -> Format:
-    if fields.format == "text":
-        return "text"
-    return fields.format_of(record, place)
 
 
 def _parse(line: str, fields: Fields, place: str) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> Chunks:
+        return Chunks(self.documents[chosen], self.starts[chosen], self.lengths[chosen])
+
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
     """Cut documents into chunks of `max_length` tokens and a shorter tail.
@@ -67,8 +70,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     if count < 2:
         raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
     at = count - min(max(round(heldout * count), 1), count - 1)
-    part = slice(at, None) if split == "heldout" else slice(None, at)
-    return Chunks(chunks.documents[part], chunks.starts[part], chunks.lengths[part])
+    return chunks[at:] if split == "heldout" else chunks[:at]
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
@@ -80,12 +82,8 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     Raises:
         ValueError: the fraction is not in [0, 1), or a split would be empty.
     """
-    if not 0 <= heldout < 1:
-        raise ValueError(f"heldout {heldout}: choose a fraction of documents of at least 0 and below 1")
     if heldout and count < 2:
         raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
-    if split == "heldout" and not heldout:
-        raise ValueError("split 'heldout' with heldout 0.0 has no documents: choose a fraction above 0")
     heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
     order = _shuffle(count, _SPLIT_STREAM, split_seed)
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
@@ -138,7 +136,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         pairs: bool = False,
     ) -> None:
         self._together = 2 if pairs else 1
-        _check_settings(tokens, max_length, seed, split, split_seed, self._together)
         if pairs:
             chosen = split_documents(len(file) // 2, split, heldout, split_seed)
             self.chunks = _pairs(file, max_length, overlong, chosen)
@@ -148,7 +145,8 @@ class MiniBatches(Iterator[list[Drawn]]):
             documents = split_documents(len(file), split, heldout, split_seed)
             if overlong == "drop":
                 documents = documents[file.lengths[documents] <= max_length]
-            self.chunks = _with_targets(file, cut(file.lengths, documents, max_length))
+            chunks = cut(file.lengths, documents, max_length)
+            self.chunks = chunks[file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0]
         if not len(self.chunks):
             short = f" of at most {max_length}" if overlong == "drop" else ""
             what = "pair has answers" if pairs else "document has two tokens"
@@ -261,10 +259,8 @@ class MiniBatches(Iterator[list[Drawn]]):
                     f"mini-batch state: {name} is {theirs!r}, but this stream's is {mine!r}: "
                     f"resume with the same {name}, or start a new run"
                 )
-        epoch = state.get("epoch")
-        position = state.get("position")
-        if not (isinstance(epoch, int) and isinstance(position, int)):
-            raise ValueError(f"mini-batch state: epoch {epoch!r}, position {position!r}: load a result of state_dict()")
+        epoch = state["epoch"]
+        position = state["position"]
         if epoch < 0 or not 0 <= position < len(self._order):
             place = f"epoch {epoch}, position {position} of {len(self._order)}"
             raise ValueError(f"mini-batch state: {place}: load a result of state_dict()")
@@ -290,11 +286,6 @@ class MiniBatches(Iterator[list[Drawn]]):
         return _shuffle(len(self.chunks) // self._together, _EPOCH_STREAM, self._seed, epoch)
 
 
-def _with_targets(file: TokenFile, chunks: Chunks) -> Chunks:
-    kept = file.counts(chunks.documents, chunks.starts, chunks.lengths) > 0
-    return Chunks(chunks.documents[kept], chunks.starts[kept], chunks.lengths[kept])
-
-
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
     """Return the answers of pairs in which both keep a target.
 
@@ -307,24 +298,7 @@ def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> 
     usable = file.counts(documents, starts, lengths) > 0
     if overlong == "drop":
         usable &= whole <= max_length
-    kept = np.repeat(usable.reshape(-1, 2).all(1), 2)
-    return Chunks(documents[kept], starts[kept], lengths[kept])
-
-
-def _check_settings(tokens: int, max_length: int, seed: int, split: str, split_seed: int, together: int) -> None:
-    if max_length < 2:
-        raise ValueError(f"max_length {max_length}: a sequence needs a token and a target: choose at least 2")
-    if tokens < together * max_length:
-        twice, what = ("twice ", "pair") if together > 1 else ("", "sequence")
-        raise ValueError(
-            f"tokens {tokens} is below {twice}max_length {max_length}: a whole {what} must fit into a mini-batch: "
-            "raise tokens or lower max_length"
-        )
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split {split!r}: choose 'train' or 'heldout'")
-    for name, value in (("seed", seed), ("split_seed", split_seed)):
-        if value < 0:
-            raise ValueError(f"{name} {value}: choose one of at least 0")
+    return Chunks(documents, starts, lengths)[np.repeat(usable.reshape(-1, 2).all(1), 2)]
 
 
 def _shuffle(count: int, *key: int) -> _Indices:

@@ -24,8 +24,6 @@ class Mixture(Iterator[list[Drawn]]):
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
-        if len(members) != len(weights) or not members or min(weights) <= 0:
-            raise ValueError(f"weights {list(weights)} of {len(members)} corpora: give one above 0 for each")
         self.members = tuple(members)
         self.lengths: tuple[int, ...] = ()
         self.drawn: tuple[tuple[int, int], ...] = ()
@@ -57,17 +55,15 @@ class Mixture(Iterator[list[Drawn]]):
         Raises:
             ValueError: the state is for other corpora, weights or settings.
         """
-        weights, drawn, states = (state.get(name) for name in ("weights", "drawn", "members"))
+        weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(
                 f"mini-batch state: the weights of the mixture are {weights}, but this stream's are "
                 f"{list(self._weights)}: resume with the same mixture, or start a new run"
             )
-        if not isinstance(states, list) or not isinstance(drawn, list) or not len(states) == len(drawn) == len(weights):
-            raise ValueError("mini-batch state: it is not of a mixture: load a result of state_dict()")
-        for member, own in zip(self.members, states, strict=True):
+        for member, own in zip(self.members, state["members"], strict=True):
             member.load_state_dict(own)
-        self._drawn = [int(count) for count in drawn]
+        self._drawn = [int(count) for count in state["drawn"]]
         self.lengths = ()
 
     def _fill(self) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hydragraph.atomic_write import whole_file
 from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.corpus import Placed
-from hydragraph.data.documents import Document, characters_of
+from hydragraph.data.documents import characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
 _EVERY_S = 20.0  # most work that an interruption loses
@@ -95,25 +95,15 @@ class EncodedParts:
         masked = any(document.targets is not None for document in documents)
         every = [d.targets if d.targets is not None else [True] * len(d.ids) for d in documents] if masked else []
         targets = np.concatenate([np.asarray(one, np.bool_) for one in every]) if masked else np.zeros(0, np.bool_)
-        path = self._directory / f"{before:012d}.npz"
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with whole_file(self._directory / f"{before:012d}.npz") as file:
             np.savez(file, ids=ids, lengths=lengths, targets=targets)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
         return before + len(documents)
 
 
 def _batches(documents: Iterable[Placed], encoder: DocumentEncoder) -> Iterator[list[Encoded]]:
-    for batch in batched(documents, lambda placed: characters_of(_present(placed))):
+    for batch in batched(documents, lambda placed: characters_of(placed.document)):
         texts = [placed.document for placed in batch if isinstance(placed.document, str)]
         if len(texts) == len(batch):
-            yield from encode_texts(texts, encoder.tokenizer, encoder.end, encoder.begin)
+            yield encode_texts(texts, encoder.tokenizer, encoder.end, encoder.begin)
         else:
-            yield [encoder.encode(_present(placed), placed.place) for placed in batch]
-
-
-def _present(placed: Placed) -> Document:
-    assert placed.document is not None, "corpora leave out empty documents"
-    return placed.document
+            yield [encoder.encode(placed.document, placed.place) for placed in batch]

@@ -14,9 +14,7 @@ Tokens come first because they are written before the number of documents is kno
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -29,6 +27,8 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from hydragraph.atomic_write import whole_file
 
 T = TypeVar("T")
 
@@ -145,17 +145,6 @@ class TokenFile:
         """Return the number of documents."""
         return len(self.lengths)
 
-    def __getitem__(self, document: int) -> Tensor:
-        """Read a document's tokens: int64 [length]; negative indices count from the end."""
-        index = document + len(self) if document < 0 else document
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.path}: document {document} of {len(self)}")
-        return self.slice(index, 0, int(self.lengths[index]))
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield every document in order."""
-        return (self[document] for document in range(len(self)))
-
     def slice(self, document: int, start: int, stop: int) -> Tensor:
         """Read tokens [start, stop) of a document: int64 [stop - start]."""
         return torch.from_numpy((self._part(document, start, stop) & self._ids).astype(np.int64))
@@ -185,9 +174,7 @@ class TokenFile:
         return (1 << bits) - 1
 
     def _part(self, document: int, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        if not 0 <= start <= stop <= self.lengths[document]:
-            length = self.lengths[document]
-            raise IndexError(f"{self.path}: tokens [{start}, {stop}) of document {document}, which has {length}")
+        assert 0 <= start <= stop <= self.lengths[document]
         first = int(self._offsets[document])
         return self._tokens[first + start : first + stop]
 
@@ -231,41 +218,22 @@ def write_encoded(
         NoText: the corpus is empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, for an atomic rename; with a unique name, for concurrent writers.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(bytes(_HEADER_BYTES))
-            header = _write_payload(file, batches, vocabulary, end, targeted)
-            if not header.documents:
-                raise NoText("the corpus holds no text")
-            file.seek(0)
-            file.write(header.pack())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(bytes(_HEADER_BYTES))
+        header = _write_payload(file, batches, vocabulary, end, targeted)
+        if not header.documents:
+            raise NoText("the corpus holds no text")
+        file.seek(0)
+        file.write(header.pack())
     return TokenFile.open(path)
 
 
-def encode_texts(
-    documents: Iterable[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()
-) -> Iterator[list[Encoded]]:
-    """Yield batches of texts as tokens that start with `begin` and end with `end`."""
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Sequence[int] = ()) -> list[Encoded]:
+    """Return texts as tokens that start with `begin` and end with `end`."""
     begins = list(begin)
-    done = 0
-    for batch in batched(documents, len):
-        try:
-            encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except TypeError as error:
-            raise ValueError(
-                f"one of the documents {done} to {done + len(batch) - 1} is not Unicode text (a lone surrogate, or not "
-                "a str): read them with corpus.documents, which leaves such documents out"
-            ) from error
-        done += len(batch)
-        every = (encoding.ids for encoding in encodings)
-        yield [Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, end]) for ids in every]
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    every = (encoding.ids for encoding in encodings)
+    return [Encoded([*(begins if ids[: len(begins)] != begins else ()), *ids, end]) for ids in every]
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:

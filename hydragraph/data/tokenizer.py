@@ -115,16 +115,10 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
     )
 
 
-def id_of(tokenizer: Tokenizer, token: str) -> int:
-    token_id = tokenizer.token_to_id(token)
-    assert token_id is not None, f"{token} was found in the vocabulary"
-    return int(token_id)
-
-
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
     """Return the id that ends a text for a tokenizer from `directory`; errors as for `end_of_text_token`."""
     declared = special_tokens(directory).get("eos_token")
-    return id_of(tokenizer, end_of_text_token(tokenizer, declared=declared))
+    return int(tokenizer.token_to_id(end_of_text_token(tokenizer, declared)))
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.report.facts import ReportContents
 from hydragraph.report.markup import join, script_data, tag
 from hydragraph.report.sections import contents, header, sections
 from hydragraph.report.time_series import course_data
-from hydragraph.train.atomic_write import write_whole
 from hydragraph.version import __version__
 
 

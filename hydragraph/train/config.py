@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import yaml
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.data.documents import FORMATS, OVERLONG, TRAIN_ON, Fields
 from hydragraph.spec.elastic import Elastic
 from hydragraph.spec.home import AUTO, Home
 from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_yaml
-from hydragraph.train.atomic_write import write_whole
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (

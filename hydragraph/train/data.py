@@ -18,11 +18,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hydragraph.data import corpus, tokenizer
-from hydragraph.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, DocumentEncoder, chatml
-from hydragraph.data.documents import Fields
+from hydragraph.data.chat import CHATML, CHATML_TOKENS, DocumentEncoder, chatml
+from hydragraph.data.documents import Fields, texts_of
 from hydragraph.data.mini_batches import Drawn, MiniBatches, Split
 from hydragraph.data.mixture import Mixture
 from hydragraph.data.parts import EncodedParts
+from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import NoText, TokenFile, vocabulary_of, write_encoded
 from hydragraph.train.config import DataConfig, SourceConfig, TrainConfig
 from hydragraph.train.reference_scores import Scores, evaluation_name, train_name
@@ -192,7 +193,7 @@ def _make(config: TrainConfig, existing: Path | None, partial: Path, progress: P
             continue
         what = "writing the token file" if name == f"{_TOKENS}.bin" else f"writing {name}"
         reading = corpus.CorpusReport()
-        placed = corpus.placed_documents(*_read_from(source), reading, source.max_samples)
+        placed = corpus.documents(*_read_from(source), reading, source.max_samples)
         parts = EncodedParts(partial / f"{name}.parts")
 
         def told(done: int, what: str = what, reading: corpus.CorpusReport = reading) -> None:
@@ -230,7 +231,8 @@ def _make_tokenizer(config: TrainConfig, existing: Path | None, directory: Path,
         chats = any("chat" in corpus.formats(*_read_from(s)) for s in data.sources)
         special = (tokenizer.END_OF_TEXT, *(CHATML_TOKENS if chats else ()))
         readings = [(s, corpus.CorpusReport()) for s in data.sources]
-        texts = chain.from_iterable(corpus.texts(*_read_from(s), report, s.max_samples) for s, report in readings)
+        placed = (corpus.documents(*_read_from(s), report, s.max_samples) for s, report in readings)
+        texts = chain.from_iterable(texts_of(one.document) for one in chain.from_iterable(placed))
         sizes = sum(path.stat().st_size for s in data.sources for path in corpus.files(_paths(s), s.suffixes))
 
         def part() -> float:
@@ -380,7 +382,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
     longer = (file.lengths > data.max_length).nonzero()[0]
     if len(longer):
         first = int(longer[0])
-        placed = next(islice(corpus.placed_documents(*_read_from(source)), first, None))
+        placed = next(islice(corpus.documents(*_read_from(source)), first, None))
         raise ValueError(
             f"{placed.place}: {file.lengths[first]} tokens, and data.max_length is {data.max_length} "
             f"({len(longer)} of {len(file)} documents are longer): raise it, or set data.overlong to cut or drop"

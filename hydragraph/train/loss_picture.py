@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hydragraph.atomic_write import whole_file
 from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
@@ -59,9 +60,8 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
     axes.set_title(_title(metrics, events))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:

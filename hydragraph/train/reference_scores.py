@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hydragraph.atomic_write import whole_file
 from hydragraph.cluster.launch import World
 from hydragraph.cluster.processes.stop_requests import Requests
 from hydragraph.data.mini_batches import MiniBatches
@@ -125,13 +125,9 @@ class ReferenceScores:
     def _write(self, world: World) -> None:
         if world.rank:
             return
-        partial = self._path.with_suffix(".partial")
         identities = {f"{name} of": np.array(stream.identity) for name, stream in self._streams.items()}
-        with partial.open("wb") as file:
+        with whole_file(self._path) as file:
             np.savez(file, allow_pickle=False, **self.of, **identities)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
 
 
 def train_name(member: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hydragraph.atomic_write import write_whole
 from hydragraph.cluster.rendezvous.member import here
 from hydragraph.cost.costs import Costs
 from hydragraph.engine.recovery import Survived, meet_again
 from hydragraph.spec.health import Health
 from hydragraph.train.callbacks import Callbacks
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.ranks_file import ranks_of, write_ranks
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.run_saving import checkpoint, forget_unsaved, saves_after
 from hydragraph.train.step_metrics import read_metrics
@@ -167,9 +170,12 @@ def _unsaved(run: Run, state: TrainState) -> bool:
 
 
 def write_run_ranks(run: Run) -> None:
-    ranks = ranks_of(run.world)
+    """Replace `ranks.json`, the processes of the run by rank; all ranks call it."""
+    world = run.world
+    place = {"rank": world.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": str(world.device)}
+    places = world.gather(place)
     if run.log is not None:
-        write_ranks(run.folder.ranks, ranks)
+        write_whole(run.folder.ranks, json.dumps(places) + "\n")
 
 
 def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hydragraph.train.atomic_write import write_whole
+from hydragraph.atomic_write import write_whole
 from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.straggler_state import Slow
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from hydragraph.data.chat import ChatTemplate, DocumentEncoder
+from hydragraph.data.chat import DocumentEncoder
 from hydragraph.data.chat import chatml as chatml_for
 from hydragraph.data.documents import AlpacaRecord, Completion, Conversation, Fields, TokenIds, texts_of
+from hydragraph.data.template import ChatTemplate
 from hydragraph.data.token_file import encode_texts
 from hydragraph.data.tokenizer import train_bpe
 from tests.data.chats import BARE, BEGINS, MARKED, PLAIN, REWRITES, TOOLS, encoder
@@ -135,7 +136,7 @@ def test_texts_begin_as_the_tokenizer_begins_them() -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     encode = DocumentEncoder(tokenizer, END).encode
     assert encode("hello", "here").ids == encode("<s>hello", "here").ids == [begin, *ids("hello"), END]
-    (batch,) = encode_texts(["hello", "<s>hello"], tokenizer, END, [begin])
+    batch = encode_texts(["hello", "<s>hello"], tokenizer, END, [begin])
     assert [document.ids for document in batch] == [[begin, *ids("hello"), END]] * 2
 
 

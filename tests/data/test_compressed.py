@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hydragraph.data.compressed import suffix_of
-from hydragraph.data.corpus import CorpusReport, documents, formats, left_out
+from hydragraph.data.corpus import CorpusReport, formats, left_out
+from tests.data.written import documents
 
 pyarrow = pytest.importorskip("pyarrow")
 

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.data import corpus
 from hydragraph.data.corpus import (
     CorpusReport,
-    documents,
     files,
     fingerprint,
     formats,
     left_out,
-    placed_documents,
     unread,
 )
 from hydragraph.data.documents import PLAIN, Completion, Fields
+from tests.data.written import documents
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -283,7 +283,7 @@ def test_a_pair_of_answers_is_two_documents_of_one_record(tmp_path: Path) -> Non
     pairs = [{"prompt": "Q", "chosen": f"A{i}", "rejected": f"B{i}"} for i in range(3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     report = CorpusReport()
-    found = list(placed_documents([tmp_path / "pairs.jsonl"], None, PLAIN, report, limit=2))
+    found = list(corpus.documents([tmp_path / "pairs.jsonl"], None, PLAIN, report, limit=2))
     assert [placed.document for placed in found] == [Completion("Q", answer) for answer in ("A0", "B0", "A1", "B1")]
     assert found[3].place == f"{tmp_path / 'pairs.jsonl'}:2, rejected"
     assert report.documents == 2

@@ -12,6 +12,7 @@ import pytest
 from hydragraph.data import corpus
 from hydragraph.data.documents import Conversation, Fields
 from hydragraph.data.tables import columns, rows, saved_files
+from tests.data.written import documents
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -31,7 +32,7 @@ def test_arrow_files_of_both_kinds_are_read(stream: bool, tmp_path: Path) -> Non
     arrow(tmp_path / "a.arrow", pyarrow.table({"id": [1, 2, 3], "text": ["a", None, "c"]}), stream)
     assert columns(tmp_path / "a.arrow") == ["id", "text"]
     assert list(rows(tmp_path / "a.arrow", {"text", "messages"})) == [{"text": "a"}, {"text": None}, {"text": "c"}]
-    assert list(corpus.documents([tmp_path])) == ["a", "c"]
+    assert list(documents([tmp_path])) == ["a", "c"]
 
 
 def test_a_damaged_table_is_told(tmp_path: Path) -> None:
@@ -49,10 +50,10 @@ def test_conversations_are_read_from_tables(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(table, tmp_path / "chat.parquet")
-    found = list(corpus.documents([tmp_path / "chat.parquet"]))
+    found = list(documents([tmp_path / "chat.parquet"]))
     assert found == [Conversation(tuple(turns)) for turns in CHAT]
     with pytest.raises(ValueError, match=r"chat.parquet: no column 'prompt': set prompt_field to one of"):
-        list(corpus.documents([tmp_path], fields=Fields(format="completion")))
+        list(documents([tmp_path], fields=Fields(format="completion")))
 
 
 def test_directories_that_datasets_saved_are_read_in_order(tmp_path: Path) -> None:
@@ -61,12 +62,12 @@ def test_directories_that_datasets_saved_are_read_in_order(tmp_path: Path) -> No
     saved = datasets.Dataset.from_dict({"text": texts}).select(range(19, -1, -1))
     saved.save_to_disk(str(tmp_path / "all" / "one"), num_shards=3)
     assert len(saved_files(tmp_path / "all" / "one") or []) == 3
-    assert list(corpus.documents([tmp_path / "all"])) == texts[::-1]
+    assert list(documents([tmp_path / "all"])) == texts[::-1]
     splits = datasets.DatasetDict({"train": saved, "test": saved})
     splits.save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(ValueError, match=r"holds the splits train, test of a dataset: name one, .*splits/train"):
-        list(corpus.documents([tmp_path / "splits"]))
-    assert list(corpus.documents([tmp_path / "splits" / "test"])) == texts[::-1]
+        list(documents([tmp_path / "splits"]))
+    assert list(documents([tmp_path / "splits" / "test"])) == texts[::-1]
 
 
 def test_a_saved_directory_that_is_not_whole_is_told(tmp_path: Path) -> None:
@@ -90,18 +91,18 @@ def test_csv_files_are_read_as_texts(name: str, tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     report = corpus.CorpusReport()
     assert columns(path) == ["id", "text", "note"]
-    assert list(corpus.documents([tmp_path], report=report)) == [f'a "b"{comma}\nc', "007"]
+    assert list(documents([tmp_path], report=report)) == [f'a "b"{comma}\nc', "007"]
     assert (report.empty, report.undecodable, list(report.unread)) == (1, [f"{path}: row 4"], ["id", "note"])
 
 
 def test_a_csv_file_with_rows_of_different_lengths_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,id\na,1\nb\n")
     with pytest.raises(ValueError, match=r"a\.csv: not a readable CSV file .*Expected 2 columns, got 1"):
-        list(corpus.documents([tmp_path]))
+        list(documents([tmp_path]))
 
 
 @pytest.mark.parametrize(("sign", "way"), [(";", "write commas"), ("\t", r"call it \.tsv")])
 def test_a_csv_file_with_another_separator_is_refused(sign: str, way: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"text{sign}id\na{sign}1\n")
     with pytest.raises(ValueError, match=rf"a\.csv: its columns are separated by .*, not by ',': {way}"):
-        list(corpus.documents([tmp_path]))
+        list(documents([tmp_path]))

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from hydragraph.data.corpus import texts
 from hydragraph.data.tokenizer import END_OF_TEXT, end_of_text_token, load, save, train_bpe
+from tests.data.written import documents
 from tests.thorough import thorough
 
-SOURCES = list(texts([Path(json.__file__).parent], suffixes=(".py",)))
+SOURCES = [str(text) for text in documents([Path(json.__file__).parent], suffixes=(".py",))]
 TOKENIZER = train_bpe(SOURCES, 600)
 
 

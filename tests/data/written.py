@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from hydragraph.data.token_file import TokenFile, encode_texts, vocabulary_of, write_encoded
-from hydragraph.data.tokenizer import end_of_text_token, id_of
+from hydragraph.data import corpus
+from hydragraph.data.documents import Document
+from hydragraph.data.token_file import TokenFile, batched, encode_texts, vocabulary_of, write_encoded
+from hydragraph.data.tokenizer import end_of_text_token
 
 
 def write_tokens(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
     """Encode texts, end each with the end-of-text token, and write them to a token file."""
-    end = id_of(tokenizer, end_of_text_token(tokenizer))
-    return write_encoded(path, encode_texts(documents, tokenizer, end), vocabulary_of(tokenizer), end, False)
+    end = tokenizer.token_to_id(end_of_text_token(tokenizer))
+    batches = (encode_texts(batch, tokenizer, end) for batch in batched(documents, len))
+    return write_encoded(path, batches, vocabulary_of(tokenizer), end, False)
+
+
+def tokens_of(file: TokenFile) -> list[Tensor]:
+    """Read all documents."""
+    return [file.slice(document, 0, int(length)) for document, length in enumerate(file.lengths)]
+
+
+def documents(*paths_and_suffixes: Any, **options: Any) -> Iterator[Document]:
+    """Return a corpus's documents without their places."""
+    return (placed.document for placed in corpus.documents(*paths_and_suffixes, **options))

@@ -184,8 +184,8 @@ def test_a_new_tokenizer_for_conversations_brings_chatml(tmp_path: Path) -> None
     theirs = AutoTokenizer.from_pretrained(directory)
     file = open_tokens(run, directory).files[0]
     wanted: Any = theirs.apply_chat_template(CHAT[3], return_dict=True, return_assistant_tokens_mask=True)
-    assert file[3].tolist() == wanted["input_ids"]
-    assert file.targets(3, 0, len(file[3])).int().tolist() == wanted["assistant_masks"]
+    assert file.slice(3, 0, int(file.lengths[3])).tolist() == wanted["input_ids"]
+    assert file.targets(3, 0, int(file.lengths[3])).int().tolist() == wanted["assistant_masks"]
 
 
 def test_a_tokenizer_keeps_its_configuration_and_may_lack_a_template(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Files that are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that replaces `path` when the block ends; an error or a kill leaves the old contents."""
+    # In the same directory, for an atomic rename; with a unique name, for concurrent writers.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's contents by a text, as `whole_file` does."""
+    with whole_file(path) as file:
+        file.write(text.encode())
