@@ -33,10 +33,7 @@ _BASE_CHATML = (
 
 
 def chatml(special: Collection[str], end: str) -> str:
-    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token.
-
-    Otherwise a base model would never learn to end its answers.
-    """
+    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token."""
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
 
@@ -72,7 +69,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens; a text is ended by `end`.
+        """Return a document as tokens.
 
         Raises:
             ValueError: it contains no target, or its template rejects it.
@@ -106,7 +103,7 @@ class DocumentEncoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode prompt and completion separately: for generation, the model gets only the prompt."""
+        """Encode the texts separately: for generation, the model gets only the prompt."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:

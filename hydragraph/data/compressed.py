@@ -18,7 +18,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the lower-case suffix of a file's contents: ".jsonl" for "a.jsonl" and for "a.jsonl.gz"."""
+    """Return the lower-case suffix of a file's contents: ".jsonl" also for "a.jsonl.gz"."""
     return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
 
 
@@ -27,7 +27,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading decompressed bytes.
 
     Raises:
-        ValueError: the file is compressed and damaged.
+        ValueError: the file is damaged.
         ImportError: it is compressed by Zstandard, and pyarrow is not installed.
     """
     if not is_compressed(path):

@@ -21,13 +21,13 @@ from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document
 
 @dataclass
 class CorpusReport:
-    """Report that `documents` fills in while it is consumed.
+    """Counts that `documents` fills in while it is consumed.
 
     Attributes:
         empty: number of documents without text, which are left out.
         undecodable: files, lines and rows that are not UTF-8 text, and left out.
         unread: non-empty fields that are not read, by first occurrence.
-        read: number of these bytes that were read; a table counts at its end.
+        bytes, read: size of the corpus, and bytes read so far; a table counts at its end.
     """
 
     documents: int = 0
@@ -42,7 +42,6 @@ class CorpusReport:
         return min(self.read / self.bytes, 1.0) if self.bytes else 0.0
 
     def sentence(self) -> str:
-        """Return a summary that names at most three undecodable places."""
         text = f"read {self.documents} documents; left out {self.empty} empty"
         if self.unread:
             text = f"{text}; did not read the fields {', '.join(self.unread)}"
@@ -61,8 +60,7 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         paths: files and directories. Hidden entries, `__pycache__`, links to directories, and other files than Arrow in
             directories saved by `datasets` are skipped.
         suffixes: suffixes of files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
-            .parquet, ...) if there are any, else all that can be read as text. Of records with a split in their names,
-            such as train-0.parquet and test-0.parquet, only those for training are taken.
+            .parquet, ...), without evaluation splits if there are training splits, or else all readable as text.
 
     Raises:
         ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.
@@ -75,7 +73,6 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
         for path in _walk(root, suffixes):
             absolute = os.path.abspath(path)
             if absolute in reached:
-                # Its text would count twice, perhaps once as held-out text.
                 first = reached[absolute]
                 raise ValueError(f"corpus file {path} is reached twice, from {first} and from {root}: list it once")
             reached[absolute] = root
@@ -111,7 +108,6 @@ def documents(
     Documents without text and undecodable ones are left out, counted in `report` and logged.
 
     Args:
-        fields: names of fields or columns.
         report: filled in while documents are drawn.
         limit: yield at most this many records; None: all.
 
@@ -127,7 +123,6 @@ def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fiel
 
     Raises:
         ValueError: a first record cannot be used.
-        OSError: a file cannot be read.
     """
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
@@ -199,7 +194,6 @@ _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uati
 
 
 def _check_named(path: Path) -> None:
-    """Refuse a named file whose format would be trained on as plain bytes."""
     way = _NO_TEXTS.get(suffix_of(path))
     if is_compressed(path) and suffix_of(path) in (".parquet", ".arrow"):
         raise ValueError(f"corpus file {path}: a compressed table cannot be read: unpack it")
@@ -232,7 +226,7 @@ def _of_training(paths: list[Path], root: Path) -> list[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files in directories among `paths` that are not read: of other types, or splits for evaluation."""
+    """Return the files in directories that are not read: of other types, or splits for evaluation."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
@@ -272,9 +266,8 @@ def _inside(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in sorted(names):
             path = Path(folder, name)
-            # Opening a pipe would block forever, and a dangling link cannot be read.
             matches = suffixes is None or _ends_in(path, suffixes)
-            if matches and not name.startswith(".") and path.is_file():
+            if matches and not name.startswith(".") and path.is_file():  # not a pipe or a dangling link
                 yield path
 
 
@@ -284,13 +277,11 @@ def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
     return bool(asked & {outer, suffix_of(path), suffix_of(path) + outer})
 
 
-def _raise(error: OSError) -> None:
-    """Report a directory that os.walk cannot list, instead of skipping it."""
+def _raise(error: OSError) -> None:  # os.walk would skip the directory
     raise error
 
 
 def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int | None) -> Iterator[Placed]:
-    """Yield the first `limit` records, and log what was left out."""
     for place, document in islice(_draw(paths, fields, report), limit):
         if isinstance(document, Preference):
             yield Placed(f"{place}, {fields.chosen}", document.chosen)

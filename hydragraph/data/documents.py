@@ -54,10 +54,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with a role and, usually, a content.
+    """Messages for a chat template: mappings with a role and, usually, a content; `weight` 0 keeps one out of the loss.
 
     Attributes:
-        messages: those with `weight` 0 are not trained.
         arguments: arguments of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -147,8 +146,7 @@ class Fields:
         """Return the format of records with these fields.
 
         Args:
-            place: place of the first record, for errors.
-            kind: "field" or "column", for errors.
+            place, kind: place of the first record, and "field" or "column", for errors.
 
         Raises:
             ValueError: a field is missing, or "auto" could mean several things.
@@ -506,13 +504,11 @@ def _json(text: str, name: str, place: str) -> object:
 
 
 def shared_length(first: str, second: str) -> int:
-    """Return the length of the common beginning of two texts."""
     differing = (i for i, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     return next(differing, min(len(first), len(second)))
 
 
 def texts_of(document: Document) -> list[str]:
-    """Return the texts of a document, for training a tokenizer."""
     if isinstance(document, str):
         return [document]
     if isinstance(document, Completion):

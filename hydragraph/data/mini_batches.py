@@ -42,9 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Cut documents into chunks of `max_length` tokens and a shorter tail.
-
-    A tail of one token is dropped: it has no target.
+    """Cut documents into chunks of `max_length` tokens and a tail of at least two; a tail of one token has no target.
 
     Args:
         lengths: tokens of every document of the file.
@@ -59,9 +57,6 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     """Return one split of the pieces of a single document; the last ones are held out.
-
-    Args:
-        split, heldout: as for `split_documents`.
 
     Raises:
         ValueError: the document is a single piece.
@@ -80,7 +75,7 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
         heldout: fraction of documents, rounded, but at least one on each side; 0: none.
 
     Raises:
-        ValueError: the fraction is not in [0, 1), or a split would be empty.
+        ValueError: there is only one document.
     """
     if heldout and count < 2:
         raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
@@ -104,10 +99,9 @@ class MiniBatches(Iterator[list[Drawn]]):
     on the file and the settings.
 
     Args:
-        tokens: budget of one mini-batch, never exceeded.
-        max_length: longest chunk, in tokens (`cut`).
+        tokens: budget of one mini-batch, at least one chunk or pair.
+        max_length: longest chunk, in tokens (`cut`), at least 2.
         seed: seed of the order.
-        split: documents to draw: "train" or "heldout".
         heldout: fraction of documents held out; for a single document, of its pieces.
         split_seed: seed of the held-out documents; keep it when `seed` changes, or training would see them.
         overlong: "cut" or "drop" documents longer than `max_length`.
@@ -117,10 +111,11 @@ class MiniBatches(Iterator[list[Drawn]]):
     Attributes:
         chunks: chunks of one epoch; answers of a pair are neighbours.
         lengths: lengths of the sequences in the last mini-batch.
+        drawn: their chunks.
         scores: a number for each chunk, which its sequence then holds as "reference".
 
     Raises:
-        ValueError: a setting is out of range, or the split has no document of two tokens.
+        ValueError: the split has no document of two tokens.
     """
 
     def __init__(
@@ -212,7 +207,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return [int(self.chunks.lengths[chunk]) for chunk in self._unit(int(self._order[self._position]))]
 
     def take(self) -> list[int]:
-        """Advance past the next chunk or pair, across epochs; return its chunks for `read`."""
+        """Advance past the next chunk or pair; return its chunks for `read`."""
         unit = int(self._order[self._position])
         self._position += 1
         if self._position == len(self._order):
@@ -225,7 +220,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return list(range(unit * self._together, (unit + 1) * self._together))
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
-        """Read a chunk; `with_score` adds its score if there is one."""
+        """Read a chunk, with its score if there is one."""
         document = int(self.chunks.documents[chunk])
         start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
@@ -287,10 +282,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return the answers of pairs in which both keep a target.
-
-    The answers of pair i are documents 2i and 2i + 1.
-    """
+    """Return the answers of pairs (documents 2i and 2i + 1) in which both keep a target."""
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)

@@ -1,4 +1,4 @@
-"""Mini-batches from several corpora by weight, a pure function of the corpora and the number of drawn tokens."""
+"""Mini-batches from several corpora by weight."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 
 
 class Mixture(Iterator[list[Drawn]]):
-    """Endless mini-batches in which each corpus has its share of the tokens.
+    """Endless mini-batches in which each corpus has its share of the tokens, to within a sequence.
 
-    The next sequence comes from the corpus that is furthest below its share, so every share is exact to within a
-    sequence.
+    The next sequence comes from the corpus that is furthest below its share.
 
     Args:
         members: streams of the corpora; their own budgets are ignored.
         weights: shares of the tokens, above 0, in any unit.
 
     Attributes:
-        lengths: lengths of the sequences in the last mini-batch.
-        drawn: (corpus, chunk) of each sequence in the last mini-batch.
+        lengths, drawn: of each sequence in the last mini-batch, its length, and its (corpus, chunk).
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -35,7 +33,7 @@ class Mixture(Iterator[list[Drawn]]):
         return [self.members[i].read(chunk) for i, chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch without reading it; return the lengths of its sequences."""
+        """Skip the next mini-batch; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 

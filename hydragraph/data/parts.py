@@ -23,7 +23,6 @@ class EncodedParts:
     """Encoded documents of one corpus.
 
     Args:
-        directory: created if missing.
         every_s: seconds of work per part.
     """
 
@@ -40,7 +39,7 @@ class EncodedParts:
         """Encode the missing documents; yield the number of finished ones after each part.
 
         Args:
-            documents: documents of the whole corpus, always in the same order.
+            documents: the whole corpus, always in the same order.
             progress: called with the number of finished documents.
         """
         done = sum(self._count(path) for path in self._files)
@@ -59,7 +58,6 @@ class EncodedParts:
             yield self._write(waiting, done)
 
     def read(self) -> Iterator[list[Encoded]]:
-        """Yield the documents of each part."""
         for path in self._files:
             with np.load(path) as part:
                 ids, lengths, targets = part["ids"], part["lengths"], part["targets"]

@@ -23,7 +23,7 @@ def columns(path: Path) -> list[str]:
     """Return the names of a table's columns.
 
     Raises:
-        ValueError: it cannot be read as a table.
+        ValueError: it cannot be read.
         ImportError: pyarrow is not installed.
     """
     with _table(path) as (names, _):

@@ -206,11 +206,7 @@ class _Written:
             raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as a string")
 
     def marked(self, trained: Sequence[int]) -> list[Span]:
-        """Return the spans that the template marks in these messages.
-
-        Raises:
-            ValueError: a message's content is not marked.
-        """
+        """Return the spans that the template marks in these messages; a ValueError names a message without marks."""
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
@@ -263,7 +259,8 @@ class _Written:
         The turn is its content in the final text, extended by the generation prompt's header and by its ending.
 
         Args:
-            before, after: text of the messages before it, with the generation prompt; text up to and including it.
+            before: text of the messages before it, with the generation prompt.
+            after: text up to and including it.
         """
         messages = self._messages
         content = self._region(messages, i)

@@ -48,7 +48,7 @@ class NoText(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Header:
-    """The first bytes of a token file.
+    """First bytes of a token file.
 
     Attributes:
         item_bytes: bytes of one token: 2 or 4.
@@ -103,7 +103,7 @@ class TokenFile:
         """Map a file, checking everything except the tokens (see `verify`).
 
         Raises:
-            ValueError: the file is missing, not a token file, or of another version, truncated or corrupt.
+            ValueError: the file is missing, truncated or corrupt, or not a token file of this version.
         """
         header = _read_header(path)
         # asarray: results computed from a memmap would have its type.
@@ -123,7 +123,7 @@ class TokenFile:
             progress: called with the number of documents read.
 
         Raises:
-            ValueError: a byte differs from what was written.
+            ValueError: the checksum differs.
         """
         digest = hashlib.sha256()
         read = 0
@@ -142,7 +142,6 @@ class TokenFile:
         return len(self._tokens)
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self.lengths)
 
     def slice(self, document: int, start: int, stop: int) -> Tensor:
@@ -254,7 +253,6 @@ def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterat
 def _write_payload(
     file: BinaryIO, batches: Iterable[Sequence[Encoded]], vocabulary: int, end: int, targeted: bool
 ) -> _Header:
-    """Write tokens, padding and offsets; return the header that describes them."""
     item_bytes = 2 if vocabulary <= 1 << (16 - targeted) else 4
     no_target = 1 << (8 * item_bytes - 1)
     digest = hashlib.sha256()

@@ -86,7 +86,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy a tokenizer's files from one directory to another."""
+    """Copy a tokenizer's files to another directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in files(source):
         shutil.copyfile(path, directory / path.name)
@@ -133,7 +133,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory, of several the one named "default", or None."""
+    """Return the chat template in a tokenizer's directory (of several, the "default" one), or None."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

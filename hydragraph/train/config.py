@@ -20,6 +20,7 @@ from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_ya
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (
+    Checked,
     Count,
     Fraction,
     Number,
@@ -141,7 +142,7 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Checked):
     """A corpus: its files and the format of its records.
 
     Attributes:
@@ -174,9 +175,6 @@ class SourceConfig:
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     max_samples: Positive | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def fields(self) -> Fields:

@@ -84,6 +84,13 @@ def check_fields(record: object, *skipped: str) -> None:
                 object.__setattr__(record, name, converted)
 
 
+class Checked:
+    """Base of dataclasses whose fields are checked by `check_fields`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)

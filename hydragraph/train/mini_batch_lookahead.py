@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from hydragraph.data.mini_batches import Drawn
-
-
-class Source(Protocol):
-    """An endless stream of mini-batches with a position."""
-
-    def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last mini-batch."""
+from hydragraph.data.mini_batches import Drawn, MiniBatches
+from hydragraph.data.mixture import Mixture
 
 
 class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
+    Args:
+        count: number of mini-batches planned ahead.
+        announce: called once with each mini-batch, if `count` is not 0.
+
     Attributes:
         position: position of the source after the last returned mini-batch, where a resumed run continues.
     """
 
-    def __init__(self, source: Source, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
-        """Start reading at a source's position.
-
-        Args:
-            count: number of mini-batches planned ahead.
-            announce: called once with each mini-batch, if `count` is not 0.
-        """
+    def __init__(self, source: MiniBatches | Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:
         self._source = source
         self._count = count
         self._announce = announce

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydragraph.frontend.packed_inputs import Loss, token_cross_entropy
+from hydragraph.frontend.packed_inputs import token_cross_entropy
 from hydragraph.train.config import AdapterConfig, LoraConfig, ModelConfig, TrainConfig
 from hydragraph.train.field_checks import similar
 from hydragraph.train.preference_objective import WEIGHTS, weighted_logprobs
@@ -25,19 +25,12 @@ _IDENTITY = frozenset({"model_type", "architectures", "auto_map", "transformers_
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def loss_of(config: TrainConfig) -> Loss | None:
-    """Return the loss of a config; None: the default one."""
-    if config.objective is not None:
-        return weighted_logprobs
-    if not config.label_smoothing:
-        return None
-    return partial(token_cross_entropy, label_smoothing=config.label_smoothing)
-
-
 def captured_loss(config: TrainConfig) -> dict[str, Any]:
     """Return the arguments `loss` and `example` of `hydragraph.capture` and `hydragraph.compile`."""
-    example = None if config.objective is None else {WEIGHTS: torch.ones(1, 8)}
-    return {"loss": loss_of(config), "example": example}
+    if config.objective is not None:
+        return {"loss": weighted_logprobs, "example": {WEIGHTS: torch.ones(1, 8)}}
+    loss = partial(token_cross_entropy, label_smoothing=config.label_smoothing) if config.label_smoothing else None
+    return {"loss": loss, "example": None}
 
 
 def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Module:
@@ -100,10 +93,13 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.
     """
-    if config.directory is None:
-        model = _build(config, vocabulary, end_of_text, seed)
-    else:
+    if config.directory is not None:
         model = _read(config, vocabulary, end_of_text)
+    else:
+        settings = model_config(config, vocabulary, end_of_text)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _model_class(str(config.architecture))(settings).float()
     check_vocabulary(config, model, vocabulary)
     return _with_dropout(model, config)
 
@@ -174,14 +170,6 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     }
     with _refused_by(kind):
         return kind(**{**defaults, **settings})
-
-
-def _build(config: ModelConfig, vocabulary: int, end_of_text: int, seed: int) -> nn.Module:
-    settings = model_config(config, vocabulary, end_of_text)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = _model_class(str(config.architecture))(settings)
-    return model.float()
 
 
 def _read(config: ModelConfig, vocabulary: int, end_of_text: int) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from hydragraph.train.field_checks import Fraction, Number, check_fields, check_number
+from hydragraph.train.field_checks import Checked, Fraction, Number, check_number
 
 
 def _check_scale(name: str, value: object) -> None:
@@ -18,7 +18,7 @@ Scale = Annotated[float, _check_scale]
 
 
 @dataclass(frozen=True)
-class DpoConfig:
+class DpoConfig(Checked):
     """Direct preference optimisation (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
 
     The reward of an answer is beta * (log p - log p_ref), where p_ref is the model before training.
@@ -31,12 +31,9 @@ class DpoConfig:
     beta: Scale = 0.1
     label_smoothing: Fraction = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class SimpoConfig:
+class SimpoConfig(Checked):
     """Simple preference optimisation (Meng et al., 2024, eq. 6): rewards per token, without a reference.
 
     The reward of an answer is beta / tokens * log p, and the preferred one should be higher by gamma.
@@ -49,12 +46,9 @@ class SimpoConfig:
     beta: Scale = 2.0
     gamma: Number = 1.0
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @dataclass(frozen=True)
-class OrpoConfig:
+class OrpoConfig(Checked):
     """Odds ratio preference optimisation (Hong et al., 2024, eq. 6): fine-tuning on the preferred answer, and the odds.
 
     The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.
@@ -64,9 +58,6 @@ class OrpoConfig:
     """
 
     weight: Number = 0.1
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 PairLoss = DpoConfig | SimpoConfig | OrpoConfig

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.measured_profile import Profile, Scheme
+from hydragraph.data.json_object import read_object
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy_text import parse_strategy
@@ -28,8 +28,8 @@ def read_profile(text: str) -> Profile:
         ValueError: the entry is missing, or the file contains neither.
     """
     path, _, name = text.partition("#")
-    content = _json(Path(path))
-    if not isinstance(content, dict) or "profiles" not in content:
+    content = read_object(Path(path), "write a profile with hydragraph profile")
+    if "profiles" not in content:
         return Profile.load(path)
     entries: dict[str, Any] = {entry["name"]: entry for entry in content["profiles"]}
     if name not in entries:
@@ -104,10 +104,3 @@ def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
             raise ValueError(f"--strategy {i}: {error}") from error
         candidates.append([(p.stages[0].tp, len(p.stages)) for p in pipelines])
     return candidates
-
-
-def _json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}): write a profile with hydragraph profile") from error

@@ -20,6 +20,11 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event, now
 from hydragraph.train.train_state import Run
 from hydragraph.train.watcher import Watcher
 
+_REPORTED = (
+    *("loss", "grad_norm", "tokens", "strategy", "sequences", "micro_batches", "padding"),
+    *("planning_s", "planning_hidden_s", "expected_s"),
+)
+
 
 def log_step(run: Run, step: int, report: StepReport) -> None:
     """Evaluate after a step if it is due, and log both."""
@@ -32,24 +37,15 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
     seconds = report.seconds + pairs.get("scoring_s", 0.0)
     metrics = Metrics(
         step=step,
-        loss=report.loss,
-        grad_norm=report.grad_norm,
         lr=learning_rate(step, config.steps, config.optimizer.lr, config.schedule),
-        tokens=report.tokens,
         tokens_per_s=report.tokens / seconds,
         seconds=seconds,
-        strategy=report.strategy,
-        sequences=report.sequences,
-        micro_batches=tuple(report.micro_batches),
         eval_loss=losses.get("heldout", next(iter(losses.values()), None)),
         eval_losses=losses,
-        padding=report.padding,
         exposed_pull_s=report.exposed.pull,
         exposed_push_s=report.exposed.push,
         exposed_p2p_s=report.exposed.p2p,
-        planning_s=report.planning_s,
-        planning_hidden_s=report.planning_hidden_s,
-        expected_s=report.expected_s,
+        **{name: getattr(report, name) for name in _REPORTED},
         peak_memory_bytes=peak_memory(run.world.device),
         mfu=_mfu(run, report, seconds),
         pairs=pairs,

@@ -11,7 +11,7 @@ import pytest
 
 from hydragraph.train.coming_from import TABLES, remedies
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.config_schema import _sections
+from tests.train.config_schema import _sections
 from tests.train.test_config import write
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"

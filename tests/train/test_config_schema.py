@@ -14,7 +14,7 @@ import yaml
 
 from hydragraph.spec.record import from_record, parse_yaml
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.config_schema import SCHEMA, _choices, _sections, field_docs, json_schema, reference, schema_text
+from tests.train.config_schema import SCHEMA, _choices, _sections, field_docs, json_schema, reference, schema_text
 from tests.train.plain import settings
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.config_schema import _sections
 from tests.thorough import first
+from tests.train.config_schema import _sections
 from tests.train.plain import settings
 
 VALUES: list[Any] = [

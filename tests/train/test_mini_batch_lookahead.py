@@ -33,7 +33,8 @@ def number(batch: Sequence[Drawn]) -> int:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_mini_batches_and_positions_are_those_without_it(count: int) -> None:
-    source, announced = Counting(), []
+    announced: list[int] = []
+    source: Any = Counting()
     coming = Ahead(source, count, lambda batch: announced.append(number(batch)))
     assert coming.position == {"at": 0}
     for step in range(1, 6):

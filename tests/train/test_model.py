@@ -14,7 +14,7 @@ import yaml
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hydragraph.train.config import ModelConfig, TrainConfig
-from hydragraph.train.model import build_model, loss_of, skeleton
+from hydragraph.train.model import build_model, captured_loss, skeleton
 from tests.train.plain import settings
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -35,9 +35,8 @@ def test_the_seed_decides_the_weights_and_nothing_else_changes() -> None:
 
 def test_smoothed_labels_are_those_of_the_trainer(tmp_path: Path) -> None:
     config = settings(tmp_path)
-    assert loss_of(TrainConfig.parse(yaml.safe_dump(config))) is None
-    smoothed = loss_of(TrainConfig.parse(yaml.safe_dump(config | {"label_smoothing": 0.2})))
-    assert smoothed is not None
+    assert captured_loss(TrainConfig.parse(yaml.safe_dump(config)))["loss"] is None
+    smoothed = captured_loss(TrainConfig.parse(yaml.safe_dump(config | {"label_smoothing": 0.2})))["loss"]
     logits, labels = torch.randn(1, 6, 11), torch.tensor([[3, -100, 0, 10, 5, -100]])
     expected = LabelSmoother(0.2)({"logits": logits}, labels)
     assert torch.allclose(smoothed({"logits": logits}, {"labels": labels}) / 4, expected)

@@ -15,9 +15,9 @@ from hydragraph.data import tokenizer
 from hydragraph.spec.record import parse_yaml
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import check_settings
-from hydragraph.train.config_schema import json_schema
 from hydragraph.train.data import check_data
 from hydragraph.train.starter_config import AvailableDevices, look, starter
+from tests.train.config_schema import json_schema
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 RECORDS = {

@@ -33,22 +33,10 @@ from hydragraph.train.stragglers.reshard_policy import Following
 from hydragraph.train.stragglers.run_events import RunEvent
 from hydragraph.train.stragglers.straggler_state import Slow
 
-LAST = 8
-
-
-@dataclass(frozen=True)
-class Thrift:
-    """Conditions for a switch.
-
-    Attributes:
-        gain: minimum fraction of a step's time that a switch saves.
-        cooldown: steps between two switches, unless a rank is lost.
-        cost_s: cost of a switch until one is measured.
-    """
-
-    gain: float = 0.05
-    cooldown: int = 6
-    cost_s: float = 2.0
+LAST = 8  # mini-batches whose lengths plans are made for
+GAIN = 0.05  # minimum fraction of a step's time that a switch saves
+COOLDOWN = 6  # steps between two switches, unless a rank is lost
+COST_S = 2.0  # cost of a switch until one is measured
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,6 @@ class Replanning:
     planner: Replanner
     switch: Callable[[Replanned], None] | None
     steps: int
-    thrift: Thrift = Thrift()
     changing: Callable[[], bool] = lambda: False
     refused: Callable[[], str] = lambda: ""
     sample: tuple[tuple[int, ...], ...] = ()
@@ -117,7 +104,7 @@ class Controller:
         self._rehearsing = replanning is not None
         if replanning is not None:
             self._strategies = replanning.strategies
-            self._cost_s = replanning.thrift.cost_s
+            self._cost_s = COST_S
             self._lengths.extend(replanning.sample)
             self._at_once = replanning.hurried
             self._planned_for = self._asked_for = replanning.planned_for
@@ -237,7 +224,7 @@ class Controller:
         health = self.health
         if replanning.planner.busy:
             return
-        if health != self._asked_for and self._may_switch(replanning, step, health):
+        if health != self._asked_for and self._may_switch(step, health):
             self._at_once = replanning.switch is not None  # a dry run waits for the best
         elif health == self._asked_for and (self._at_once or self._corrected):
             self._at_once = self._corrected = False
@@ -247,10 +234,10 @@ class Controller:
         self._asked_at = step
         replanning.planner.ask(self._question(replanning, health, self._at_once))
 
-    def _may_switch(self, given: Replanning, step: int, health: Health) -> bool:
+    def _may_switch(self, step: int, health: Health) -> bool:
         if health.lost and health.lost != self._planned_for.lost:
             return True
-        return self._switched_at is None or step - self._switched_at >= given.thrift.cooldown
+        return self._switched_at is None or step - self._switched_at >= COOLDOWN
 
     def _question(self, given: Replanning, health: Health, at_once: bool) -> ReplanQuestion:
         return ReplanQuestion(
@@ -282,7 +269,7 @@ class Controller:
         planned = f"planned in {answer.took_s:.2g} s during {step - self._asked_at} steps"
         pays = left * (now_s - after_s) > self._cost_s
         what = _text(answer.chosen)
-        if saved < given.thrift.gain or not pays:
+        if saved < GAIN or not pays:
             other = f"with {what} {terms}" if what != _text(given.strategies) else "it is still the fastest"
             why = f"stays {_text(given.strategies)}: {other}; {planned}"
             return RunEvent(step, "replan", ranks, answer.took_s, why, rates, now_s, after_s, done=False)

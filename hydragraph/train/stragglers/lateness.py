@@ -29,7 +29,7 @@ AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that counts, relative to the rest of a step
 LOOK = 4  # steps that decide how late a plan is
 USUAL = 8  # healthy steps that define the usual wait
-SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.Sensitivity.change` ignores
+SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.CHANGE` ignores
 
 
 @dataclass(frozen=True)

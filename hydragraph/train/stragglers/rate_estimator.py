@@ -36,6 +36,7 @@ WINDOW = 32  # iterations for medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
+CHANGE = 1.25  # factor by which a straggler's rate changes before it is reported again
 PARTIAL = 0.85  # fraction of the later ratios: a first iteration below it was slow only in part
 LITTLE = 0.1  # fraction of the busiest rank's expected seconds
 SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
@@ -52,18 +53,10 @@ class Sensitivity:
 
     Attributes:
         enter, leave: least slowdown of a straggler, largest of a healthy rank.
-        change: factor of a straggler's rate that is reported again.
     """
 
     enter: float = 1.3
     leave: float = 1.1
-    change: float = 1.25
-
-    def __post_init__(self) -> None:
-        if not 1 < self.leave < self.enter:
-            raise ValueError(f"enter is {self.enter}, leave is {self.leave}: give 1 < leave < enter")
-        if not self.change > 1:
-            raise ValueError(f"change is {self.change}: give a factor above 1")
 
 
 @dataclass(frozen=True)
@@ -244,7 +237,7 @@ class Estimator:
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)
-        margin = max(math.log(self._sensitivity.change if before > 1 else self._sensitivity.enter), noise)
+        margin = max(math.log(CHANGE if before > 1 else self._sensitivity.enter), noise)
         beyond = [value for value in last if value - math.log(before) > margin]
         below = [value for value in last if value - math.log(before) < -margin] if before > 1 else []
         for values in (beyond, below):

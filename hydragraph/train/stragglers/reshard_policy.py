@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.home_choice import HomeQuestion
@@ -62,34 +62,26 @@ def with_room(
     return replace(state, free_bytes=room, held_bytes=held_bytes)
 
 
+@dataclass(eq=False)
 class Following:
     """Decides where state lives, and in which parts it moves there.
 
-    Args:
+    Attributes:
         home: the current home, with nodes if it has copies.
         memory: costs with the memory of ranks; None: memory is not limited.
-        rule: for choosing owners for the running strategies; None: they are not chosen.
+        rule: for choosing owners for the running strategies, with `memory`; None: they are not chosen.
     """
 
-    def __init__(
-        self,
-        home: Home,
-        ranks: int,
-        buckets: Sequence[Bucket],
-        costs: StateCosts,
-        steps: int,
-        dry_run: bool = False,
-        memory: Costs | None = None,
-        rule: Rule | None = None,
-    ) -> None:
-        self.home = home
-        self._ranks = ranks
-        self._buckets = buckets
-        self._costs = costs
-        self._steps = steps
-        self._dry_run = dry_run
-        self._memory = memory
-        self._rule = rule if memory is not None else None
+    home: Home
+    ranks: int
+    buckets: Sequence[Bucket]
+    costs: StateCosts
+    steps: int
+    dry_run: bool = False
+    memory: Costs | None = None
+    rule: Rule | None = None
+
+    def __post_init__(self) -> None:
         self._mix: deque[Strategy] = deque(maxlen=MIX)
         self._decided_mix: dict[Strategy, float] = {}
         self._decided_for = Health()
@@ -135,25 +127,25 @@ class Following:
             return ()
         self._decided_for = health
         self._decided_mix = mix or self._decided_mix
-        costs = self._costs
-        if self._memory is not None:
-            owned = owned_by(self.home, self._ranks, self._buckets)
-            costs = with_room(costs, self._memory.changed(home=self.home), strategies, tokens, owned)
+        costs = self.costs
+        if self.memory is not None:
+            owned = owned_by(self.home, self.ranks, self.buckets)
+            costs = with_room(costs, self.memory.changed(home=self.home), strategies, tokens, owned)
         question = self._question(health, costs)
-        better = rehoming(self.home, self._ranks, self._buckets, health, costs, self._steps - step, question)
+        better = rehoming(self.home, self.ranks, self.buckets, health, costs, self.steps - step, question)
         if better is None:
             return ()
         home = replace(better.home, nodes=self.home.nodes)
         at_once = max(1, int(BESIDE * seconds * costs.bytes_per_s / costs.bytes_per_element))
         for elements in (at_once, 1):
-            parts = list(stages(self.home, home, self._ranks, self._buckets, elements))
-            if passes([self.home, *parts], self._ranks, self._buckets, costs):
+            parts = list(stages(self.home, home, self.ranks, self.buckets, elements))
+            if passes([self.home, *parts], self.ranks, self.buckets, costs):
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
         return ()  # not enough memory for a rank's old and new shares together
 
     def _changed_mix(self) -> dict[Strategy, float] | None:
-        if self._rule is None or len(self._mix) < MIX:
+        if self.rule is None or len(self._mix) < MIX:
             return None
         mix = {strategy: count / MIX for strategy, count in Counter(self._mix).items()}
         before = self._decided_mix
@@ -161,19 +153,19 @@ class Following:
         return mix if moved >= CHANGED else None
 
     def _question(self, health: Health, costs: StateCosts) -> HomeQuestion | None:
-        if self._rule is None or self._memory is None or not self._mix:
+        if self.rule is None or self.memory is None or not self._mix:
             return None
         mix = Counter(self._mix)
         room = None
         if costs.free_bytes is not None:
             room = tuple(free / costs.held_per_element for free in costs.free_bytes)
-        asked = self._memory
+        asked = self.memory
         return HomeQuestion(
             asked.outline,
-            tuple(self._buckets),
+            tuple(self.buckets),
             tuple(mix),
             asked.cluster,
-            Home(copies=self.home.copies, nodes=self.home.nodes, rule=self._rule),
+            Home(copies=self.home.copies, nodes=self.home.nodes, rule=self.rule),
             asked.sizes.itemsize,
             tuple(map(float, mix.values())),
             health,
@@ -181,9 +173,9 @@ class Following:
         )
 
     def _move(self, step: int, health: Health, better: Rehoming, home: Home, parts: Sequence[Home]) -> RunEvent:
-        went = sum(received(self.home, home, self._ranks, self._buckets))
+        went = sum(received(self.home, home, self.ranks, self.buckets))
         why = f"state moves to shares {home} in {len(parts)} parts during steps: {better.why}"
-        if self._dry_run:
+        if self.dry_run:
             why = f"dry run, not done: {why}"
         else:
             self._parts.extend(parts)
@@ -196,6 +188,6 @@ class Following:
             dict(health.rates),
             better.before_s,
             better.after_s,
-            not self._dry_run,
-            moved_bytes=0 if self._dry_run else int(went * self._costs.bytes_per_element),
+            not self.dry_run,
+            moved_bytes=0 if self.dry_run else int(went * self.costs.bytes_per_element),
         )

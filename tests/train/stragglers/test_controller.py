@@ -17,8 +17,9 @@ from hydragraph.runtime.instruction_trace import Exposed, RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.stragglers import controller as controller_module
 from hydragraph.train.stragglers.background_replanning import Replanned, ReplanQuestion
-from hydragraph.train.stragglers.controller import Controller, Replanning, Thrift
+from hydragraph.train.stragglers.controller import Controller, Replanning
 from hydragraph.train.stragglers.rate_estimator import Change
 from tests.models import llama, sequences
 from tests.ready import Ready
@@ -108,7 +109,6 @@ def controlled(
     switched: list[Replanned] | None,
     hurried: bool = False,
     planned_for: Health | None = None,
-    **thrift: Any,
 ) -> tuple[Controller, Given]:
     monitor: Any = Given()
     given = Replanning(
@@ -119,7 +119,6 @@ def controlled(
         planner,
         None if switched is None else switched.append,
         STEPS,
-        Thrift(**thrift),
         sample=((50, 50), (60,)),
         hurried=hurried,
         planned_for=planned_for or Health(),
@@ -210,11 +209,12 @@ def test_a_rank_that_was_slow_before_a_loss_is_no_news_after_it() -> None:
     assert [(each.health, each.at_once) for each in planner.asked] == [(Health({1: 2.57}), False)]
 
 
-def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while() -> None:
+def test_a_better_plan_that_is_found_later_is_taken_too_and_not_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "COOLDOWN", 20)
     third = hg.Strategy.parse("<[0]x4> + <[2]x4>", layers=LAYERS)
     planner = Answering(better=answering(2.0, 1.5, to=third))
     switched: list[Replanned] = []
-    controller, monitor = controlled(planner, switched, cooldown=20)
+    controller, monitor = controlled(planner, switched)
     events = run(controller, monitor, {10: 2.57}, 16)
     assert [event.event for event in events] == ["straggler", "switch", "switch"]
     assert planner.asked[1].running == (OTHER,), "it is asked what is better than what runs by then"
@@ -259,9 +259,10 @@ def test_a_plan_that_is_found_again_is_told_without_seconds() -> None:
     assert "it is still the fastest; planned in" in event.why
 
 
-def test_a_switch_that_pays_back_too_late_is_not_made() -> None:
+def test_a_switch_that_pays_back_too_late_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "COST_S", 1000.0)
     switched: list[Replanned] = []
-    controller, monitor = controlled(Answering(), switched, cost_s=1000.0)
+    controller, monitor = controlled(Answering(), switched)
     run(controller, monitor, {10: 2.57}, 14)
     assert not switched
 
@@ -269,7 +270,7 @@ def test_a_switch_that_pays_back_too_late_is_not_made() -> None:
 def test_after_a_switch_nothing_is_asked_for_a_while_and_then_a_repaired_device_comes_back() -> None:
     planner = Answering()
     switched: list[Replanned] = []
-    controller, monitor = controlled(planner, switched, cooldown=6)
+    controller, monitor = controlled(planner, switched)
     events = run(controller, monitor, {10: 2.57, 14: 1.0}, 30)
     told = [event for event in events if event.event != "replan"]
     assert [event.event for event in told] == ["straggler", "switch", "recovered", "switch"]

@@ -11,11 +11,12 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import hydragraph
 from hydragraph.spec.home import Home
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.field_checks import check_of
 
-SCHEMA = Path(__file__).with_name("config.schema.json")
+SCHEMA = Path(hydragraph.__file__).parent / "train" / "config.schema.json"
 
 _SCALARS: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _ANY = {"type": ["string", "number", "boolean", "object", "array", "null"]}
