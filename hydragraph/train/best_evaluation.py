@@ -9,11 +9,7 @@ from hydragraph.train.step_metrics import Metrics
 
 
 def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> int | None:
-    """Return the first step with the lowest evaluation loss; None if no step has one.
-
-    Args:
-        among: steps to consider; None: all.
-    """
+    """Return the first step, of those `among`, with the lowest evaluation loss; None if no step has one."""
     losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]
     return min(losses)[1] if losses else None
 

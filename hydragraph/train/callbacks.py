@@ -18,8 +18,8 @@ _BUILT_IN = {"wandb": "hydragraph.train.callbacks:WeightsAndBiases"}
 
 
 class Callbacks:
-    """Calls those of `on_start(config)`, `on_step(metrics)`, `on_evaluate(metrics)`, `on_checkpoint(step, path)` and
-    `on_end()` that objects define.
+    """Calls those methods of EVENTS that objects define: on_start(config), on_step(metrics), on_evaluate(metrics),
+    on_checkpoint(step, path) and on_end().
     """
 
     def __init__(self, objects: Sequence[object] = ()) -> None:
@@ -27,7 +27,7 @@ class Callbacks:
 
     @staticmethod
     def load(names: Sequence[str]) -> Callbacks:
-        """Load the callbacks named by a config; errors as for `load_callback`."""
+        """Load the callbacks named by a config."""
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
@@ -48,8 +48,7 @@ class Callbacks:
 
 
 def load_callback(name: str) -> object:
-    """Return the object named "module:name", or a new instance if it is a class. The working directory is searched
-    first.
+    """Return the object "module:name", or an instance if it is a class; the working directory is searched first.
 
     Raises:
         ValueError: it does not exist, or has no callback method.
@@ -86,7 +85,7 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:
-        """Start a Weights & Biases run, or continue it; its name is that of the run's folder."""
+        """Start a Weights & Biases run named after the run's folder, or continue it."""
         name = Path(config.output).name
         self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
 

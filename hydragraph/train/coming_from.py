@@ -11,7 +11,7 @@ TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with it
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return a remedy for each field; the first framework that has the field decides."""
+    """Return a remedy by field; the first framework that has the field decides."""
     by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""

@@ -65,8 +65,8 @@ class ModelConfig:
         config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's. With
             `path`, only the settings to change in the directory's config, such as {attention_dropout: 0.0}.
         path: a local directory that `save_pretrained` wrote, instead of an architecture.
-        weights: a directory with safetensors files, of which each rank reads only its own part: no process holds the
-            whole model. The model is `architecture`, or the one that the directory describes.
+        weights: a directory with safetensors files; each rank reads only its own part, so that no process holds the whole
+            model. The model is `architecture`, or the one that the directory describes.
         dropout: train with the dropout of the model's config.
         trust_remote_code: run Python code in the model's directory, with all of your permissions.
     """
@@ -101,7 +101,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters by `peft`: small matrices that are trained while the model's own weights are frozen.
+    """Low-rank adapters by `peft`, trained while the model's own weights are frozen.
 
     Attributes:
         r: rank of the matrices.
@@ -158,8 +158,8 @@ class SourceConfig(Checked):
         messages_field: the field with a conversation, a list of {role, content}.
         tools_field: the field with the tools of a conversation.
         prompt_field: the field with a prompt; the loss leaves its tokens out.
-        completion_field: the field with the completion of the prompt.
-        chosen_field: the field with the preferred answer to the prompt.
+        completion_field: the field with the completion.
+        chosen_field: the field with the preferred answer.
         rejected_field: the field with the other answer.
         max_samples: read at most this number of documents; None: all.
     """
@@ -178,7 +178,6 @@ class SourceConfig(Checked):
 
     @property
     def fields(self) -> Fields:
-        """Names of a record's fields."""
         names = {field.name: getattr(self, f"{field.name}_field") for field in fields(Fields) if field.name != "format"}
         return Fields(self.format, **names)
 
@@ -213,15 +212,14 @@ class DataConfig(SourceConfig):
             tokenizer's own.
         template_arguments: arguments of the template, such as {enable_thinking: false}; a record's own
             `chat_template_kwargs` take precedence.
-        train_on: the tokens of a conversation in the loss: "assistant" (all messages of the assistant), "last" (only
-            its last message) or "all". With a prompt and a completion, the loss covers the completion.
+        train_on: the messages of a conversation in the loss: "assistant" (all of the assistant), "last" (only its last) or
+            "all" messages. With a prompt and a completion, the loss covers the completion.
         tokens_per_step: most tokens of a mini-batch.
         max_length: tokens of the longest sequence.
         overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train. Of answers to compare, "cut"
             keeps the first `max_length` tokens, prompt included, and "drop" leaves out the pair.
         heldout: fraction of the documents held out for evaluation; None: 0.01, or 0 if `evaluation` is given.
-        cache: directory for tokenizers and token files, which are found again by a key of the corpus; None: the run
-            folder.
+        cache: directory for tokenizers and token files, to use them in other runs; None: the run folder.
     """
 
     mixture: tuple[MixedConfig, ...] = ()
@@ -255,19 +253,16 @@ class DataConfig(SourceConfig):
 
     @property
     def held_out(self) -> float:
-        """Fraction of the documents kept for evaluation."""
         if self.heldout is None:
             return 0.0 if self.evaluation else 0.01
         return self.heldout
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Corpora to train on."""
         return self.mixture or (self,)
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weight of each corpus."""
         return tuple(source.weight for source in self.mixture) or (1.0,)
 
 
@@ -278,7 +273,7 @@ class OptimizerConfig:
     Attributes:
         name: name of the class, such as AdamW or SGD.
         lr: the peak learning rate.
-        weight_decay: for matrices only: biases and norm weights, which have one dimension, do not decay.
+        weight_decay: for matrices only, not for biases and norm weights.
         betas, eps, momentum: arguments of the class.
     """
 
@@ -345,7 +340,7 @@ class CheckpointConfig:
     """How checkpoints are written.
 
     Attributes:
-        asynchronous: copy the state to CPU memory and write it during training, instead of waiting for the disk.
+        asynchronous: copy the state to CPU memory and write it during training.
         pieces: further places, near the ranks, for a quick recovery from losses; null: only the run folder.
         every: steps between checkpoints in pieces.
     """
@@ -370,8 +365,8 @@ class PlanConfig:
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
         profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough costs.
-        cluster: the cluster file of devices of several types, all of which the profile must contain
-            (`hg.Profile.merge`); None: all devices are like the measured one.
+        cluster: the cluster file of devices of several types, which must all be in the profile (`hg.Profile.merge`); None:
+            all devices are like the measured one.
         health: file of the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
         ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
         workers: number of planning processes.
@@ -465,7 +460,7 @@ class TrainConfig:
         steps: number of mini-batches to train on; 0: given by `epochs`.
         epochs: number of passes over the data, instead of `steps`; 0: given by `steps`.
         ranks: number of local processes to start, unless a launcher such as torchrun has started them.
-        max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: never.
+        max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
         label_smoothing: share of every target that all tokens of the vocabulary get, from 0 to below 1, as in
             `torch.nn.functional.cross_entropy`; also in evaluations.
         dtype: dtype of the computation; weights and optimizer state are always float32.
@@ -484,8 +479,8 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; the last step also writes one. 0: only the last step.
         checkpoint_per_epoch: instead, the number of checkpoints in each pass over the data.
         keep: number of the newest checkpoints to keep.
-        keep_best: also keep the checkpoint with the lowest evaluation loss, and write the run's `model` from it. The
-            loss is that on the held-out documents, or else on the first corpus of `data.evaluation`.
+        keep_best: also keep the checkpoint with the lowest evaluation loss (on the held-out documents, or else on the
+            first corpus of `data.evaluation`), and write the run's `model` from it.
         patience: end the run after this number of evaluations in a row without a lower loss; None: never.
         min_improvement: for `patience`, a loss counts as lower if it is lower by more than this.
         grace_s: seconds to finish a step and save when the run is asked to stop (SIGTERM, Ctrl-C).
@@ -639,7 +634,6 @@ class TrainConfig:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run evaluates."""
         return self.evaluate_every > 0 or self.evaluate_per_epoch > 0
 
     @property

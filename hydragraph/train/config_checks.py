@@ -132,7 +132,6 @@ def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple
 
 
 def check_budget(config: TrainConfig, tokens: int) -> None:
-    """Reject mini-batches of more than a thousand times the data."""
     if config.data.tokens_per_step > _PASSES * tokens:
         raise ValueError(
             f"data.tokens_per_step is {config.data.tokens_per_step:,}, and all the data has {tokens:,} tokens: each "
@@ -148,11 +147,7 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield a sentence for each setting that may be unintended.
-
-    Args:
-        steps: number of steps, also for a config with epochs.
-    """
+    """Yield a sentence for each setting that may be unintended; `steps` is also given for a config with epochs."""
     tokens = batches.tokens
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps"

@@ -41,11 +41,7 @@ Progress = Callable[[str, int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A prepared corpus.
-
-    Attributes:
-        directory: directory of the tokenizer's files and the token files.
-    """
+    """A prepared corpus; `directory` holds the tokenizer's files and the token files."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -59,12 +55,10 @@ class Tokens:
 
     @property
     def end_of_text(self) -> int:
-        """Id that ends a text."""
         return self.files[0].end_of_text
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all tokens."""
         return " ".join(file.fingerprint for file in (*self.files, *self.evaluation.values()))
 
 
@@ -150,9 +144,6 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
     """Make the tokenizer and the token files of a run unless they are cached; return their directory.
 
     The next call continues an interrupted preparation.
-
-    Args:
-        progress: called with the arguments of `Progress`.
 
     Raises:
         ValueError: the corpus or the tokenizer is unusable.
@@ -350,10 +341,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return the endless stream of a run's training mini-batches.
-
-    Args:
-        scores: scores of answers, to include in mini-batches.
+    """Return the endless stream of a run's training mini-batches, with scores of answers if given.
 
     Raises:
         ValueError: a document is too long, or the corpus is empty.
@@ -365,7 +353,6 @@ def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = No
 
 
 def _stream(config: TrainConfig, source: SourceConfig, file: TokenFile, **split: Any) -> MiniBatches:
-    """Return the stream of a corpus; `split`: arguments of `MiniBatches`."""
     data = config.data
     if data.overlong == "refuse":
         _refuse_overlong(data, source, file)
@@ -392,7 +379,7 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
 def evaluation_batches(
     config: TrainConfig, tokens: Tokens, scores: Scores | None = None
 ) -> dict[str, list[list[Drawn]]]:
-    """Return the mini-batches of every evaluation set by name; arguments as for `mini_batches`."""
+    """Return the mini-batches of every evaluation set by name."""
     batches_by_set: dict[str, list[list[Drawn]]] = {}
     for name, streams in evaluation_streams(config, tokens).items():
         for i, stream in enumerate(streams):
@@ -403,7 +390,6 @@ def evaluation_batches(
 
 
 def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[MiniBatches]]:
-    """Return the streams of every evaluation set by name."""
     streams: dict[str, list[MiniBatches]] = {}
     if config.data.held_out:
         streams["heldout"] = [_training_stream(config, i, file, "heldout") for i, file in enumerate(tokens.files)]
@@ -492,7 +478,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # The key has no entry if there is no limit, so that older caches stay valid.
+        # Without a limit the key has no entry for it, so that older caches stay valid.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]

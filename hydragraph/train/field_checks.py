@@ -11,7 +11,6 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 
 def check_text(name: str, value: object) -> None:
-    """Check that a value is a text that is not blank."""
     if not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{name} is {value!r}: give a text")
 
@@ -28,25 +27,21 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check that a value is true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}: give true or false")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a value is one of a few texts."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: use {' or '.join(map(repr, choices))}")
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Check that a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
 
 
 def check_number(name: str, value: object, least: float = 0) -> None:
-    """Check that a value is a finite number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
         raise ValueError(f"{name} is {value!r}: give a number of at least {least:g}")
 

@@ -1,13 +1,11 @@
-"""Goodput: a run's wall time as training that counts, pauses, lost work and slower steps.
+"""Goodput: the part of a run's wall time at full speed (docs/design/elastic.md).
 
 With n tokens between the ends of two steps that count, and an undisturbed rate of r tokens per second:
 
-    between two ends  =  at full speed (n / r)  +  pauses  +  the rest
+    between two ends  =  at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
 
-Pauses are the seconds of `resumed` events. After a pause, the rest is lost work (undone steps, the unfinished step, the
-time until the failure was noticed); otherwise it is the extra time because ranks were fewer or slow. Goodput is the
-part at full speed. The undisturbed rate is that of steps with all ranks, none known to be slow, and no pause. The time
-from a `saved` event to the next `resumed` one is left out.
+After a pause, the rest is lost work; otherwise it is the extra time because ranks were fewer or slow. The undisturbed
+rate is that of steps with all ranks, none known to be slow, and no pause.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class WallTime:
         rate: tokens per second of undisturbed steps; 0: unknown.
         full_s: time for the tokens at that rate.
         lost_s: repeated work, and time until failures were noticed.
-        slower_s: extra time of steps relative to full speed; negative if they were faster.
+        slower_s: extra time of steps; negative if they were faster.
     """
 
     seconds: float
@@ -46,7 +44,6 @@ class WallTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that count, per second of wall time."""
         return self.tokens / self.seconds
 
     @property

@@ -27,12 +27,8 @@ def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Pat
     """Write config, weights (safetensors) and tokenizer.
 
     Args:
-        model: a Hugging Face model, which receives `state`.
-        state: every key of its `state_dict`.
+        model: a Hugging Face model, which receives `state`, all of its `state_dict`.
         tokens: directory of the tokenizer.
-
-    Raises:
-        OSError: writing failed.
     """
     model.load_state_dict(dict(state), assign=True)  # also on the meta device
     model.tie_weights()

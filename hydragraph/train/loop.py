@@ -85,7 +85,6 @@ def train(
     """Run a whole training on every launched rank, or on this process alone.
 
     Args:
-        begin: begin a new run, resume one, or replace one.
         trace: record the first steps for Perfetto.
         step: resume from the checkpoint after this step; None: from the latest complete one.
         stopping: requests to stop; one on any rank makes all ranks save and return.
@@ -164,7 +163,6 @@ class _RunInputs:
         return evaluation_batches(self.config, self.tokens, scores) if self.config.evaluates else {}
 
     def run(self, world: World, folder: RunFolder, executor: Any, pieces: Pieces | None, **leading: Any) -> Run:
-        """Return the run; `leading`: fields of the leading rank."""
         config = self.config
         return Run(
             config,

@@ -29,12 +29,11 @@ _NAMED = 12
 
 
 def matplotlib_installed() -> bool:
-    """Return whether pictures can be drawn."""
     return find_spec("matplotlib") is not None
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw losses over steps to a PNG file, replacing it only when the new one is complete.
+    """Draw losses over steps to a PNG file.
 
     Args:
         events: marked below the losses, a row per kind, with the seconds of pauses, and goodput.
@@ -69,9 +68,6 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
     A mean uses equally many values before and after a point, so the curve is not shifted; near the end, earlier values
     dominate.
-
-    Args:
-        weight: weight of the next neighbour, in [0, 1).
     """
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()

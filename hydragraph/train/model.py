@@ -142,7 +142,7 @@ def skeleton(config: ModelConfig, vocabulary: int, end_of_text: int = 0) -> nn.M
 
 
 def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
-    """Raise ValueError if a model has fewer tokens than the tokenizer; arguments as for `build_model`."""
+    """Raise ValueError if a model has fewer tokens than the tokenizer."""
     size = getattr(model.config, "vocab_size", None)
     if isinstance(size, int) and size < vocabulary:
         where, way = "model.config.vocab_size", "set it to that or more"
@@ -156,7 +156,7 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
 
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
-    """Return the transformers config of a new model; arguments as for `build_model`."""
+    """Return the transformers config of a new model."""
     settings = dict(config.config or {})
     kind = _model_class(str(config.architecture)).config_class
     _check_names(kind, settings)

@@ -28,11 +28,10 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s; None if it is not known.
+    """Return a GPU's peak FLOP/s, which is known for bfloat16; None if it is not known.
 
     Args:
         name: from `torch.cuda.get_device_name`.
-        dtype: dtype of the computation; peaks are known for bfloat16.
     """
     words = name.replace("-", " ").split()
     if dtype is not torch.bfloat16:

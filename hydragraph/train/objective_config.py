@@ -1,4 +1,4 @@
-"""Losses of pairs of answers in a run's config; `preference_objective` computes them."""
+"""Losses of pairs of answers in a run's config."""
 
 from __future__ import annotations
 
@@ -85,11 +85,7 @@ class ObjectiveConfig:
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
-        """Return the objective of a name, with defaults.
-
-        Raises:
-            ValueError: no objective has that name.
-        """
+        """Return the objective of a name, with defaults; a ValueError rejects other names."""
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
             raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")
@@ -97,12 +93,10 @@ class ObjectiveConfig:
 
     @property
     def loss(self) -> PairLoss:
-        """The loss that was given."""
         loss = self.dpo or self.simpo or self.orpo
         assert loss is not None, "one of them was given"
         return loss
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the model before training."""
         return self.dpo is not None

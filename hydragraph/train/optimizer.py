@@ -68,12 +68,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Return the learning rate of one step.
-
-    Args:
-        step: from 1 to `steps`.
-        peak: rate at the end of the warm-up.
-    """
+    """Return the learning rate of one step, from 1 to `steps`, with `peak` at the end of the warm-up."""
     warmup = schedule.warmup_of(steps)
     if step < warmup:
         return peak * step / warmup

@@ -40,7 +40,7 @@ class PairedSteps:
     loss: PairLoss
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
-        """Announce the mini-batch of a later step, to plan it early."""
+        """Announce the mini-batch of a later step."""
         self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
@@ -63,7 +63,6 @@ class PairedSteps:
         return _weighted(scored, self.evaluate(scored, None).weights)
 
     def evaluate(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairResult:
-        """Return the losses of a mini-batch."""
         answers = _answers(sequences)
         scores = self.executor.score([_plain(answer) for answer in answers], strategy=strategy)
         targets = torch.tensor([int((answer["labels"][1:] != IGNORED).sum()) for answer in answers])

@@ -12,13 +12,13 @@ class PiecesConfig:
     """Places near the ranks where the state is also kept, in pieces, in addition to the checkpoints in the run folder.
 
     After a loss each rank reads its part from the nearest place that has it: its memory, its machine's disk, another
-    machine, then the shared place (AutoHet, "accelerated recovery"). Recovery is quicker, and fewer steps are repeated.
+    machine, then the shared place (AutoHet, "accelerated recovery").
 
     Attributes:
         local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are
             expanded on each machine. null: none.
-        peers: also keep the pieces in the memory of each rank, where the ranks that are left find them; takes 24 bytes
-            of host memory per parameter that a rank owns (with AdamW).
+        peers: also keep the pieces in the memory of each rank; takes 24 bytes of host memory per parameter that a rank
+            owns (with AdamW).
         shared: a directory that all machines share, or a URL such as s3://bucket/pieces (needs s3fs, gs:// gcsfs);
             null: none.
     """

@@ -42,7 +42,6 @@ class Answers:
 
     @property
     def means(self) -> Tensor:
-        """Log-probability per token of each answer."""
         return self.scores / self.targets
 
 
@@ -78,7 +77,7 @@ def _log_odds(means: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PairResult:
-    """The losses of the pairs of a mini-batch.
+    """Losses of the pairs of a mini-batch.
 
     Attributes:
         pairs: number of pairs.

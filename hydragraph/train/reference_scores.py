@@ -27,7 +27,6 @@ class ReferenceScores:
     """Scores of every answer that a run reads.
 
     Args:
-        path: file in the run folder.
         train: mini-batches from the start.
         evaluation: streams by evaluation set.
 
@@ -57,11 +56,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read the file; return the answers that a run still needs.
-
-        Returns:
-            By mini-batch, pairs of a stream's name and a chunk.
-        """
+        """Read the file; return the answers that a run still needs by mini-batch, as (name of a stream, chunk)."""
         self.read()
         return list(self._without(config))
 
@@ -84,8 +79,7 @@ class ReferenceScores:
     ) -> int:
         """Score answers under the model before training, whose weights the executor must hold; all ranks call it.
 
-        Returns:
-            0, or the signal that asked a rank to stop; finished scores are in the file.
+        Returns 0, or the signal that asked a rank to stop; finished scores are in the file.
         """
         count = sum(map(len, missing))
         done = 0
@@ -108,7 +102,6 @@ class ReferenceScores:
         return 0
 
     def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:
-        """Yield the answers of each training mini-batch."""
         for _ in range(steps):
             self._train.skip()
             drawn = self._train.drawn
@@ -131,12 +124,10 @@ class ReferenceScores:
 
 
 def train_name(member: int) -> str:
-    """Name a training corpus's stream."""
     return f"train-{member}"
 
 
 def evaluation_name(name: str, member: int) -> str:
-    """Name an evaluation set's stream."""
     return f"{name}-{member}-evaluated"
 
 

@@ -26,8 +26,6 @@ Begin = Literal["new", "resume", "overwrite", "auto"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint after a step."""
-
     path: Path
     step: int
 
@@ -122,11 +120,7 @@ class RunFolder:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Keep other runs out until the block or this process ends.
-
-        Raises:
-            ValueError: another run is active in the folder.
-        """
+        """Keep other runs out until the block or this process ends; a ValueError refuses an active run's folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)  # a refused run leaves no file
         try:
@@ -194,11 +188,9 @@ class RunFolder:
         return ("overwrite" if self.last() is None else "resume"), None
 
     def place(self, step: int) -> Path:
-        """Return the directory of the checkpoint after a step."""
         return self.checkpoints / step_name(step)
 
     def last(self) -> Checkpoint | None:
-        """Return the latest complete checkpoint."""
         return next(reversed(self._all()), None)
 
     @property
@@ -218,7 +210,7 @@ class RunFolder:
         return earlier[-1]
 
     def changes(self, config: TrainConfig) -> str:
-        """Return the differences of a config from that of the folder's run; "" if there are none."""
+        """Return the differences of a config from that of the folder's run."""
         try:
             before = TrainConfig.load(self.config)
         except (ValueError, OSError):

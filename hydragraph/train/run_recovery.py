@@ -98,11 +98,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Become or stay the leading rank, which writes the run's files.
-
-    Args:
-        watching: this rank's controller of the previous ranks.
-    """
+    """Become or stay the leading rank, which writes the run's files; `watching`: its previous controller."""
     log = run.log
     if not state.owns:
         member = here()
@@ -179,7 +175,6 @@ def write_run_ranks(run: Run) -> None:
 
 
 def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
-    """Yield events for lost, leaving and joining ranks, in the order of the meetings."""
     for survived, before in told:
         step = survived.step
         now = len(survived.peers)
@@ -192,7 +187,6 @@ def changes_of(told: Sequence[tuple[Survived, int]]) -> Iterator[RunEvent]:
 
 
 def ranks_before(untold: Sequence[tuple[Survived, int]], ranks: int) -> int:
-    """Return the number of ranks before they meet: after the last unreported meeting, else `ranks`."""
     return len(untold[-1][0].peers) if untold else ranks
 
 
@@ -219,7 +213,7 @@ def resumed(
     """Return the event for the continued run.
 
     Args:
-        told: the meetings to report, the last of which succeeded.
+        told: the meetings to report; the last one succeeded.
         undone: last step before, if all returned to a checkpoint.
         read: bytes of checkpoint pieces read by all ranks, by kind of place.
     """

@@ -35,12 +35,7 @@ class InspectedPaths:
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """Devices to train on.
-
-    Attributes:
-        ranks: number of processes, one per device.
-        text: the devices in words.
-    """
+    """Devices to train on, one process for each; `text` describes them."""
 
     ranks: int
     cuda: bool
@@ -48,13 +43,10 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect the given paths.
-
-    Args:
-        paths: a Hugging Face directory and data, in any order.
+    """Inspect a Hugging Face directory and data, in any order.
 
     Raises:
-        ValueError: one does not exist, two are models, or the data are of several kinds.
+        ValueError: a path does not exist, two are models, or the data are of several kinds.
     """
     for path in paths:
         if not path.exists():

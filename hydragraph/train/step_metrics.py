@@ -36,8 +36,7 @@ class Metrics:
         grad_norm: global norm before clipping.
         tokens: targets in the mini-batch.
         tokens_per_s: targets per second.
-        eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`; None: not
-            evaluated.
+        eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`.
         padding: tokens added to micro-batches.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds of waits for weights, gradients and activations.
         planning_s, planning_hidden_s: seconds of planning, waited for and hidden.
@@ -96,7 +95,6 @@ class Metrics:
 
 
 def perplexity(loss: float) -> float:
-    """Return the exponential of a mean loss per token."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -181,7 +179,6 @@ class MetricsLog:
             self._tensorboard.add_scalar(name, value, metrics.step)
 
     def mark(self, event: RunEvent) -> None:
-        """Show an event in TensorBoard, as text and scalars."""
         if self._tensorboard is None:
             return
         self._tensorboard.add_text(f"ranks/{event.title}", event.why, event.step)

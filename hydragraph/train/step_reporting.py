@@ -75,7 +75,6 @@ def log_step(run: Run, step: int, report: StepReport) -> None:
 
 
 def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the mean loss per token or pair of every evaluation set, and the figures of pairs."""
     losses: dict[str, float] = {}
     figures: dict[str, dict[str, float]] = {}
     for name, batches in run.evaluation.items():

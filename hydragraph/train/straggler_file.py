@@ -1,6 +1,4 @@
-"""`slow.json`: slow ranks, for the leading rank's successor.
-
-They are stored by member (`cluster.rendezvous`), because ranks' numbers change:
+"""`slow.json`: slow ranks by member (`cluster.rendezvous`), for the leading rank's successor.
 
 {"began": 1795559384.0, "members": {"3": {"device": 12.5, "core": 1.0, "learned": [12.5, 22.8]}}}
 """
@@ -18,17 +16,12 @@ from hydragraph.train.stragglers.straggler_state import Slow
 
 
 def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
-    """Replace the file atomically."""
     members = {str(member): asdict(straggler) for member, straggler in sorted(slow.items())}
     write_whole(folder.slow, json.dumps({"began": folder.began, "members": members}) + "\n")
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return the slow ranks by member; empty if the file is missing, or of another run.
-
-    Args:
-        began: value of `RunFolder.began` for this run; None: it was never read.
-    """
+    """Return the slow ranks by member; empty if the file is missing, or of a run that did not begin at `began`."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:

@@ -136,7 +136,7 @@ class Screen:
 
 
 def evaluation_text(metrics: Metrics) -> str:
-    """Return the losses of a step's evaluation, such as "held out 2.1034 (perplexity 8.194)"; "" for none."""
+    """Return the losses of a step's evaluation, such as "held out 2.1034 (perplexity 8.194)"."""
     losses = metrics.eval_losses or ({} if metrics.eval_loss is None else {"heldout": metrics.eval_loss})
     return ", ".join(
         f"{'held out' if name == 'heldout' else name} {loss:.4f} ({_beside(metrics, name, loss)})"

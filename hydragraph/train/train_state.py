@@ -75,7 +75,6 @@ class Run:
         return self.strategies[(step - 1) % len(self.strategies)] if self.strategies else None
 
     def evaluates(self, step: int) -> bool:
-        """Return whether an evaluation is due after a step."""
         config = self.config
         return config.evaluates and (_due(step, config.evaluate_every, config.steps) or step in self.evaluate_at)
 
@@ -84,7 +83,6 @@ class Run:
         return _due(step, self.config.checkpoint_every, self.config.steps) or step in self.checkpoint_at
 
     def keeps(self, step: int) -> bool:
-        """Return whether the state is kept in pieces after a step."""
         return self.pieces is not None and step < self.config.steps and step % self.config.checkpoint.every == 0
 
 
@@ -129,5 +127,4 @@ def ahead_of(run: Run, batches: MiniBatches | Mixture) -> Ahead:
 
 
 def _due(step: int, every: int, steps: int) -> bool:
-    """Return whether an action due every `every` steps (0: only at the end) is due."""
     return step == steps or (every > 0 and step % every == 0)

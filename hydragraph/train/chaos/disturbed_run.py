@@ -1,7 +1,6 @@
 """A training run with injected faults, compared with an undisturbed run of the same config.
 
-The faults are a function of the seed, except for the instant within a step. Some steps after the last one, the run is
-asked to stop, and the undisturbed run makes the same number of steps.
+The faults are a function of the seed, except for the instant within a step.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class Disturbed:
         return (self.hung or how) + last
 
     def until(self, step: int) -> Disturbed:
-        """Return the outcome up to a step."""
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
@@ -90,7 +88,7 @@ class Disturbed:
         return max(abs(mine[step] - theirs[step]) / abs(theirs[step]) for step in mine)
 
 
-ROUNDING = 1e-5  # relative difference of a loss that another order of sums causes immediately
+ROUNDING = 1e-5  # relative difference of a loss by another order of sums
 MARGIN = 10.0  # allowed multiple of the effect in an undisturbed run
 
 
@@ -263,10 +261,9 @@ class _Striker:
         return code
 
     def _strike(self, strike: Strike) -> bool:
-        """Strike a rank; return False if there are too few now."""
         least = least_ranks(strike.kind)
         if len(self.victim.ranks()) < least:
-            return False
+            return False  # try again later
         time.sleep(strike.delay_s)
         ranks = self.victim.ranks()  # another may have been lost
         if len(ranks) < least:
@@ -285,7 +282,6 @@ def _still_there(pids: set[int]) -> tuple[int, ...]:
 
 
 def rows(disturbed: Disturbed, undisturbed: Disturbed) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) rows that compare a disturbed run with the undisturbed one."""
     for kind in dict.fromkeys(strike.kind for strike in disturbed.struck):
         yield kind, f"{sum(strike.kind == kind for strike in disturbed.struck)} times"
     calm = account(undisturbed.metrics)

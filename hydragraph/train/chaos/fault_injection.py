@@ -1,8 +1,4 @@
-"""Fault injection from outside a run: each kind of strike, and the moment that it waits for.
-
-`ranks.json` lists the ranks of any run, `metrics.jsonl` their progress, `events.jsonl` what happened to them, and /proc
-the processes about to join.
-"""
+"""Fault injection from outside a run: each kind of strike, and the moment that it waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ _LOOK_S = 0.005
 
 @dataclass
 class Victim:
-    """A run to be disturbed.
+    """A run to be disturbed, seen through its files and /proc.
 
     Args:
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
@@ -53,7 +49,6 @@ class Victim:
 
     @property
     def alive(self) -> bool:
-        """Whether the launcher runs."""
         return self.launcher.poll() is None
 
     @property
@@ -96,26 +91,24 @@ class Victim:
         return sorted(level & born.keys(), key=lambda pid: (born[pid], pid))
 
     def step(self) -> int:
-        """Return the last logged step."""
         with suppress(OSError, ValueError, KeyError, IndexError), self.folder.metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             return int(json.loads(file.read().splitlines()[-1])["step"])
         return 0
 
     def happened(self, *names: str) -> list[RunEvent]:
-        """Return the events of these kinds so far."""
         with suppress(ValueError, OSError):
             return [event for event in read_events(self.folder.events) if event.event in names]
         return []
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or about to be."""
+        """Return whether a checkpoint is being written, or about to be."""
         with suppress(OSError):
             return any(not (place / "complete.json").exists() for place in self.folder.checkpoints.iterdir())
         return False
 
     def until(self, what: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Wait until a condition holds, the run ends, or the limit passes; return whether the condition holds."""
+        """Wait until a condition holds, the run ends, or the limit passes; return whether it holds."""
         end = time.monotonic() + limit_s
         while self.alive and time.monotonic() < end:
             if what():
@@ -124,11 +117,9 @@ class Victim:
         return bool(what())
 
     def at(self, step: int) -> None:
-        """Wait until a step is logged or the run ends."""
         self.until(lambda: self.step() >= step)
 
     def kill(self, *which: int, signal_: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to ranks immediately."""
         pids = self.ranks()
         for rank in which:
             if rank < len(pids):
@@ -154,7 +145,6 @@ def parent(pid: int) -> int | None:
 
 
 def ended(pid: int, limit_s: float) -> bool:
-    """Wait for a process to end; return whether it has."""
     end = time.monotonic() + limit_s
     while lives(pid) and time.monotonic() < end:
         time.sleep(0.02)
@@ -162,7 +152,6 @@ def ended(pid: int, limit_s: float) -> bool:
 
 
 def slow_down(pid: int, seconds: float) -> None:
-    """Stop and continue a process repeatedly."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and lives(pid):
         send(pid, signal.SIGSTOP)
@@ -171,18 +160,15 @@ def slow_down(pid: int, seconds: float) -> None:
         time.sleep(_PERIOD_S * (1 - _STOPPED))
 
 
-# Action of a kind of strike on a rank, with its own random numbers.
-
+# Strikes a rank, with random numbers of its own.
 Action = Callable[[Victim, int, random.Random], None]
 
 
 def _kill(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank."""
     _end(target)
 
 
 def _slow(run: Victim, target: int, chance: random.Random) -> None:
-    """Slow a rank for a second."""
     slow_down(target, _SLOW_S)
 
 
@@ -209,19 +195,16 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _first(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill rank 0."""
     for pid in run.ranks()[:1]:
         _end(pid)
 
 
 def _two(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill two ranks in the same instant."""
     other = chance.choice([pid for pid in run.ranks() if pid != target] or [target])
     _end(target, other)
 
 
 def _all(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill all ranks in the same instant: all return to the checkpoint."""
     _end(*run.ranks())
 
 
@@ -252,14 +235,12 @@ def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank while a checkpoint is being written."""
     run.until(run.saving, _MOMENT_S)
     time.sleep(chance.uniform(0, 0.03))
     _end_one(run, target, chance)
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank between two steps."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
     _end_one(run, target, chance)
@@ -289,7 +270,6 @@ def _preempt(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _end_one(run: Victim, target: int, chance: random.Random) -> None:
-    """Kill a rank, or any other if it is gone."""
     _end(target if lives(target) else chance.choice(run.ranks() or [target]))
 
 

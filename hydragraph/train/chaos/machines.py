@@ -1,7 +1,4 @@
-"""Several machines on this host: a supervisor of ranks each, with its own session and disk.
-
-Each is started as Slurm or torchrun would start it, and can be preempted and replaced.
-"""
+"""Several machines on this host: a supervisor of ranks each, with its own session and disk."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _END_S = 20.0
 
 @dataclass
 class Machines:
-    """The machines of a run.
+    """The machines of a run, started as Slurm or torchrun would start them.
 
     Args:
         log: prefix of their log files.
@@ -61,7 +58,6 @@ class Machines:
         return _in_sessions({self.supervisors[number].pid})
 
     def end(self) -> None:
-        """Kill all processes of the current machines."""
         for supervisor in self.supervisors:
             self._kill(supervisor)
 

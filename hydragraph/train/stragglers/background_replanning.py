@@ -1,7 +1,6 @@
 """Replanning for slow ranks in a separate process during training.
 
-`replan` is a pure function from a question to an answer. `Replanner` sends questions to a process that lives as long as
-the run; a thread waits for the answer, and training polls it.
+A thread waits for the answer, and training polls it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class ReplanQuestion:
         first: initial strategies, which may be the best again once all ranks are healthy.
         request: how the run chooses among `running`, with the rates known when they were planned.
         deadline_s: search time limit; None: equal questions have equal answers.
-        at_once: answer soon with a good plan, estimated on one mini-batch; without `deadline_s`.
+        at_once: answer soon with a good plan, estimated on one mini-batch.
     """
 
     profile: Profile
@@ -73,7 +72,7 @@ class Replanned:
     Attributes:
         static: strategy to keep; None: choose for every mini-batch.
         before_s, after_s: expected mean seconds of a step, as planned now and with the answer.
-        refused: why the question has no answer; "" if it has one.
+        refused: why it has no strategies, or "".
     """
 
     strategies: tuple[Strategy, ...] = ()
@@ -86,16 +85,11 @@ class Replanned:
 
     @property
     def chosen(self) -> tuple[Strategy, ...]:
-        """Strategies that will run: all, or the one to keep."""
         return self.strategies if self.static is None else (self.strategies[self.static],)
 
 
 def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
-    """Return the costs for a question.
-
-    Args:
-        before: costs of an earlier question, to reuse results that depend on neither health nor home.
-    """
+    """Return the costs for a question, with results of earlier costs that depend on neither health nor home."""
     inputs = question.profile, question.cluster, question.corrections
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
@@ -104,10 +98,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
-    """Find strategies for ranks with these rates, and what they gain over the current ones.
-
-    The running strategies stay candidates.
-    """
+    """Find strategies for ranks with these rates, among them the running ones."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
     replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
@@ -205,7 +196,6 @@ class Replanner:
 
     @property
     def process(self) -> int | None:
-        """Id of the planning process, or None."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:

@@ -7,8 +7,7 @@
                           during training, then all ranks switch to them
                        -> request the best plan, which takes longer, and decide again
 
-A switch moves no state: it costs the preparation of its first step. A small gain, or a switch right after another one,
-is declined. Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
+Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
 5 s x 3 / 4 = 3.75 s are expected.
 """
 
@@ -157,18 +156,16 @@ class Controller:
         return following.stepped(report.step, self.health, report.seconds, tuple(dict.fromkeys(running)), tokens)
 
     def late_among(self, numbers: Mapping[int, int], switched: bool) -> Lateness:
-        """Return what is known about the slow ranks that stay (`Lateness.among`)."""
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
     def released(self) -> Replanner | None:
-        """Return the planning service for the controller of other ranks, or None."""
+        """Return the planning process for the controller of other ranks, or None."""
         if self._replanning is None:
             return None
         self._replanning.planner.forget()
         return self._replanning.planner
 
     def close(self) -> None:
-        """Stop the planning service."""
         if self._replanning is not None:
             self._replanning.planner.close()
 
@@ -194,7 +191,6 @@ class Controller:
         return events
 
     def _switched(self, given: Replanning, coming: _Coming, report: StepReport) -> RunEvent:
-        """Record that ranks switched with the finished step, or declined; return the event."""
         self._coming = None
         event = replace(coming.event, step=report.step)
         if reason := given.refused():
@@ -289,7 +285,7 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Describe the ranks that are planned as slower than they compute, because others waited for them."""
+        """Name the ranks that are planned as slower than they compute, because others waited for them."""
         measured = self.monitor.health
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(

@@ -1,7 +1,4 @@
-"""Comparison of expected and measured seconds of steps: whether the costs of a plan hold in the run.
-
-Medians are compared, without the first step of each strategy, which compiles graphs and allocates memory.
-"""
+"""Comparison of expected and measured seconds of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ class ExpectedAndMeasured:
 
     @property
     def matters(self) -> bool:
-        """Whether the difference justifies another plan."""
         ratio = self.measured_s / self.expected_s
         return not 1 / MATTERS <= ratio <= MATTERS
 
@@ -34,7 +30,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares the steps of a session once; after `restart`, once more."""
+    """Compares the medians of a session's steps once, without each strategy's first step, which compiles graphs."""
 
     def __init__(self) -> None:
         self.restart()

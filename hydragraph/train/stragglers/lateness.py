@@ -1,15 +1,14 @@
 """The cost of a slow rank beyond its rate, measured by the ranks that wait for its pipelines.
 
-A rate scales only the time of blocks, but a slow rank also packs and sends slowly. Plans let all pipelines end
-together, so this cost shows as the time that the others wait for the last gradients:
+A rate scales only the time of blocks, but a slow rank also packs and sends slowly:
 
     late     the shortest wait for pushes among ranks of pipelines without slow ranks, relative to the rest of their
              step, beyond its value on healthy ranks
     planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD * late times as slow
 
 AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A correction that makes steps no shorter is
-reverted, and no other is tried while the rates stay, so the plan cannot oscillate. A learned value is a property of the
-device: it applies to similar rates later, also among other ranks.
+reverted, and no other is tried while the rates stay, so the plan cannot oscillate. A learned value applies to similar
+rates later, also among other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Learned:
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether this applies to a rate, i.e. one between about the known and the planned rate."""
+        """Return whether this applies to a rate: one between about the known and the planned rate."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -64,11 +63,7 @@ class Lateness:
         self._rates = Health()  # rates when observation and corrections began
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
-        """Return a `Lateness` for renumbered ranks, with what was learned about those that stay.
-
-        Args:
-            numbers: new rank numbers by old ones; ranks without one are gone.
-        """
+        """Return what is known for renumbered ranks, by their old numbers; ranks without a number are gone."""
         late = Lateness(switched, {numbers[rank]: rates for rank, rates in self.learned.items() if rank in numbers})
         late._usual.extend(self._usual)
         return late
@@ -85,7 +80,6 @@ class Lateness:
         return Health({rank: self._planned(rank, rate) for rank, rate in health.rates.items()})
 
     def switched(self) -> None:
-        """Record that another plan runs."""
         self._open = True
         self._late.clear()
         self._seconds.clear()

@@ -1,7 +1,4 @@
-"""Straggler monitor: rates of ranks from their measured seconds.
-
-At every commit all ranks learn how long each of them computed, by template and without waits (`RankTimes.own`). The
-cost model predicts the same instructions.
+"""Straggler monitor: rates of ranks from their measured seconds, which all ranks learn at every commit.
 
 On a shared CPU, wall-clock seconds are split by the kernel's thread statistics (`runtime.thread_times`):
 
@@ -9,9 +6,6 @@ On a shared CPU, wall-clock seconds are split by the kernel's thread statistics 
                        how slow the device is: stopped, throttled      how many others want its core
 
 The two factors are judged apart, because only the second is noisy. A rank's rate is their product.
-
-Example: blocks took 1.0 s by the clock; the thread ran 0.2 s of them, was queued for 0.2 s and stopped for 0.6 s. 0.2 s
-were predicted: the device is 1.0 / 0.4 x 0.2 / 0.2 = 2.5 times as slow, and another process shares its core (2.0).
 """
 
 from __future__ import annotations
@@ -48,11 +42,7 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Judges the ranks of a run, on one of them.
-
-    Args:
-        costs: costs of the model on healthy ranks.
-    """
+    """Judges the ranks of a run, on one of them; `costs` are those of healthy ranks."""
 
     def __init__(
         self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
@@ -71,11 +61,7 @@ class Monitor:
         self._corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a monitor of other ranks, which keeps what is known about those that stay.
-
-        Args:
-            numbers: new rank numbers by old ones, for the ranks that stay.
-        """
+        """Return a monitor for renumbered ranks, by their old numbers; it keeps what is known about those that stay."""
         monitor = Monitor(costs)
         monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
         monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
@@ -83,14 +69,12 @@ class Monitor:
 
     @property
     def slow(self) -> Mapping[int, Slow]:
-        """Slow ranks."""
         device = self._device.rates
         core = self._core.rates
         return {rank: Slow(device.get(rank, 1.0), core.get(rank, 1.0)) for rank in sorted({*device, *core})}
 
     @property
     def health(self) -> Health:
-        """Rates of ranks."""
         return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
 
     @property

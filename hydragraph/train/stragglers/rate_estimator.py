@@ -13,12 +13,8 @@ type of device). Three unknowns explain their ratio:
 - scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations: both estimate one
   standard deviation for normal errors, and the second reflects bursts.
 
-With less than LITTLE of the busiest rank's work, a rank's rate can only fall, because unpredicted parts dominate. Sums
-of seconds count: a device that is stopped for 60 ms of every 100 delays few instructions, each by much.
-
-Example: 4 ranks (scatter 0.06); rank 2 becomes 2.57 times as slow in the middle of iteration 10. Its residuals are 1.02
-(9), 1.7 (10), 2.6 (11), 2.5 (12): the last three lie above max(1.3, exp(3 x 0.06) = 1.2). The first of them was slow
-only in part, so it is left out of the rate, 2.55.
+With less than LITTLE of the busiest rank's work, a rank's rate can only fall, because unpredicted parts dominate. The
+first slow iteration is left out of a rate if it was slow only in part.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ WINDOW = 32  # iterations for medians
 NEEDED = 3
 OF = 4
 CERTAIN = 3.0
-CHANGE = 1.25  # factor by which a straggler's rate changes before it is reported again
+CHANGE = 1.25  # factor of a straggler's rate that is reported again
 PARTIAL = 0.85  # fraction of the later ratios: a first iteration below it was slow only in part
 LITTLE = 0.1  # fraction of the busiest rank's expected seconds
 SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
@@ -69,7 +65,6 @@ class Change:
 
     @property
     def recovered(self) -> bool:
-        """Whether it is healthy now."""
         return self.rate == 1.0
 
 
@@ -110,12 +105,10 @@ class Estimator:
 
     @property
     def rates(self) -> Mapping[int, float]:
-        """Rates of ranks that are not healthy."""
         return dict(self._held)
 
     @property
     def scatter(self) -> float:
-        """Approximate standard deviation of the logarithms of healthy ranks' residuals."""
         by_rank: dict[int, list[float]] = {}
         for residuals in self._healthy:
             for rank, value in residuals.items():
@@ -128,11 +121,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return an estimator for renumbered ranks.
-
-        Args:
-            numbers: new rank numbers by old ones; ranks without one are gone.
-        """
+        """Return an estimator for renumbered ranks, by their old numbers; ranks without a number are gone."""
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
@@ -159,7 +148,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # OF iterations late: residuals of a rank found slow meanwhile must not count as noise.
+            # Delayed, because residuals of a rank found slow meanwhile must not count as noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)

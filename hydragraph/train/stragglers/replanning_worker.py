@@ -1,7 +1,4 @@
-"""The replanning process, which answers questions from stdin on stdout until its input ends.
-
-It runs at a lower priority than training.
-"""
+"""The replanning process, which answers questions from stdin on stdout until its input ends."""
 
 from __future__ import annotations
 

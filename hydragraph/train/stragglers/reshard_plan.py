@@ -4,12 +4,9 @@ Every owner sums the gradients of its share and updates it after the last push; 
 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
-The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. An owner also starts and
-finishes the messages of every bucket, however little it owns, so a very slow rank should own no state. A move costs the
-time in which the rank that receives most waits for the gradients of those elements (`hydragraph.engine.live_reshard`).
-
-If owners are chosen for the strategies (`cost.home_choice`), the seconds of the exchange under a home are added, and
-the home chosen for the strategies is a candidate.
+The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. A very slow rank should own no
+state, since every owner exchanges messages for every bucket. A move costs the time in which the rank that receives most
+waits for the gradients of those elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -89,8 +86,9 @@ def rehoming(
     Args:
         running: the current home, with nodes if it has copies.
         ranks: number of ranks, none of them lost.
-        buckets: buckets of the model; own shares of buckets are dropped, unless the choice of owners assigns others.
-        question: input of the choice of owners; None: they are not chosen for strategies.
+        buckets: own shares of buckets are dropped, unless the choice of owners assigns others.
+        question: input of the choice of owners for strategies (`cost.home_choice`): its home is another candidate,
+            and the seconds of the exchange are added.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
@@ -215,7 +213,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
     """Yield the homes of a move in stages: each moves a few buckets, at most `elements` per rank, or one bucket.
 
-    Each stage runs during one step. If copies or nodes differ, the only stage is the new home.
+    If copies or nodes differ, the only stage is the new home.
     """
     if (old.copies, old.nodes) != (new.copies, new.nodes):
         yield new

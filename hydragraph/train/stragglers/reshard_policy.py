@@ -1,10 +1,8 @@
 """Resharding policy: a slow rank owns less state if that pays off. It runs on the leading rank.
 
-    rates change -> a home that pays off within the remaining steps (`rehoming`) -> its parts, one per step
-
-A rank receives a part within BESIDE of a step, so it arrives before the step ends, and training waits only for its
-gradients (`Executable.rehome`). Rates are noisy, so a decision stands for a while. If owners are chosen for the
-strategies, they are chosen again once other strategies have run.
+A rank receives a part within BESIDE of a step, so that training waits only for its gradients (`Executable.rehome`).
+Rates are noisy, so a decision stands for a while. Owners that are chosen for the strategies are chosen again once other
+strategies have run.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ def with_room(
     """Limit the cost of state by the memory that strategies and messages leave.
 
     Args:
-        state: cost without memory limits.
         tokens: tokens of the largest mini-batch.
         owned: elements by rank in the current home, which always fit.
     """
@@ -96,7 +93,6 @@ class Following:
 
     @property
     def target(self) -> Home:
-        """Home after all parts have arrived."""
         return self._parts[-1] if self._parts else self.home
 
     @property
@@ -105,7 +101,6 @@ class Following:
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
-        """Record that state moves to `next` during the next step."""
         self._under_way = True
 
     def stepped(
@@ -115,7 +110,7 @@ class Following:
 
         Args:
             strategies: the one that ran, then others that may run.
-            tokens: tokens of the largest mini-batch, see `with_room`.
+            tokens: tokens of the largest mini-batch.
         """
         self._mix.extend(strategies[:1])
         if self._under_way:

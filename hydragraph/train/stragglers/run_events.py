@@ -34,7 +34,7 @@ STATE_LOST = "state was lost"
 
 
 def now() -> str:
-    """Return the current time in UTC, for events and metrics."""
+    """Return the current time in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -44,7 +44,6 @@ class RunEvent:
 
     Attributes:
         step: last step before it.
-        ranks: ranks that it concerns.
         seconds: for `resumed`, from a rank's failure until training continued; for `saved`, how long training waited;
             for a switch, its expected cost.
         rates: rates of slow ranks that matter.
@@ -81,12 +80,10 @@ class RunEvent:
 
     @property
     def at(self) -> float:
-        """The time, in seconds since 1970."""
         return seconds_of(self.time)
 
     @property
     def title(self) -> str:
-        """Short title."""
         return TITLES[self.event] if self.done else f"{TITLES[self.event]}: not done"
 
     def __str__(self) -> str:
@@ -99,7 +96,6 @@ def seconds_of(time: str) -> float:
 
 
 def append_event(path: Path, event: RunEvent) -> None:
-    """Append an event's line to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(event.line + "\n")
 

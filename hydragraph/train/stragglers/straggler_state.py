@@ -21,5 +21,4 @@ class Slow:
 
     @property
     def rate(self) -> float:
-        """Total slowdown."""
         return self.device * self.core
