@@ -69,11 +69,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens.
-
-        Raises:
-            ValueError: it contains no target, or its template rejects it.
-        """
+        """Return a document as tokens; a ValueError refuses one without a target, or that its template rejects."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):

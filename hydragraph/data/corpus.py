@@ -119,11 +119,7 @@ def documents(
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return the formats of a corpus's files, from the first record of each.
-
-    Raises:
-        ValueError: a first record cannot be used.
-    """
+    """Return the formats of a corpus's files, from the first record of each, which must be usable."""
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
@@ -148,7 +144,7 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether the first bytes of a file may begin a UTF-8 text; the last character may be cut off."""
+    """Return whether these may be the first bytes of a UTF-8 text; the last character may be cut off."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -333,7 +329,6 @@ def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
 def _read_jsonl(
     path: Path, fields: Fields, report: CorpusReport, formats: set[Format] | None = None
 ) -> Iterator[_Found]:
-    """Yield one document per non-blank line, and add its format to `formats`."""
     format: Format | None = None
     with opened(path) as lines:
         for number, line in enumerate(lines, start=1):

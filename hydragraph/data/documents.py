@@ -60,7 +60,7 @@ class Conversation:
         arguments: arguments of the chat template, such as {"enable_thinking": False}.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,11 +71,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """Alpaca record: a conversation if there is a chat template, else a completion.
-
-    Attributes:
-        completion: the last turn, with Alpaca's own prompt.
-    """
+    """Alpaca record: a conversation if there is a chat template, else a completion with Alpaca's own prompt."""
 
     completion: Completion = Completion("", "")
 
@@ -90,8 +86,6 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Preference:
-    """A preferred and a rejected answer to the same prompt."""
-
     chosen: Completion | Conversation
     rejected: Completion | Conversation
 
@@ -143,14 +137,7 @@ class Fields:
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with these fields.
-
-        Args:
-            place, kind: place of the first record, and "field" or "column", for errors.
-
-        Raises:
-            ValueError: a field is missing, or "auto" could mean several things.
-        """
+        """Return the format of records with these fields; errors name the first record's place and the kind of fields."""
         needed: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages,),
@@ -183,11 +170,7 @@ class Fields:
         return possible[0] if possible else "text"
 
     def document(self, record: Mapping[str, Any], format: Format, place: str) -> Document | Preference | None:
-        """Return a record's document or pair of answers; None if its text is null.
-
-        Raises:
-            ValueError: a field is missing or of another kind.
-        """
+        """Return a record's document or pair of answers; None if its text is null."""
         if format == "text":
             if self.text not in record:
                 raise ValueError(self._no_text(record, place))
@@ -229,9 +212,11 @@ class Fields:
                 f"{place}: one of {self.chosen!r} and {self.rejected!r} is a text and the other a conversation: give "
                 "two texts, or two lists of messages"
             )
-        return self._compared(record, chosen, rejected, place)
+        return Preference(*self._compared(record, chosen, rejected, place))
 
-    def _compared(self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str) -> Preference:
+    def _compared(
+        self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str
+    ) -> list[Conversation]:
         """Return a pair of conversations in which their common first messages are not trained."""
         before = self._before(record, place)
         system = self._system(record)
@@ -243,7 +228,7 @@ class Fields:
             return said if said[0]["role"] == _SYSTEM else (*system, *said)
 
         untrained = _prompts_untrained(whole(chosen), whole(rejected))
-        return Preference(*(self._conversation(record, messages, place) for messages in untrained))
+        return [self._conversation(record, messages, place) for messages in untrained]
 
     def _answer(self, record: Mapping[str, Any], name: str, place: str) -> str | Messages:
         value = record.get(name)
@@ -264,18 +249,13 @@ class Fields:
         said = [({"role": ASSISTANT, "content": text},) for text in (chosen, rejected)]
         pair = self._compared(record, said[0], said[1], place)
         if not isinstance(prompt, str):
-            return pair
+            return Preference(*pair)
         system = "".join(f"{message['content']}\n\n" for message in self._system(record))
         plain = [Completion(system + prompt, text) for text in (chosen, rejected)]
         if not system:
             return Preference(*plain)
-        conversations = (c for c in (pair.chosen, pair.rejected) if isinstance(c, Conversation))
-        return Preference(
-            *(
-                AlpacaRecord(c.messages, c.tools, c.arguments, text)
-                for c, text in zip(conversations, plain, strict=True)
-            )
-        )
+        both = zip(pair, plain, strict=True)
+        return Preference(*(AlpacaRecord(c.messages, c.tools, c.arguments, text) for c, text in both))
 
     def _prompt_within(self, record: Mapping[str, Any], chosen: str, rejected: str, place: str) -> Preference:
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
@@ -294,9 +274,9 @@ class Fields:
         prompt = next((record[n] for n in (self.prompt, self.messages, _CONVERSATIONS) if record.get(n)), None)
         if prompt is None:
             return ()
-        return (
-            ({"role": "user", "content": prompt},) if isinstance(prompt, str) else _messages(prompt, self.prompt, place)
-        )
+        if isinstance(prompt, str):
+            return ({"role": "user", "content": prompt},)
+        return _messages(prompt, self.prompt, place)
 
     def _system(self, record: Mapping[str, Any]) -> Messages:
         system = record.get(_SYSTEM)
@@ -410,8 +390,7 @@ def _text(value: object, name: str, place: str) -> str | None:
     raise ValueError(f"{place}: {name!r} is a {type(value).__name__}, not text: set text_field to a text field")
 
 
-def _messages(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Check a conversation, and convert it to the form of templates."""
+def _messages(value: object, name: str, place: str) -> Messages:
     if isinstance(value, str):
         value = _json(value, name, place)
     if not isinstance(value, list) or not value:
@@ -495,12 +474,11 @@ def _tools(value: object, name: str, place: str) -> tuple[Mapping[str, Any], ...
     return tuple(value)
 
 
-def _json(text: str, name: str, place: str) -> object:
+def _json(text: str, name: str, place: str) -> Any:
     try:
-        parsed: object = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: {name!r} is a text that is not JSON ({error}): give a list") from error
-    return parsed
 
 
 def shared_length(first: str, second: str) -> int:

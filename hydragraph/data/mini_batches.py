@@ -56,11 +56,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return one split of the pieces of a single document; the last ones are held out.
-
-    Raises:
-        ValueError: the document is a single piece.
-    """
+    """Return one split of the pieces of a single document; the last ones are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
@@ -73,9 +69,6 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
 
     Args:
         heldout: fraction of documents, rounded, but at least one on each side; 0: none.
-
-    Raises:
-        ValueError: there is only one document.
     """
     if heldout and count < 2:
         raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
@@ -101,7 +94,6 @@ class MiniBatches(Iterator[list[Drawn]]):
     Args:
         tokens: budget of one mini-batch, at least one chunk or pair.
         max_length: longest chunk, in tokens (`cut`), at least 2.
-        seed: seed of the order.
         heldout: fraction of documents held out; for a single document, of its pieces.
         split_seed: seed of the held-out documents; keep it when `seed` changes, or training would see them.
         overlong: "cut" or "drop" documents longer than `max_length`.
@@ -110,7 +102,6 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; answers of a pair are neighbours.
-        lengths: lengths of the sequences in the last mini-batch.
         drawn: their chunks.
         scores: a number for each chunk, which its sequence then holds as "reference".
 
@@ -198,12 +189,10 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one epoch."""
         return int(self.chunks.lengths.sum())
 
     @property
     def next_lengths(self) -> list[int]:
-        """Lengths of the chunks that `take` returns next."""
         return [int(self.chunks.lengths[chunk]) for chunk in self._unit(int(self._order[self._position]))]
 
     def take(self) -> list[int]:
@@ -242,11 +231,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ValueError: the state is incomplete, or of another file or other settings.
-        """
+        """Continue where `state` was taken; a ValueError refuses one of another file or other settings."""
         for name, mine in self._settings.items():
             theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # default of earlier versions
             if theirs != mine:

@@ -33,26 +33,19 @@ class Mixture(Iterator[list[Drawn]]):
         return [self.members[i].read(chunk) for i, chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one pass over all corpora."""
         return sum(member.tokens for member in self.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next mini-batch, and the settings that it depends on."""
         states = [member.state_dict() for member in self.members]
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ValueError: the state is for other corpora, weights or settings.
-        """
+        """Continue where `state` was taken; a ValueError refuses one of other corpora, weights or settings."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(

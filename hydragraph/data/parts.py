@@ -20,11 +20,7 @@ _EVERY_S = 20.0  # most work that an interruption loses
 
 
 class EncodedParts:
-    """Encoded documents of one corpus.
-
-    Args:
-        every_s: seconds of work per part.
-    """
+    """Encoded documents of one corpus; a part holds `every_s` seconds of work."""
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
         self._directory = directory

@@ -46,11 +46,7 @@ def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a directory written by `Dataset.save_to_disk`, in order; None for other directories.
-
-    Raises:
-        ValueError: it holds several splits, or is damaged.
-    """
+    """Return the Arrow files of a directory written by `Dataset.save_to_disk`, in order; None for other directories."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = read_object(splits, _REMEDY).get("splits", [])

@@ -95,12 +95,7 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the template's text for messages, and the spans that it marks as generated.
-
-        Args:
-            prompt: add the generation prompt.
-            mask: return the marks; the template must have some.
-        """
+        """Return the template's text for messages; with `mask`, also the spans that it marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -156,8 +151,6 @@ def _ways(messages: Sequence[Message]) -> Iterator[_Way]:
 
 
 class _Written:
-    """A conversation rendered by a template."""
-
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, place: str, way: _Way, marks: re.Pattern[str]
     ) -> None:
@@ -206,7 +199,7 @@ class _Written:
             raise ValueError(f"{self._place}: the chat template writes the arguments of {function['name']} as a string")
 
     def marked(self, trained: Sequence[int]) -> list[Span]:
-        """Return the spans that the template marks in these messages; a ValueError names a message without marks."""
+        """Return the spans that the template marks in these messages."""
         spans = [span for span in self._marked if span[0] < span[1]]
         says = [i for i, message in enumerate(self._plain) if message["role"] == ASSISTANT]
         if len(trained) < len(says):
@@ -235,11 +228,7 @@ class _Written:
         return begin, next((region[0] for region in after if region), len(self.text))
 
     def turn(self, i: int) -> Span:
-        """Return the generated span of message `i`: its content and end token.
-
-        Raises:
-            ValueError: it cannot be separated from the rest.
-        """
+        """Return the span of message `i` that a model generates: its content and end token."""
         before = self._text(self._messages[:i], prompt=True)
         last = i == len(self._messages) - 1
         after = self.text if last else self._text(self._messages[: i + 1])
@@ -259,8 +248,7 @@ class _Written:
         The turn is its content in the final text, extended by the generation prompt's header and by its ending.
 
         Args:
-            before: text of the messages before it, with the generation prompt.
-            after: text up to and including it.
+            before, after: text of the messages before it, with the generation prompt; text up to and including it.
         """
         messages = self._messages
         content = self._region(messages, i)

@@ -100,11 +100,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file, checking everything except the tokens (see `verify`).
-
-        Raises:
-            ValueError: the file is missing, truncated or corrupt, or not a token file of this version.
-        """
+        """Map a file, checking everything except the tokens (see `verify`)."""
         header = _read_header(path)
         # asarray: results computed from a memmap would have its type.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
@@ -117,14 +113,7 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read the whole file, and compare its checksum.
-
-        Args:
-            progress: called with the number of documents read.
-
-        Raises:
-            ValueError: the checksum differs.
-        """
+        """Read the whole file, and compare its checksum; a ValueError refuses a damaged file."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:

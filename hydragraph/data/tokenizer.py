@@ -30,9 +30,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     Args:
         vocab_size: number of tokens, with special ones and the 256 bytes; fewer if no pairs are left to merge.
         special_tokens: tokens with the first ids, in order.
-
-    Raises:
-        ValueError: the vocabulary cannot hold the bytes and the special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
@@ -52,11 +49,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a directory, without its truncation and padding.
-
-    Raises:
-        ValueError: the file does not exist, or it is not a tokenizer.
-    """
+    """Load a tokenizer.json, or the one in a directory, without its truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
@@ -86,7 +79,6 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def copy(source: Path, directory: Path) -> None:
-    """Copy a tokenizer's files to another directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in files(source):
         shutil.copyfile(path, directory / path.name)
@@ -97,11 +89,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
-    """Return the token that ends a document: the declared one, or else the first well-known one.
-
-    Raises:
-        ValueError: the tokenizer has neither.
-    """
+    """Return the token that ends a document: the declared one, or else the first well-known one."""
     candidates = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
@@ -116,7 +104,7 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 
 
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
-    """Return the id that ends a text for a tokenizer from `directory`; errors as for `end_of_text_token`."""
+    """Return the id that ends a text for a tokenizer from `directory`."""
     declared = special_tokens(directory).get("eos_token")
     return int(tokenizer.token_to_id(end_of_text_token(tokenizer, declared)))
 

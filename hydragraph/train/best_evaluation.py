@@ -10,8 +10,8 @@ from hydragraph.train.step_metrics import Metrics
 
 def lowest(history: Iterable[Metrics], among: Container[int] | None = None) -> int | None:
     """Return the first step, of those `among`, with the lowest evaluation loss; None if no step has one."""
-    losses = [(m.eval_loss, m.step) for m in history if _evaluated(m) and (among is None or m.step in among)]
-    return min(losses)[1] if losses else None
+    losses = [(m.eval_loss, m.step) for m in history if m.eval_loss is not None and not math.isnan(m.eval_loss)]
+    return min((loss for loss in losses if among is None or loss[1] in among), default=(0.0, None))[1]
 
 
 def without_improvement(history: Iterable[Metrics], least: float) -> int:
@@ -25,7 +25,3 @@ def without_improvement(history: Iterable[Metrics], least: float) -> int:
         else:
             count += 1
     return count
-
-
-def _evaluated(metrics: Metrics) -> bool:
-    return metrics.eval_loss is not None and not math.isnan(metrics.eval_loss)

@@ -27,15 +27,10 @@ class Callbacks:
 
     @staticmethod
     def load(names: Sequence[str]) -> Callbacks:
-        """Load the callbacks named by a config."""
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
-        """Call a method of all objects that define it.
-
-        Raises:
-            RuntimeError: a callback raised an error.
-        """
+        """Call a method of all objects that define it; a RuntimeError names a callback that raised an error."""
         for callback in self._objects:
             method = getattr(callback, event, None)
             if method is None:
@@ -85,7 +80,6 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:
-        """Start a Weights & Biases run named after the run's folder, or continue it."""
         name = Path(config.output).name
         self._run = self._wandb.init(name=name, id=name, resume="allow", config=asdict(config))
 

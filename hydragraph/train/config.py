@@ -65,8 +65,8 @@ class ModelConfig:
         config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's. With
             `path`, only the settings to change in the directory's config, such as {attention_dropout: 0.0}.
         path: a local directory that `save_pretrained` wrote, instead of an architecture.
-        weights: a directory with safetensors files; each rank reads only its own part, so that no process holds the whole
-            model. The model is `architecture`, or the one that the directory describes.
+        weights: a directory with safetensors files; each rank reads only its own part, and no process holds the
+            whole model. The model is `architecture`, or the one that the directory describes.
         dropout: train with the dropout of the model's config.
         trust_remote_code: run Python code in the model's directory, with all of your permissions.
     """
@@ -212,8 +212,8 @@ class DataConfig(SourceConfig):
             tokenizer's own.
         template_arguments: arguments of the template, such as {enable_thinking: false}; a record's own
             `chat_template_kwargs` take precedence.
-        train_on: the messages of a conversation in the loss: "assistant" (all of the assistant), "last" (only its last) or
-            "all" messages. With a prompt and a completion, the loss covers the completion.
+        train_on: the messages of a conversation in the loss: "assistant" (all of the assistant), "last" (only its last)
+            or "all" messages. With a prompt and a completion, the loss covers the completion.
         tokens_per_step: most tokens of a mini-batch.
         max_length: tokens of the longest sequence.
         overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train. Of answers to compare, "cut"
@@ -365,8 +365,8 @@ class PlanConfig:
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
         profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough costs.
-        cluster: the cluster file of devices of several types, which must all be in the profile (`hg.Profile.merge`); None:
-            all devices are like the measured one.
+        cluster: the cluster file of devices of several types, which must all be in the profile (`hg.Profile.merge`);
+            None: all devices are like the measured one.
         health: file of the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
         ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
         workers: number of planning processes.

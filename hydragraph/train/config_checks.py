@@ -28,12 +28,7 @@ _PASSES = 1000  # maximum passes over the data in one step
 
 
 def check_settings(config: TrainConfig, ranks: int) -> None:
-    """Check what needs no data.
-
-    Raises:
-        ValueError: a setting is wrong.
-        OSError: a named file cannot be read.
-    """
+    """Check what needs no data; errors are ValueErrors, and OSErrors of files."""
     _check_device(config.device)
     _check_optimizer(config)
     read_costs(config.plan, ranks)
@@ -110,11 +105,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
-    """Read strategies, and check them against the model and the number of ranks.
-
-    Raises:
-        ValueError: a strategy is wrong.
-    """
+    """Read strategies, and check them against the model and the number of ranks."""
     config: Any = model.config
     layers = config.num_hidden_layers
     heads = _size(config, "num_attention_heads")
@@ -147,7 +138,7 @@ def remarks(
     batches: MiniBatches | Mixture,
     steps: int,
 ) -> Iterator[str]:
-    """Yield a sentence for each setting that may be unintended; `steps` is also given for a config with epochs."""
+    """Yield a sentence for each setting that may be unintended."""
     tokens = batches.tokens
     if config.schedule.warmup >= steps:
         warmup = f"schedule.warmup is {config.schedule.warmup}, and the run takes {steps} steps"

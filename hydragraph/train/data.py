@@ -50,7 +50,6 @@ class Tokens:
 
     @property
     def vocabulary(self) -> int:
-        """Minimum vocabulary of a model."""
         return self.files[0].vocabulary
 
     @property
@@ -66,12 +65,7 @@ _NO_TEXT = "the corpus holds no text: check data.paths, data.suffixes and data.t
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check every file's first record and the tokenizer.
-
-    Raises:
-        ValueError: a file, its first record or the tokenizer is unusable, or an end token or chat template is missing.
-        OSError: a file cannot be read.
-    """
+    """Check every file's first record, the tokenizer and its chat template."""
     data = config.data
     holds: set[str] = set()
     for source in (*data.sources, *data.evaluation.values()):
@@ -103,7 +97,6 @@ def check_data(config: TrainConfig) -> None:
 
 
 def pair_remarks(config: TrainConfig, tokens: Tokens) -> Iterator[str]:
-    """Yield sentences on answers that are cut, and pairs that are left out, because of their length."""
     most = config.data.max_length
     for i, file in enumerate(tokens.files if config.objective is not None else ()):
         where = f" of data.mixture[{i}]" if config.data.mixture else ""
@@ -123,7 +116,6 @@ def _splits(data: DataConfig) -> tuple[Split, ...]:
 
 
 def data_remarks(config: TrainConfig) -> Iterator[str]:
-    """Yield sentences on the files and fields of corpora that are not read."""
     try:
         template = _template_text(config, _known_tokenizer(config), chats=True)
     except ValueError:  # which `check_data` and the run raise
@@ -276,7 +268,6 @@ def _read_template(name: str) -> str:
 
 
 def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
-    """Open what `prepare` made."""
     files = {name: TokenFile.open(directory / name) for name in _token_files(config.data)}
     evaluation = {name: files.pop(f"evaluation-{name}.bin") for name in config.data.evaluation}
     return Tokens(directory, tokenizer.load(directory), tuple(files.values()), evaluation)
@@ -299,11 +290,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files, once per run and host.
-
-    Raises:
-        ValueError: a token file is damaged; `prepare` replaces it once it is deleted.
-    """
+    """Verify the token files; a ValueError names a damaged one, which `prepare` replaces once it is deleted."""
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
         file = TokenFile.open(directory / name)
@@ -326,7 +313,7 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Make the directory, and keep other processes from preparing it until the block or this process ends."""
+    """Make the directory, and keep other processes from preparing it meanwhile."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -341,11 +328,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return the endless stream of a run's training mini-batches, with scores of answers if given.
-
-    Raises:
-        ValueError: a document is too long, or the corpus is empty.
-    """
+    """Return the endless stream of a run's training mini-batches; a ValueError refuses a document that is too long."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -379,7 +362,6 @@ def _refuse_overlong(data: DataConfig, source: SourceConfig, file: TokenFile) ->
 def evaluation_batches(
     config: TrainConfig, tokens: Tokens, scores: Scores | None = None
 ) -> dict[str, list[list[Drawn]]]:
-    """Return the mini-batches of every evaluation set by name."""
     batches_by_set: dict[str, list[list[Drawn]]] = {}
     for name, streams in evaluation_streams(config, tokens).items():
         for i, stream in enumerate(streams):
@@ -399,11 +381,7 @@ def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[Mi
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
-    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over the data.
-
-    Args:
-        batches: a separate stream from the start, which is consumed.
-    """
+    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over `batches`, then consumed."""
     if config.epochs is None:
         return config.steps
     steps = 0
@@ -415,11 +393,10 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
 
 
 def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> frozenset[int]:
-    """Return the steps that complete 1, 2, 3, ... of `parts` equal parts of each pass over the data.
+    """Return the steps that complete 1, 2, 3, ... of `parts` equal parts of each pass over the data; none for 0 parts.
 
     Args:
         batches: a separate stream from the start, which is consumed.
-        parts: 0: return no step.
     """
     complete = set[int]()
     drawn = 0
@@ -432,7 +409,7 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """List the source files of Python's standard library, without tests and installed packages."""
+    """List the source files of Python's standard library."""
     folder = root or Path(sysconfig.get_path("stdlib"))
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
     sources = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]

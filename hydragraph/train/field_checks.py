@@ -80,8 +80,6 @@ def check_fields(record: object, *skipped: str) -> None:
 
 
 class Checked:
-    """Base of dataclasses whose fields are checked by `check_fields`."""
-
     def __post_init__(self) -> None:
         check_fields(self)
 

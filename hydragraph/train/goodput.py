@@ -54,19 +54,11 @@ class WallTime:
 
 @dataclass(frozen=True)
 class _Gap:
-    """Time between the ends of two steps that count; the run was stopped for `away_s` of it."""
-
-    begin: float
-    end: float
+    seconds: float
     tokens: int
-    away_s: float
     paused_s: float
     broken: bool
     whole: bool
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin - self.away_s
 
 
 def account(metrics: Sequence[Metrics], events: Sequence[RunEvent] = (), rate: float | None = None) -> WallTime | None:
@@ -108,7 +100,7 @@ def _gaps(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Iterator[_G
             continue  # a new leader's clock may differ
         broken = any(since < end and till >= begin for since, till in pauses)
         away_s, paused_s = (_overlap(begin, end, intervals) for intervals in (stops, pauses))
-        yield _Gap(begin, end, tokens, away_s, paused_s, broken, not broken and _undisturbed(events, end))
+        yield _Gap(end - begin - away_s, tokens, paused_s, broken, not broken and _undisturbed(events, end))
 
 
 def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]]) -> float:

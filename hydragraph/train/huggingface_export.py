@@ -24,12 +24,7 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
-    """Write config, weights (safetensors) and tokenizer.
-
-    Args:
-        model: a Hugging Face model, which receives `state`, all of its `state_dict`.
-        tokens: directory of the tokenizer.
-    """
+    """Write config, weights (safetensors) and tokenizer of a Hugging Face model, which receives `state`."""
     model.load_state_dict(dict(state), assign=True)  # also on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
@@ -45,7 +40,6 @@ def export_checkpoint(
 
     Args:
         step: step of the checkpoint; None: the latest.
-        directory: new or empty.
         merged: write the model with its adapters merged.
         dtype: dtype of the weights, except those that the model's classes keep in float32.
 
@@ -66,7 +60,7 @@ def export_checkpoint(
 def write_model(
     folder: RunFolder, checkpoint: Path, directory: Path, merged: bool = False, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Replace a directory with a checkpoint's model and tokenizer; arguments as for `export_checkpoint`."""
+    """Replace a directory with a checkpoint's model and tokenizer."""
     config = TrainConfig.load(folder.config)
     encoder = tokenizer.load(folder.tokenizer)
     end = tokenizer.end_id(encoder, folder.tokenizer)

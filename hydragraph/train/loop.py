@@ -266,7 +266,6 @@ def _session(
 
 
 def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, start: _Start) -> None:
-    """Check the data against the config; `given`: the config with epochs."""
     config = prepared.config
     if start.last is not None and start.last.step > config.steps:
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
@@ -336,7 +335,6 @@ def _join_run(
     folder: RunFolder,
     stopping: Requests,
 ) -> RunOutcome:
-    """Prepare while other ranks train; then join them between two steps."""
     tokens = open_tokens(config, prepare(config))
     if config.adapter is None:
         model = skeleton(config.model, tokens.vocabulary, tokens.end_of_text)
@@ -394,7 +392,7 @@ def _follow(
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end or until a rank is asked to stop; return the stop reason, or 0."""
+    """Train to the end, and return 0; or until a rank is asked to stop, and return the reason."""
     config = run.config
     executor = run.executor
     executor.listens = lambda: stopping.signal  # also called during a step
@@ -507,7 +505,7 @@ def _end_early(run: Run, state: TrainState, ending: str) -> RunOutcome:
 
 
 def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
-    """Return the strategy arguments of `compile`: the first strategy, or all to choose from."""
+    """Return the strategy arguments of `compile`."""
     config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:
         return {"strategy": strategies[0]}
@@ -531,11 +529,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared and verified by one rank per host.
-
-    Raises:
-        ValueError: the corpus is unusable, a host's copy is damaged, or hosts differ.
-    """
+    """Return the corpus, prepared and verified by one rank per host; a ValueError refuses different hosts."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))

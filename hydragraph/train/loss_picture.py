@@ -33,11 +33,7 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw losses over steps to a PNG file.
-
-    Args:
-        events: marked below the losses, a row per kind, with the seconds of pauses, and goodput.
-    """
+    """Draw losses over steps to a PNG file; below them events, a row per kind, and the seconds of pauses."""
     # Not pyplot: this needs no display and leaves the user's backend unchanged.
     from matplotlib.figure import Figure
 
@@ -72,7 +68,7 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))
-    # More distant neighbours have less than a thousandth of the weight.
+    # Further neighbours have less than a thousandth of the weight.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance

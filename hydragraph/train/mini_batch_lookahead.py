@@ -14,8 +14,7 @@ class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Args:
-        count: number of mini-batches planned ahead.
-        announce: called once with each mini-batch, if `count` is not 0.
+        count: number of mini-batches to plan ahead, each of which is announced once.
 
     Attributes:
         position: position of the source after the last returned mini-batch, where a resumed run continues.
@@ -30,7 +29,6 @@ class Ahead:
 
     @property
     def following(self) -> list[Drawn] | None:
-        """Mini-batch after the last returned one; None at the end."""
         return self._waiting[0][0] if self._waiting else None
 
     def take(self, left: int) -> list[Drawn]:

@@ -26,7 +26,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def captured_loss(config: TrainConfig) -> dict[str, Any]:
-    """Return the arguments `loss` and `example` of `hydragraph.capture` and `hydragraph.compile`."""
+    """Return the arguments `loss` and `example` of `hydragraph.compile`."""
     if config.objective is not None:
         return {"loss": weighted_logprobs, "example": {WEIGHTS: torch.ones(1, 8)}}
     loss = partial(token_cross_entropy, label_smoothing=config.label_smoothing) if config.label_smoothing else None
@@ -259,11 +259,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
 
 
 def directory_of(config: ModelConfig) -> str:
-    """Return the path of the local directory with the model.
-
-    Raises:
-        ValueError: the directory does not exist; a name on the Hugging Face hub is not fetched.
-    """
+    """Return the path of the local directory with the model; a ValueError says how to fetch one."""
     path = str(config.directory)
     if (Path(path) / "config.json").is_file():
         return path

@@ -28,11 +28,7 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s, which is known for bfloat16; None if it is not known.
-
-    Args:
-        name: from `torch.cuda.get_device_name`.
-    """
+    """Return the peak FLOP/s of a GPU with this name from `torch.cuda`; None: unknown, as except in bfloat16."""
     words = name.replace("-", " ").split()
     if dtype is not torch.bfloat16:
         return None
@@ -40,10 +36,7 @@ def peak_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def step_flops(program: Program, lengths: Sequence[int]) -> float:
-    """Return the operations of a step's forwards and backwards, without recomputation.
-
-    A backward takes twice as many as a forward: it computes the gradients of both operands of a product.
-    """
+    """Return the operations of a step, without recomputation; a backward takes twice as many as a forward."""
     blocks = [operations(program, block, 1) for block in program.blocks]
     linear = sum(block.linear for block in blocks)
     attention = Counter[Reach]()

@@ -85,7 +85,7 @@ class ObjectiveConfig:
 
     @classmethod
     def parse(cls, text: str) -> ObjectiveConfig:
-        """Return the objective of a name, with defaults; a ValueError rejects other names."""
+        """Return the objective of a name, with defaults."""
         losses = {"dpo": DpoConfig, "simpo": SimpoConfig, "orpo": OrpoConfig}
         if text not in losses:
             raise ValueError(f"objective is {text!r}: use {' or '.join(losses)}")

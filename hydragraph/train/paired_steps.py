@@ -20,7 +20,7 @@ from hydragraph.train.preference_objective import WEIGHTS, PairResult, evaluate_
 
 @dataclass(frozen=True, eq=False)
 class PairReport(StepReport):
-    """Report of a step on pairs of answers.
+    """Report of a step on pairs.
 
     Attributes:
         pairs: figures as in `PairResult`, and `scoring_s`, the seconds of scoring before the step.
@@ -40,15 +40,10 @@ class PairedSteps:
     loss: PairLoss
 
     def announce(self, sequences: Sequence[Drawn]) -> None:
-        """Announce the mini-batch of a later step."""
         self.executor.announce(_weighted(sequences, [1.0] * len(sequences)))
 
     def step(self, sequences: Sequence[Drawn], strategy: Strategy | None) -> PairReport:
-        """Train on a mini-batch.
-
-        Raises:
-            FloatingPointError: a score, the loss or a gradient is not finite; the weights are unchanged.
-        """
+        """Train on a mini-batch; a FloatingPointError leaves the weights unchanged."""
         began = time.perf_counter()
         pairs = self.evaluate(sequences, strategy)
         scoring_s = time.perf_counter() - began

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_profile(text: str) -> Profile:
-    """Read a profile, or one entry of a file of published constants.
-
-    Args:
-        text: profile.json, or constants.json#name of the entry.
-
-    Raises:
-        ValueError: the entry is missing, or the file contains neither.
-    """
+    """Read profile.json, or the entry "name" of published constants, as in constants.json#name."""
     path, _, name = text.partition("#")
     content = read_object(Path(path), "write a profile with hydragraph profile")
     if "profiles" not in content:
@@ -68,11 +61,7 @@ def read_corrections(path: Path | None) -> Corrections | None:
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read sequence lengths: a token file's documents, or a text file of one number per line.
-
-    Raises:
-        ValueError: a line is not a number of tokens, or there are none.
-    """
+    """Read sequence lengths: of a token file's documents, or from a text file of one number per line."""
     with path.open("rb") as file:
         binary = b"\0" in file.read(256)
     if binary:
@@ -89,11 +78,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def read_candidates(texts: Sequence[str]) -> list[list[Scheme]]:
-    """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>".
-
-    Raises:
-        ValueError: a strategy is invalid, or has other pipelines.
-    """
+    """Read strategies of regular pipelines, such as "2*<tp4,pp1> + <tp2,pp2>"."""
     candidates = []
     for i, text in enumerate(texts):
         if "[" in text:

@@ -31,9 +31,8 @@ class Answers:
     """One answer of each of n pairs; all tensors are fp64 [n].
 
     Attributes:
-        scores: log-probability of each answer.
+        scores, reference: log-probability of each answer, now and under the model before training (NaN: unknown).
         targets: number of tokens of each answer.
-        reference: log-probability of each answer under the model before training; NaN: unknown.
     """
 
     scores: Tensor
@@ -57,7 +56,6 @@ def rewards(loss: PairLoss, answers: Answers) -> Tensor:
 
 
 def losses(loss: PairLoss, chosen: Answers, rejected: Answers) -> Tensor:
-    """Return the loss of each pair, [n]."""
     match loss:
         case DpoConfig():
             margins = rewards(loss, chosen) - rewards(loss, rejected)
@@ -80,7 +78,6 @@ class PairResult:
     """Losses of the pairs of a mini-batch.
 
     Attributes:
-        pairs: number of pairs.
         loss: mean over the pairs.
         weights: factors of each answer's token losses -log p; their weighted sum has the gradient of the sum of the
             pairs' losses.

@@ -24,11 +24,7 @@ _EVERY_S = 60.0  # most work that an interruption loses
 
 
 class ReferenceScores:
-    """Scores of every answer that a run reads.
-
-    Args:
-        train: mini-batches from the start.
-        evaluation: streams by evaluation set.
+    """Scores of every answer that a run reads, from the start.
 
     Attributes:
         of: by stream, the score of each chunk: fp32 [chunks], NaN if unknown. The arrays are updated in place.
@@ -41,7 +37,10 @@ class ReferenceScores:
         self._train = train
         members = train.members if isinstance(train, Mixture) else (train,)
         self._streams = {train_name(i): member for i, member in enumerate(members)}
-        self._evaluation = {name: dict(_named(name, streams)) for name, streams in evaluation.items()}
+        self._evaluation = {
+            name: {evaluation_name(name, i): stream for i, stream in enumerate(streams)}
+            for name, streams in evaluation.items()
+        }
         for streams in self._evaluation.values():
             self._streams.update(streams)
         self.of: Scores = {name: np.full(len(s.chunks), np.nan, np.float32) for name, s in self._streams.items()}
@@ -58,16 +57,15 @@ class ReferenceScores:
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
         """Read the file; return the answers that a run still needs by mini-batch, as (name of a stream, chunk)."""
         self.read()
-        return list(self._without(config))
-
-    def _without(self, config: TrainConfig) -> Iterator[list[tuple[str, int]]]:
+        missing = []
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
         for drawn in chain(self._drawn(config.steps), self._evaluated(config.evaluate_batches)):
             new = [(name, chunk) for name, chunk in dict.fromkeys(drawn) if not seen[name][chunk]]
             for name, chunk in new:
                 seen[name][chunk] = True
             if new:
-                yield new
+                missing.append(new)
+        return missing
 
     def complete(
         self,
@@ -129,7 +127,3 @@ def train_name(member: int) -> str:
 
 def evaluation_name(name: str, member: int) -> str:
     return f"{name}-{member}-evaluated"
-
-
-def _named(name: str, streams: Iterable[MiniBatches]) -> Iterator[tuple[str, MiniBatches]]:
-    return ((evaluation_name(name, i), stream) for i, stream in enumerate(streams))

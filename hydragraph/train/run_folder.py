@@ -115,7 +115,7 @@ class RunFolder:
 
     @property
     def began(self) -> float:
-        """Start of the folder's run, in seconds since the epoch; 0: there is none."""
+        """Start of the folder's run, in seconds since the epoch, or 0."""
         return float(_read(self.owner).get("began", 0.0))
 
     @contextmanager
@@ -180,7 +180,7 @@ class RunFolder:
         """Return how an interrupted run begins again: from its last checkpoint, or from the start.
 
         Args:
-            how, step: arguments of the run, returned if it had not begun.
+            how, step: arguments of the run, returned if it has not begun.
             before: `began` when the run was first called, which shows whether it has begun since.
         """
         if self.began in (0.0, before):
@@ -210,7 +210,6 @@ class RunFolder:
         return earlier[-1]
 
     def changes(self, config: TrainConfig) -> str:
-        """Return the differences of a config from that of the folder's run."""
         try:
             before = TrainConfig.load(self.config)
         except (ValueError, OSError):
@@ -239,7 +238,7 @@ class RunFolder:
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
-        """Check, also as root on a read-only file system, that the folder is writable."""
+        """Check that the folder is writable, also as root on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")
@@ -247,7 +246,7 @@ class RunFolder:
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
-        """Remove an earlier run, but not cached data or files that runs do not write."""
+        """Remove an earlier run, but not cached data or other files."""
         for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         files = (self.metrics, self.events, self.ranks, self.slow, self.picture, self.trace, self.corrections)

@@ -19,11 +19,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 def check_places(config: TrainConfig) -> None:
-    """Check that this machine can write to the places of pieces.
-
-    Raises:
-        ValueError: a variable is not set, a driver is missing, or a test file cannot be written.
-    """
+    """Check by a test file that this machine can write to the places of pieces."""
     local = _local(config)
     shared = _shared(config)
     if local is not None:

@@ -83,7 +83,6 @@ def naming_the_checkpoint(folder: RunFolder) -> Iterator[None]:
 
 
 def checkpoint(run: Run, state: TrainState) -> None:
-    """Save the state, and draw the current picture."""
     began = time.monotonic()
     step = state.done
     place = run.folder.place(step)
@@ -150,7 +149,6 @@ def stops_after(run: Run, step: int) -> bool:
 
 
 def write_spans(run: Run) -> None:
-    """Gather and write the ranks' spans, and stop recording."""
     per_rank = run.world.gather(run.executor.spans or [])
     run.executor.spans = None
     if run.watcher is not None:

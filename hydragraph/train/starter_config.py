@@ -16,12 +16,8 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class InspectedPaths:
-    """Result of inspecting the given paths.
-
-    Attributes:
-        tokens: approximate number of tokens.
-        positions: positions of the model; 0: unknown.
-        templated: whether the tokenizer has a chat template.
+    """Result of inspecting paths: the approximate number of tokens, the model's positions (0: unknown), and whether its
+    tokenizer has a chat template.
     """
 
     model: Path | None
@@ -43,11 +39,7 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect a Hugging Face directory and data, in any order.
-
-    Raises:
-        ValueError: a path does not exist, two are models, or the data are of several kinds.
-    """
+    """Inspect a Hugging Face directory and data, in any order; a ValueError refuses several models or kinds of data."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")

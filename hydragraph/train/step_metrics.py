@@ -35,7 +35,6 @@ class Metrics:
         loss: token mean over the mini-batch, before the update.
         grad_norm: global norm before clipping.
         tokens: targets in the mini-batch.
-        tokens_per_s: targets per second.
         eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`.
         padding: tokens added to micro-batches.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds of waits for weights, gradients and activations.
@@ -80,7 +79,6 @@ class Metrics:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """Perplexity by evaluation set; empty with an objective."""
         return {} if self.pairs else {name: perplexity(loss) for name, loss in self.eval_losses.items()}
 
     @property
@@ -99,7 +97,7 @@ def perplexity(loss: float) -> float:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read a file of metrics, without a truncated last line; a ValueError names a line that cannot be read."""
+    """Read a file of metrics; a ValueError names a line that cannot be read."""
     return [_parse(line, place) for line, place in complete_lines(path)]
 
 
@@ -118,9 +116,8 @@ class MetricsLog:
     """Writes metrics as they come; a context manager.
 
     Args:
-        path: JSON lines; those after step `after` are dropped.
+        path: JSON lines; those after step `after`, from which the run continues, are dropped.
         tensorboard: directory of event files; None: write none.
-        after: step that the run continues from; 0: it is new.
 
     Attributes:
         history: all metrics, including earlier sessions.
@@ -157,11 +154,7 @@ class MetricsLog:
                 raise  # else report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
-        """Write one step's metrics.
-
-        Raises:
-            OSError: the disk is full, or the file or the run's folder is gone.
-        """
+        """Write one step's metrics; an OSError: the disk is full, or the file or the run's folder is gone."""
         self.history.append(metrics)
         self.written = True
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):

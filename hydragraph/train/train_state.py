@@ -43,8 +43,6 @@ class RunOutcome:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Constants of a run."""
-
     config: TrainConfig
     world: World
     folder: RunFolder
@@ -92,7 +90,7 @@ class TrainState:
 
     Attributes:
         watcher: receives the progress if this rank leads.
-        batches: source of mini-batches. anew: returns it from the start.
+        anew: returns the source of mini-batches from the start.
         done: number of steps applied to the state.
         saved: step of the last checkpoint.
         kept: whether there is a checkpoint, which may be from before the first step.

@@ -57,7 +57,7 @@ class Disturbed:
     Attributes:
         left: live processes at the end.
         problems: broken promises that strikes found.
-        hung: why the run was ended; "": it ended by itself.
+        hung: why the run was ended, or "".
     """
 
     code: int
@@ -71,7 +71,6 @@ class Disturbed:
 
     @property
     def ending(self) -> str:
-        """How it ended, with its last lines of output."""
         how = f"it was killed by signal {-self.code}" if self.code < 0 else f"it exited with code {self.code}"
         last = f"; its last lines are:\n{self.said}" if self.said else "; its output is empty"
         return (self.hung or how) + last
@@ -80,7 +79,7 @@ class Disturbed:
         return replace(self, metrics=tuple(m for m in self.metrics if m.step <= step))
 
     def difference(self, other: Disturbed) -> float:
-        """Return the largest relative difference of a step's loss; infinite if the runs have different steps."""
+        """Return the largest relative difference of a step's loss; infinite if the steps differ."""
         mine = {m.step: m.loss for m in self.metrics}
         theirs = {m.step: m.loss for m in other.metrics}
         if mine.keys() != theirs.keys() or not mine:
@@ -110,7 +109,6 @@ def departure(disturbed: Disturbed, undisturbed: Disturbed, control: Disturbed |
 
 
 def alone(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the config of the run on one rank."""
     output = str(folder / "alone")
     return replace(config, ranks=1, strategies=("<tp1,pp1>",), plan=PlanConfig(), home=Home(), output=output)
 
@@ -125,11 +123,7 @@ def draw(counts: Mapping[str, int], seed: int) -> list[Strike]:
 
 
 def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
-    """Parse kinds of strikes, such as "two,again".
-
-    Raises:
-        ValueError: a kind is unknown, or impossible with this config.
-    """
+    """Parse kinds of strikes, such as "two,again"; a ValueError rejects unknown or impossible ones."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in ACTIONS]:
         raise ValueError(f"kinds has {unknown[0]!r}: give some of {', '.join(ACTIONS)}")
@@ -147,7 +141,6 @@ def read_kinds(text: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def prepared(config: TrainConfig, folder: Path, strikes: int, preempted: int = 0) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configs of the undisturbed and the disturbed run, long enough for all strikes."""
     most = MOST_STEPS_PER_STRIKE * strikes + MOST_STEPS_PER_MACHINE * preempted
     steps = max(config.steps, most + CALM_STEPS)
     elastic = config.elastic
@@ -168,10 +161,9 @@ def run(
     until: int | None = None,
     machines: int = 1,
 ) -> Disturbed:
-    """Run a training in its own processes, and strike it.
+    """Run a training in its own processes, in an emptied folder, and strike it.
 
     Args:
-        config: config of the run, whose folder is replaced.
         stepped: called with the last step and the number of strikes so far.
         until: last step before the run is asked to stop; None: `CALM_STEPS` after the last strike, if any.
     """
@@ -203,19 +195,14 @@ class Patience:
     """Distinguishes a run that hangs from one that is slow to start.
 
     Args:
-        moved: seconds at the run's start; later, at its last step.
+        moved: time of the run's start; later, of its last step.
     """
 
     moved: float
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run should be ended, or "".
-
-        Args:
-            step: last logged step; 0: none.
-            now: seconds on the clock of `moved`.
-        """
+        """Return why the run should be ended, or ""; `step` is the last logged one, or 0."""
         if step != self.step:
             self.step = step
             self.moved = now
@@ -235,7 +222,6 @@ class _Striker:
     hung: str = ""
 
     def follow(self, stepped: Callable[[int, int], None]) -> int:
-        """Strike until the run ends or hangs; return its exit code."""
         victim, step, asked = self.victim, 0, False
         looked = time.monotonic()
         patience = Patience(looked)

@@ -31,11 +31,9 @@ _LOOK_S = 0.005
 class Victim:
     """A run to be disturbed, seen through its files and /proc.
 
-    Args:
+    Attributes:
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
         machines: machines of the run, the launcher's first; None: only this one.
-
-    Attributes:
         pids: all processes that were its ranks, or were about to be.
         problems: broken promises that a strike found.
     """
@@ -64,7 +62,6 @@ class Victim:
         return parent(children[-1]) if children else None
 
     def ranks(self) -> list[int]:
-        """Return the live processes of ranks, by rank."""
         with suppress(OSError, ValueError, KeyError):
             pids = [int(place["pid"]) for place in json.loads(self.folder.ranks.read_text())]
             self.pids.update(pids)
@@ -127,7 +124,6 @@ class Victim:
 
 
 def send(pid: int, which: signal.Signals) -> None:
-    """Send a signal, if the process still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, which)
 
@@ -139,7 +135,6 @@ def lives(pid: int) -> bool:
 
 
 def parent(pid: int) -> int | None:
-    """Return a process's parent; None if the process is gone."""
     fields = stat_of(pid)
     return int(fields[1]) if fields else None
 
@@ -180,7 +175,6 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
-    """Stop a rank for 3 s: slow is not dead."""
     send(target, signal.SIGSTOP)
     time.sleep(_PAUSE_S)
     send(target, signal.SIGCONT)
@@ -247,7 +241,7 @@ def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _switch(run: Victim, target: int, chance: random.Random) -> None:
-    """Slow a rank until strategies are switched or state moves for it, and kill a rank during that."""
+    """Slow a rank until strategies are switched or state moves for it; kill a rank during that."""
     before = len(run.happened("switch", "migrate"))
     end = time.monotonic() + _MOMENT_S
     while len(run.happened("switch", "migrate")) == before and time.monotonic() < end and lives(target):

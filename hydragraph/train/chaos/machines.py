@@ -37,7 +37,6 @@ class Machines:
     _port: int = field(default_factory=lambda: _free_port())
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start all machines; return the process of the first."""
         self.supervisors = [self._started(number) for number in range(self.count)]
         return self.supervisors[0]
 
@@ -95,7 +94,6 @@ class Machines:
 
 
 def with_disks(config: TrainConfig, disks: Path) -> TrainConfig:
-    """Return a config whose local pieces lie on each machine's disk."""
     pieces = config.checkpoint.pieces
     if pieces is None or pieces.local is None:
         return config
@@ -116,7 +114,6 @@ def stat_of(pid: int) -> list[str]:
 
 
 def all_stats() -> Iterator[tuple[int, list[str]]]:
-    """Yield each process of this machine with its fields (`stat_of`)."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and (fields := stat_of(int(entry.name))):
             yield int(entry.name), fields

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import IO, cast
 
+from hydragraph.cluster.module_process import start_module
 from hydragraph.cost.corrections import Corrections
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.measured_profile import Profile
@@ -44,7 +42,6 @@ class ReplanQuestion:
     Attributes:
         profile, cluster, home: those of the run, on healthy ranks; state stays in place.
         lengths: sequence lengths of the last mini-batches.
-        running: current strategies.
         first: initial strategies, which may be the best again once all ranks are healthy.
         request: how the run chooses among `running`, with the rates known when they were planned.
         deadline_s: search time limit; None: equal questions have equal answers.
@@ -220,11 +217,10 @@ class Replanner:
         return None if unwanted else self._answer
 
     def forget(self) -> None:
-        """Drop the pending question, if any, because it is about other ranks."""
+        """Drop the pending question, if any."""
         self._unwanted = self._thread is not None
 
     def close(self) -> None:
-        """Stop the process, even while it answers."""
         self._closing = True
         while (process := self._process) is not None:
             process.kill()
@@ -259,9 +255,5 @@ class Replanner:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).parents[3])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    # -P: do not import from the current directory.
-    command = [sys.executable, "-P", "-m", "hydragraph.train.stragglers.replanning_worker"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    worker = "hydragraph.train.stragglers.replanning_worker"
+    return start_module(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -44,7 +44,7 @@ class Replanning:
 
     Attributes:
         costs: on healthy ranks, with the home of the run.
-        strategies, request: initial strategies, and the request that chooses among them.
+        request: the request that chooses among the initial strategies.
         switch: lets all ranks choose from other strategies once they are ready; None: a dry run.
         changing: whether ranks are preparing for a switch.
         refused: why they did not switch; "" if they did.
@@ -81,7 +81,7 @@ class Controller:
 
     Args:
         replanning: None: ranks are only watched.
-        following: decides where state lives; None: state stays.
+        following: None: state stays.
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class Controller:
             replanning.planner.start()
 
     def stepped(self, report: StepReport) -> tuple[RunEvent, ...]:
-        """Record a step; return its events."""
         if self._first and all(times.probe > 0 for times in report.ranks):
             self.monitor.baseline(report.ranks)
         self._first = False
@@ -159,7 +158,6 @@ class Controller:
         return Lateness(switched) if self._replanning is None else self._lateness.among(numbers, switched)
 
     def released(self) -> Replanner | None:
-        """Return the planning process for the controller of other ranks, or None."""
         if self._replanning is None:
             return None
         self._replanning.planner.forget()

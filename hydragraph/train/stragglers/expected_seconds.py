@@ -12,8 +12,6 @@ MATTERS = 1.2  # difference, as a factor, that calls for another plan
 
 @dataclass(frozen=True)
 class ExpectedAndMeasured:
-    """Median seconds of some steps."""
-
     expected_s: float
     measured_s: float
     steps: int
@@ -36,19 +34,13 @@ class Expectation:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again, because another plan runs."""
         self._count = 0
         self._seen: set[str] = set()
         self._steps: list[tuple[float, float]] = []
         self._done = False
 
     def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
-        """Record a step; return the comparison after enough of them.
-
-        Args:
-            expected_s: 0: unknown.
-            measured_s: without the time for compiling graphs.
-        """
+        """Record a step, without the time for compiling graphs; return the comparison after enough of them."""
         if self._done:
             return None
         self._count += 1

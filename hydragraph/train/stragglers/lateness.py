@@ -33,8 +33,6 @@ SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estim
 
 @dataclass(frozen=True)
 class _Learned:
-    """A rank's known rate, and the rate that it is planned with."""
-
     known: float
     planned: float
 
@@ -75,7 +73,6 @@ class Lateness:
         return {rank: (rates.known, rates.planned) for rank, rates in learned.items()}
 
     def planned(self, health: Health) -> Health:
-        """Return the rates for planning."""
         self._told(health)
         return Health({rank: self._planned(rank, rate) for rank, rate in health.rates.items()})
 

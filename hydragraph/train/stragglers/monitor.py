@@ -42,7 +42,11 @@ Predicted = dict[int, dict[KindOfWork, float]]  # rank -> kind -> seconds
 
 
 class Monitor:
-    """Judges the ranks of a run, on one of them; `costs` are those of healthy ranks."""
+    """Judges the ranks of a run, on one of them; `costs` are those of healthy ranks.
+
+    Attributes:
+        corrections: measured over predicted seconds of blocks, by rank.
+    """
 
     def __init__(
         self, costs: Costs, sensitivity: Sensitivity | None = None, slow: Mapping[int, Slow] | None = None
@@ -58,10 +62,10 @@ class Monitor:
         )
         self._strategy: Strategy | None = None
         self._probed: dict[int, float] = {}
-        self._corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
+        self.corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a monitor for renumbered ranks, by their old numbers; it keeps what is known about those that stay."""
+        """Return a monitor for renumbered ranks, by their old numbers; ranks without a number are gone."""
         monitor = Monitor(costs)
         monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
         monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
@@ -76,11 +80,6 @@ class Monitor:
     @property
     def health(self) -> Health:
         return Health({rank: straggler.rate for rank, straggler in self.slow.items()})
-
-    @property
-    def corrections(self) -> Corrections:
-        """Measured over predicted seconds of blocks, by rank."""
-        return self._corrections
 
     @property
     def scatter(self) -> tuple[float, float]:
@@ -112,7 +111,7 @@ class Monitor:
             work[rank] = {kind: (alone[kind], seconds) for kind, seconds in kinds.items() if alone[kind] > 0}
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
             if whole > 0:  # forward and backward are timed together
-                self._corrections = self._corrections.with_step({(part, rank): whole for part in COMPUTING})
+                self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
         # Idle ranks are judged by their probes; otherwise their cores would be judged by old values.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))

@@ -62,7 +62,6 @@ class Rehoming:
 
     Attributes:
         before_s, after_s: seconds of the owners per step, before and after the move.
-        moving_s: seconds that training waits for the move.
     """
 
     home: Home
@@ -200,7 +199,6 @@ def best_shares(
 
 
 def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
-    """Return the number of elements that each rank receives in a move."""
     before = HomeLayouts(old, ranks)
     after = HomeLayouts(new, ranks)
     total = np.zeros(ranks, np.int64)
@@ -254,7 +252,6 @@ def passes(way: Sequence[Home], ranks: int, buckets: Sequence[Bucket], costs: St
 
 
 def owned_by(home: Home, ranks: int, buckets: Sequence[Bucket]) -> list[int]:
-    """Return the number of elements that each rank owns."""
     layouts = HomeLayouts(home, ranks)
     return [sum(layouts.of(bucket).local_size(rank) for bucket in buckets) for rank in range(ranks)]
 

@@ -34,7 +34,6 @@ STATE_LOST = "state was lost"
 
 
 def now() -> str:
-    """Return the current time in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -91,7 +90,6 @@ class RunEvent:
 
 
 def seconds_of(time: str) -> float:
-    """Return a time from `now` in seconds since 1970."""
     return datetime.fromisoformat(time).timestamp()
 
 
