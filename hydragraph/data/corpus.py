@@ -288,7 +288,7 @@ def _logged(paths: list[Path], fields: Fields, report: CorpusReport, limit: int 
     logging.getLogger(__name__).log(level, "%s", report.sentence())
 
 
-def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[_Found]:
+def _draw(paths: list[Path], fields: Fields, report: CorpusReport) -> Iterator[tuple[str, Document | Preference]]:
     sizes = [path.stat().st_size for path in paths]
     report.bytes += sum(sizes)
     behind = report.read

@@ -137,7 +137,7 @@ class Fields:
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with these fields; errors name the first record's place and the kind of fields."""
+        """Return the format of records with these fields; errors name the first record's place and a kind of fields."""
         needed: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages,),

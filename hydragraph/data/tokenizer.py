@@ -106,7 +106,7 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
     """Return the id that ends a text for a tokenizer from `directory`."""
     declared = special_tokens(directory).get("eos_token")
-    return int(tokenizer.token_to_id(end_of_text_token(tokenizer, declared)))
+    return tokenizer.get_vocab()[end_of_text_token(tokenizer, declared)]
 
 
 def special_tokens(directory: Path) -> dict[str, str]:

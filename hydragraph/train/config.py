@@ -20,7 +20,7 @@ from hydragraph.spec.record import flow_yaml, from_record, load_record, parse_ya
 from hydragraph.train.coming_from import remedies
 from hydragraph.train.config_overrides import overridden, plain
 from hydragraph.train.field_checks import (
-    Checked,
+    CheckedFields,
     Count,
     Fraction,
     Number,
@@ -142,7 +142,7 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig(Checked):
+class SourceConfig(CheckedFields):
     """A corpus: its files and the format of its records.
 
     Attributes:

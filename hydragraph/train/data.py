@@ -381,7 +381,11 @@ def evaluation_streams(config: TrainConfig, tokens: Tokens) -> dict[str, list[Mi
 
 
 def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
-    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over `batches`, then consumed."""
+    """Return the number of training mini-batches: `steps`, or those of `epochs` passes over `batches`.
+
+    Args:
+        batches: a separate stream from the start, which is consumed.
+    """
     if config.epochs is None:
         return config.steps
     steps = 0

@@ -79,7 +79,7 @@ def check_fields(record: object, *skipped: str) -> None:
                 object.__setattr__(record, name, converted)
 
 
-class Checked:
+class CheckedFields:
     def __post_init__(self) -> None:
         check_fields(self)
 

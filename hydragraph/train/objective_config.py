@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from hydragraph.train.field_checks import Checked, Fraction, Number, check_number
+from hydragraph.train.field_checks import CheckedFields, Fraction, Number, check_number
 
 
 def _check_scale(name: str, value: object) -> None:
@@ -18,7 +18,7 @@ Scale = Annotated[float, _check_scale]
 
 
 @dataclass(frozen=True)
-class DpoConfig(Checked):
+class DpoConfig(CheckedFields):
     """Direct preference optimisation (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
 
     The reward of an answer is beta * (log p - log p_ref), where p_ref is the model before training.
@@ -33,7 +33,7 @@ class DpoConfig(Checked):
 
 
 @dataclass(frozen=True)
-class SimpoConfig(Checked):
+class SimpoConfig(CheckedFields):
     """Simple preference optimisation (Meng et al., 2024, eq. 6): rewards per token, without a reference.
 
     The reward of an answer is beta / tokens * log p, and the preferred one should be higher by gamma.
@@ -48,7 +48,7 @@ class SimpoConfig(Checked):
 
 
 @dataclass(frozen=True)
-class OrpoConfig(Checked):
+class OrpoConfig(CheckedFields):
     """Odds ratio preference optimisation (Hong et al., 2024, eq. 6): fine-tuning on the preferred answer, and the odds.
 
     The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.

@@ -17,7 +17,7 @@ from hydragraph.data.tokenizer import end_of_text_token
 
 def write_tokens(path: Path, documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
     """Encode texts, end each with the end-of-text token, and write them to a token file."""
-    end = tokenizer.token_to_id(end_of_text_token(tokenizer))
+    end = tokenizer.get_vocab()[end_of_text_token(tokenizer)]
     batches = (encode_texts(batch, tokenizer, end) for batch in batched(documents, len))
     return write_encoded(path, batches, vocabulary_of(tokenizer), end, False)
 
