@@ -70,13 +70,12 @@ def load_callback(name: str) -> object:
 class WeightsAndBiases:
     """Logs a run to Weights & Biases; settings come from the environment (WANDB_PROJECT, ...)."""
 
-    def __init__(self, wandb: Any = None) -> None:
-        if wandb is None:
-            try:
-                import wandb  # type: ignore[import-not-found, no-redef, unused-ignore]
-            except ImportError as error:
-                raise ImportError("wandb is not installed: pip install wandb") from error
-        self._wandb = wandb
+    def __init__(self) -> None:
+        try:
+            import wandb  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ImportError("wandb is not installed: pip install wandb") from error
+        self._wandb: Any = wandb
         self._run: Any = None
 
     def on_start(self, config: TrainConfig) -> None:

@@ -71,6 +71,8 @@ from hydragraph.train.watcher import Watcher
 # `Executable.stopping` for a requested move of state; larger than any signal.
 MOVES = 500
 TRACED_STEPS = 12
+# Settings that are arguments of `hydragraph.compile`.
+_PASSED_ON = "max_grad_norm", "backend", "check", "compiled", "trust", "progress_s", "home", "deterministic", "seed"
 
 
 def train(
@@ -311,18 +313,10 @@ def _compiled(prepared: _RunInputs, compile: Callable[..., Any], world: World, *
         optimizer=optimizer_factory(config.optimizer, prepared.model, world.device),
         **_chosen_from(prepared),
         **captured_loss(config),
-        max_grad_norm=config.max_grad_norm,
+        **{name: getattr(config, name) for name in _PASSED_ON},
         dtype=getattr(torch, config.dtype),
-        device=world.device,
-        backend=config.backend,
-        check=config.check,
-        compiled=config.compiled,
-        trust=config.trust,
-        progress_s=config.progress_s,
-        home=config.home,
-        deterministic=config.deterministic,
-        seed=config.seed,
         push_dtype=getattr(torch, config.push_dtype),
+        device=world.device,
         **joining,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydragraph.atomic_write import write_whole
 from hydragraph.train.run_folder import RunFolder
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import Learned, Slow
 
 
 def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
@@ -34,6 +34,5 @@ def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
 def _read(each: Mapping[str, Any]) -> Slow:
     learned = each["learned"]
     if learned is not None:
-        known_rate, planned = learned
-        learned = float(known_rate), float(planned)
+        learned = Learned(*map(float, learned))
     return Slow(float(each["device"]), float(each["core"]), learned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,11 @@ class FakeWandb:
         return self.run
 
 
-def test_weights_and_biases_gets_the_numbers(tmp_path: Path) -> None:
-    wandb = FakeWandb()
+def test_weights_and_biases_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb: Any = FakeWandb()
     config = from_record(TrainConfig, settings(tmp_path))
-    callbacks = Callbacks([WeightsAndBiases(wandb)])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    callbacks = Callbacks([WeightsAndBiases()])
     outcome = train(config, "new", compile_plain, Watched())
     callbacks.call("on_start", config)
     for metrics in outcome.history:

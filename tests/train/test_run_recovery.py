@@ -24,7 +24,7 @@ from hydragraph.train.step_metrics import Metrics, read_metrics
 from hydragraph.train.step_reporting import open_log
 from hydragraph.train.straggler_file import write_slow
 from hydragraph.train.straggler_setup import controller_of
-from hydragraph.train.stragglers.straggler_state import Slow
+from hydragraph.train.stragglers.straggler_state import Learned, Slow
 from hydragraph.train.train_state import Run, TrainState
 from tests.cost import priced
 from tests.train.plain import Watched, settings
@@ -153,7 +153,7 @@ def test_who_leads_after_a_lost_one_knows_what_that_one_knew(tmp_path: Path) -> 
     given = config(tmp_path, elastic={"replan": True}, plan={"choose": True, "profile": "measured.json"})
     folder = RunFolder(tmp_path / "run")
     folder.begin(given, "new")
-    slow = {5: Slow(device=2.57), 7: Slow(device=5.42, core=1.5, learned=(8.13, 16.0)), 9: Slow(core=2.0)}
+    slow = {5: Slow(device=2.57), 7: Slow(device=5.42, core=1.5, learned=Learned(8.13, 16.0)), 9: Slow(core=2.0)}
     write_slow(folder, slow)
     left: Any = SimpleNamespace(
         profile=priced.costs(2, priced.mixed()).of_ranks([0, 2, 3], Home()),

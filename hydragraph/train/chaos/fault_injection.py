@@ -160,10 +160,12 @@ Action = Callable[[Victim, int, random.Random], None]
 
 
 def _kill(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank."""
     _end(target)
 
 
 def _slow(run: Victim, target: int, chance: random.Random) -> None:
+    """Slow a rank for a second."""
     slow_down(target, _SLOW_S)
 
 
@@ -175,6 +177,7 @@ def _join(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _pause(run: Victim, target: int, chance: random.Random) -> None:
+    """Stop a rank for 3 s: slow is not dead."""
     send(target, signal.SIGSTOP)
     time.sleep(_PAUSE_S)
     send(target, signal.SIGCONT)
@@ -189,16 +192,19 @@ def _stop(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _first(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill rank 0."""
     for pid in run.ranks()[:1]:
         _end(pid)
 
 
 def _two(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill two ranks in the same instant."""
     other = chance.choice([pid for pid in run.ranks() if pid != target] or [target])
     _end(target, other)
 
 
 def _all(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill all ranks in the same instant."""
     _end(*run.ranks())
 
 
@@ -229,12 +235,14 @@ def _rejoin(run: Victim, target: int, chance: random.Random) -> None:
 
 
 def _checkpoint(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank while a checkpoint is being written."""
     run.until(run.saving, _MOMENT_S)
     time.sleep(chance.uniform(0, 0.03))
     _end_one(run, target, chance)
 
 
 def _evaluate(run: Victim, target: int, chance: random.Random) -> None:
+    """Kill a rank between two steps."""
     before = run.step()
     run.until(lambda: run.step() > before, _MOMENT_S)
     _end_one(run, target, chance)
@@ -281,22 +289,11 @@ def _end(*pids: int) -> None:
         ended(pid, _LEFT_S)
 
 
-ACTIONS: Mapping[str, Action] = {
-    "kill": _kill,
-    "slow": _slow,
-    "join": _join,
-    "pause": _pause,
-    "stop": _stop,
-    "first": _first,
-    "two": _two,
-    "all": _all,
-    "again": _again,
-    "rejoin": _rejoin,
-    "checkpoint": _checkpoint,
-    "evaluate": _evaluate,
-    "switch": _switch,
-    "preempt": _preempt,
-}
+_STRIKES = (
+    *(_kill, _slow, _join, _pause, _stop, _first, _two, _all, _again, _rejoin),
+    *(_checkpoint, _evaluate, _switch, _preempt),
+)
+ACTIONS: Mapping[str, Action] = {strike.__name__.removeprefix("_"): strike for strike in _STRIKES}
 
 
 def least_ranks(kind: str) -> int:

@@ -16,29 +16,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from hydragraph.runtime.instruction_trace import RankTimes
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
+from hydragraph.train.stragglers.straggler_state import Learned
 
 AHEAD = 2.0
 MATTERS = 0.05  # minimum lateness that counts, relative to the rest of a step
 LOOK = 4  # steps that decide how late a plan is
 USUAL = 8  # healthy steps that define the usual wait
-SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.CHANGE` ignores
-
-
-@dataclass(frozen=True)
-class _Learned:
-    known: float
-    planned: float
-
-    def goes_for(self, rate: float) -> bool:
-        """Return whether this applies to a rate: one between about the known and the planned rate."""
-        return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
 class Lateness:
@@ -46,17 +35,17 @@ class Lateness:
 
     Args:
         switched: whether the running plan was made for the current rates.
-        learned: (known, planned) rates by rank.
+        learned: what an earlier instance learned.
     """
 
-    def __init__(self, switched: bool = False, learned: Mapping[int, tuple[float, float]] | None = None) -> None:
-        self._learned = {rank: _Learned(*rates) for rank, rates in (learned or {}).items()}
+    def __init__(self, switched: bool = False, learned: Mapping[int, Learned] | None = None) -> None:
+        self._learned = dict(learned or {})
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
         self._open = switched  # the plan was made for these rates, and was not late so far
         # Step time before the last correction, and the rates learned by then.
-        self._before: tuple[float, dict[int, _Learned]] | None = None
+        self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # the last correction did not help
         self._rates = Health()  # rates when observation and corrections began
 
@@ -67,10 +56,9 @@ class Lateness:
         return late
 
     @property
-    def learned(self) -> Mapping[int, tuple[float, float]]:
-        """Learned rates, as the argument of a new instance, without a correction on trial."""
-        learned = self._learned if self._before is None else self._before[1]
-        return {rank: (rates.known, rates.planned) for rank, rates in learned.items()}
+    def learned(self) -> Mapping[int, Learned]:
+        """Learned rates by rank, without a correction on trial."""
+        return dict(self._learned if self._before is None else self._before[1])
 
     def planned(self, health: Health) -> Health:
         self._told(health)
@@ -120,7 +108,7 @@ class Lateness:
         self._before = now, dict(self._learned)
         for rank in who:
             rate = health.rate(rank)
-            self._learned[rank] = _Learned(rate, (1 + AHEAD * beyond) * self._planned(rank, rate))
+            self._learned[rank] = Learned(rate, (1 + AHEAD * beyond) * self._planned(rank, rate))
 
     def _planned(self, rank: int, rate: float) -> float:
         learned = self._learned.get(rank)
@@ -139,11 +127,11 @@ class Lateness:
         self._seconds.clear()
 
 
-def _alike(health: Health, before: Health, learned: Mapping[int, _Learned]) -> bool:
+def _alike(health: Health, before: Health, learned: Mapping[int, Learned]) -> bool:
     def same(rank: int) -> bool:
         then = before.rate(rank)
         now = health.rate(rank)
-        alternatives = (_Learned(then, then), learned.get(rank, _Learned(then, then)))
+        alternatives = (Learned(then, then), learned.get(rank, Learned(then, then)))
         return any(rates.goes_for(then) and rates.goes_for(now) for rates in alternatives)
 
     return set(health) == set(before) and all(map(same, health))

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.CHANGE` ignores
+
+
+class Learned(NamedTuple):
+    """A rank's known rate, and the rate that it is planned with."""
+
+    known: float
+    planned: float
+
+    def goes_for(self, rate: float) -> bool:
+        """Return whether this applies to a rate: one between about the known and the planned rate."""
+        return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
 @dataclass(frozen=True)
@@ -12,12 +26,12 @@ class Slow:
     Attributes:
         device: slowdown of the device, alone on its core.
         core: further slowdown by other processes on its core.
-        learned: (known, planned) rates if others waited for it beyond its known rate.
+        learned: set if others waited for it beyond its known rate.
     """
 
     device: float = 1.0
     core: float = 1.0
-    learned: tuple[float, float] | None = None
+    learned: Learned | None = None
 
     @property
     def rate(self) -> float:
