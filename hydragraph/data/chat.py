@@ -64,7 +64,6 @@ class DocumentEncoder:
 
     @cached_property
     def begin(self) -> list[int]:
-        """Tokens that the tokenizer adds before a text."""
         ids, around = self._ids("a"), self.tokenizer.encode("a").ids
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 

@@ -25,7 +25,6 @@ class CorpusReport:
 
     Attributes:
         empty: number of documents without text, which are left out.
-        undecodable: files, lines and rows that are not UTF-8 text, and left out.
         unread: non-empty fields that are not read, by first occurrence.
         bytes, read: size of the corpus, and bytes read so far; a table counts at its end.
     """
@@ -108,7 +107,6 @@ def documents(
     Documents without text and undecodable ones are left out, counted in `report` and logged.
 
     Args:
-        report: filled in while documents are drawn.
         limit: yield at most this many records; None: all.
 
     Raises:

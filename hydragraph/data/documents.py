@@ -54,11 +54,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with a role and, usually, a content; `weight` 0 keeps one out of the loss.
-
-    Attributes:
-        arguments: arguments of the chat template, such as {"enable_thinking": False}.
-    """
+    """Messages for a chat template: mappings with a role and, usually, a content; with `weight` 0 not trained."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -100,7 +96,6 @@ class Fields:
     Attributes:
         format: one of `Format`, or "auto": derived from a file's first record.
         messages: a list of {role, content}, or of ShareGPT's {from, value}.
-        tools: JSON schemas of tools; optional.
         prompt, completion: both texts or both lists of messages.
         chosen, rejected: two answers to a prompt: texts, messages, or conversations that begin alike.
     """

@@ -42,11 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Cut documents into chunks of `max_length` tokens and a tail of at least two; a tail of one token has no target.
-
-    Args:
-        lengths: tokens of every document of the file.
-    """
+    """Cut documents into chunks of `max_length` tokens and a tail of at least two: one token has no target."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -93,7 +89,6 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Args:
         tokens: budget of one mini-batch, at least one chunk or pair.
-        max_length: longest chunk, in tokens (`cut`), at least 2.
         heldout: fraction of documents held out; for a single document, of its pieces.
         split_seed: seed of the held-out documents; keep it when `seed` changes, or training would see them.
         overlong: "cut" or "drop" documents longer than `max_length`.
@@ -102,7 +97,6 @@ class MiniBatches(Iterator[list[Drawn]]):
 
     Attributes:
         chunks: chunks of one epoch; answers of a pair are neighbours.
-        drawn: their chunks.
         scores: a number for each chunk, which its sequence then holds as "reference".
 
     Raises:

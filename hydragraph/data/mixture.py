@@ -16,9 +16,6 @@ class Mixture(Iterator[list[Drawn]]):
     Args:
         members: streams of the corpora; their own budgets are ignored.
         weights: shares of the tokens, above 0, in any unit.
-
-    Attributes:
-        lengths, drawn: of each sequence in the last mini-batch, its length, and its (corpus, chunk).
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:

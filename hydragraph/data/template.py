@@ -30,7 +30,6 @@ class ChatTemplate:
         text: its `{% generation %}` blocks, if any, are trained; else whole turns, without the generation prompt.
         special: tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant": its messages; "last": only the last of them; "all": every token.
-        arguments: further arguments, such as {"enable_thinking": False}.
     """
 
     text: str

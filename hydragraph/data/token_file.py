@@ -83,8 +83,6 @@ class TokenFile:
 
     Attributes:
         lengths: tokens of each document, int64 [documents], with the end-of-text token.
-        vocabulary: exclusive upper bound of all tokens.
-        end_of_text: the id that ends every text.
         targeted: whether only some tokens are targets (see `targets`).
         fingerprint: a hash of the content, 64 hexadecimal digits.
     """
@@ -199,7 +197,6 @@ def write_encoded(
 
     Args:
         vocabulary: exclusive upper bound of all tokens.
-        end: the end-of-text id.
         targeted: whether some tokens may not be targets.
 
     Raises:

@@ -29,7 +29,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     Args:
         vocab_size: number of tokens, with special ones and the 256 bytes; fewer if no pairs are left to merge.
-        special_tokens: tokens with the first ids, in order.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)

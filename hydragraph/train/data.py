@@ -413,7 +413,6 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
 
 
 def stdlib_files(root: Path | None = None) -> list[Path]:
-    """List the source files of Python's standard library."""
     folder = root or Path(sysconfig.get_path("stdlib"))
     entries = [e for e in sorted(folder.iterdir()) if e.name not in _NOT_STDLIB and not e.name.startswith((".", "__"))]
     sources = [e for e in entries if e.suffix == ".py" or (e.is_dir() and any(e.rglob("*.py")))]

@@ -24,9 +24,7 @@ class WallTime:
 
     Attributes:
         seconds: from the end of the first step to the end of the last, without stops.
-        tokens: tokens of the steps that count, except the first.
         rate: tokens per second of undisturbed steps; 0: unknown.
-        full_s: time for the tokens at that rate.
         lost_s: repeated work, and time until failures were noticed.
         slower_s: extra time of steps; negative if they were faster.
     """

@@ -39,8 +39,6 @@ def export_checkpoint(
     """Write the model and tokenizer of a run's checkpoint; return the checkpoint.
 
     Args:
-        step: step of the checkpoint; None: the latest.
-        merged: write the model with its adapters merged.
         dtype: dtype of the weights, except those that the model's classes keep in float32.
 
     Raises:

@@ -88,7 +88,6 @@ def train(
 
     Args:
         trace: record the first steps for Perfetto.
-        step: resume from the checkpoint after this step; None: from the latest complete one.
         stopping: requests to stop; one on any rank makes all ranks save and return.
 
     Raises:

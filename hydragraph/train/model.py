@@ -156,7 +156,6 @@ def check_vocabulary(config: ModelConfig, model: Any, vocabulary: int) -> None:
 
 
 def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
-    """Return the transformers config of a new model."""
     settings = dict(config.config or {})
     kind = _model_class(str(config.architecture)).config_class
     _check_names(kind, settings)

@@ -65,7 +65,6 @@ class RunFolder:
         Args:
             how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues it, and "auto"
                 continues it if it has a checkpoint, else replaces it.
-            step: resume after this step; None: from the latest checkpoint.
 
         Raises:
             ValueError: the folder holds a run although it should not, or none to continue.
@@ -140,7 +139,6 @@ class RunFolder:
 
         Args:
             patience_s: seconds to wait for the lost process's lock; then continue without it.
-            began: `began` as read by this run; None: not read.
 
         Raises:
             OSError: the folder or its contents were removed.

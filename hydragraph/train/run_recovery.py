@@ -213,7 +213,6 @@ def resumed(
     """Return the event for the continued run.
 
     Args:
-        told: the meetings to report; the last one succeeded.
         undone: last step before, if all returned to a checkpoint.
         read: bytes of checkpoint pieces read by all ranks, by kind of place.
     """

@@ -36,15 +36,12 @@ class Metrics:
         grad_norm: global norm before clipping.
         tokens: targets in the mini-batch.
         eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`.
-        padding: tokens added to micro-batches.
         exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds of waits for weights, gradients and activations.
         planning_s, planning_hidden_s: seconds of planning, waited for and hidden.
         expected_s: seconds of computing expected by the plan; 0 without a profile.
-        peak_memory_bytes: peak of rank 0's GPU, else of its process, so far.
         eval_losses: by set: "heldout", and those of `data.evaluation`.
         mfu: model FLOPs utilisation, without recomputation, of all GPUs; None: unknown.
         pairs: with an objective, figures before the update (`PairResult`), and seconds of scoring, part of `seconds`.
-        eval_pairs: with an objective, figures by evaluation set.
         time: when it was logged, in UTC; "" in earlier versions.
         comparison: on one step, a sentence that compares expected and measured seconds (`beside` in earlier versions).
         plan: on the first step after a start with `strategies: auto`, lines that explain the plan.

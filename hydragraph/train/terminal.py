@@ -59,7 +59,6 @@ class Screen:
             self._show(what, done, of or None, "")
 
     def preparing(self, what: str, documents: int, part: float = 0.0) -> None:
-        """Show the number of finished documents, and the remaining time if `part` is known."""
         now = self._clock()
         if what != self._what:
             self._part = (part, now)  # this part was done by earlier sessions

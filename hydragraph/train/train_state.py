@@ -89,17 +89,13 @@ class TrainState:
     """Progress of a run, on every rank.
 
     Attributes:
-        watcher: receives the progress if this rank leads.
         anew: returns the source of mini-batches from the start.
-        done: number of steps applied to the state.
         saved: step of the last checkpoint.
         kept: whether there is a checkpoint, which may be from before the first step.
         positions: position of `batches` by step, since the checkpoint before the last.
         last: last finished step and its report, which may not be logged yet.
-        owns: whether this process owns the run's folder.
         untold: meetings whose events are not reported yet, with the number of ranks before each.
         began: when the folder's run began; None: this process was not yet one of its ranks.
-        callbacks: started callbacks of a rank that became the leader.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

@@ -41,7 +41,6 @@ class Strike:
 
     Attributes:
         which: the rank, as a fraction of the number of ranks.
-        delay_s: seconds after the step was logged.
     """
 
     kind: str
@@ -56,7 +55,6 @@ class Disturbed:
 
     Attributes:
         left: live processes at the end.
-        problems: broken promises that strikes found.
         hung: why the run was ended, or "".
     """
 

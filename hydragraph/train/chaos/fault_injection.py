@@ -35,7 +35,6 @@ class Victim:
         depth: number of process levels between the launcher and its ranks; torchrun adds one.
         machines: machines of the run, the launcher's first; None: only this one.
         pids: all processes that were its ranks, or were about to be.
-        problems: broken promises that a strike found.
     """
 
     folder: RunFolder

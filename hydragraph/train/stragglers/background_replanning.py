@@ -41,7 +41,6 @@ class ReplanQuestion:
 
     Attributes:
         profile, cluster, home: those of the run, on healthy ranks; state stays in place.
-        lengths: sequence lengths of the last mini-batches.
         first: initial strategies, which may be the best again once all ranks are healthy.
         request: how the run chooses among `running`, with the rates known when they were planned.
         deadline_s: search time limit; None: equal questions have equal answers.

@@ -44,9 +44,7 @@ class Replanning:
 
     Attributes:
         costs: on healthy ranks, with the home of the run.
-        request: the request that chooses among the initial strategies.
         switch: lets all ranks choose from other strategies once they are ready; None: a dry run.
-        changing: whether ranks are preparing for a switch.
         refused: why they did not switch; "" if they did.
         sample: lengths for planning before enough mini-batches were seen.
         hurried: whether to search for better initial strategies.

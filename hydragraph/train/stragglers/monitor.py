@@ -83,7 +83,6 @@ class Monitor:
 
     @property
     def scatter(self) -> tuple[float, float]:
-        """Noise of devices, and of the contention on their cores (`Estimator.scatter`)."""
         return self._device.scatter, self._core.scatter
 
     def observe(self, strategy: Strategy, assignment: Assignment, ranks: Sequence[RankTimes]) -> tuple[Change, ...]:
@@ -120,7 +119,6 @@ class Monitor:
         return tuple(Change(rank, before.rate(rank), self.health.rate(rank)) for rank in named)
 
     def baseline(self, ranks: Sequence[RankTimes]) -> None:
-        """Record an iteration in which all ranks ran the probe."""
         self._probed = {rank: times.probe for rank, times in enumerate(ranks) if times.probe > 0}
 
     def _idle(self, ranks: Sequence[RankTimes]) -> dict[int, float]:
@@ -134,7 +132,6 @@ class Monitor:
 
 
 def predict(costs: Costs, strategy: Strategy, assignment: Assignment) -> Predicted:
-    """Return the predicted seconds of forwards and backwards by rank and kind of work."""
     work = costs.work(strategy, assignment)
     outline = costs.outline
     predicted: Predicted = {}

@@ -86,7 +86,6 @@ class Estimator:
 
     Args:
         certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
-        held: known rates above 1.
     """
 
     def __init__(

@@ -38,7 +38,6 @@ class StateCosts:
     Attributes:
         update_s: seconds for a healthy device to sum the gradients of the whole state and update it.
         bytes_per_element: bytes that move: weights and optimizer state (12 with Adam).
-        bytes_per_s: receive bandwidth of a rank.
         free_bytes: memory available for state, by rank; None: enough.
         held_bytes: memory per element, with gradient and messages; None: `bytes_per_element`.
         messages_s: seconds for a healthy owner to start and finish a step's messages.
@@ -168,7 +167,6 @@ def best_shares(
     Args:
         elements: elements of the state, with all copies.
         without: ranks that own no state.
-        rounded: round to few digits.
 
     Raises:
         ValueError: the ranks do not have enough memory.

@@ -45,11 +45,8 @@ class RunEvent:
         step: last step before it.
         seconds: for `resumed`, from a rank's failure until training continued; for `saved`, how long training waited;
             for a switch, its expected cost.
-        rates: rates of slow ranks that matter.
         before_s, after_s: expected seconds of a step without and with a decision.
-        done: whether the decision was carried out.
         lost_steps: steps that were undone because state was lost.
-        moved_bytes: bytes of state received from other ranks.
         read_bytes: bytes of checkpoint pieces read, by kind of place: memory, disk and store.
     """
 
