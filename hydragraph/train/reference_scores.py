@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,11 @@ from hydragraph.cluster.launch import World
 from hydragraph.cluster.processes.stop_requests import Requests
 from hydragraph.data.mini_batches import MiniBatches
 from hydragraph.data.mixture import Mixture
-from hydragraph.engine.executable import Executable
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.watcher import Watcher
+
+if TYPE_CHECKING:
+    from hydragraph.engine.executable import Executable
+    from hydragraph.train.watcher import Watcher
 
 Scores = Mapping[str, npt.NDArray[np.float32]]
 _EVERY_S = 60.0  # most work that an interruption loses
