@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.queues import Transport, run_queues
@@ -45,102 +45,13 @@ def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transp
         queued = run_queues(programs, transport)
         stuck_at = {rank: stuck.at for rank, stuck in queued.items()}
         return Deadlock(stuck_at, {rank: stuck.waits for rank, stuck in queued.items()}) if queued else None
-    thin = _thinned(programs)
-    if thin is not None and not _Simulation(thin).run().waits():
-        return None
-    simulation = _Simulation(programs).run()  # to report where they are stuck
+    simulation = _Simulation(programs).run()
     waits = simulation.waits()
     return Deadlock({rank: simulation.at[rank] for rank in waits}, waits) if waits else None
 
 
-def _thinned(programs: Sequence[RankProgram]) -> list[RankProgram] | None:
-    """Remove instructions where no rank can wait forever; return None unless all of this holds.
-
-    - All ranks enter pulls and pushes in one order, and wait at the same places for earlier ones.
-    - Up to its last pull a rank waits only for pulls and for its tensor-parallel peers. The rank that has entered the
-      fewest pulls does not wait for any, so all ranks get past the pulls.
-    - From the first push that waits for others, a rank neither sends nor receives.
-    - The ranks of a stage run the same computations in the same order. If no member can wait between two of them, the
-      first represents both.
-    - An update and a free of values never wait.
-
-        rank 0   receive h0.0   f1 f2 f3   send h3.0        rank 1   receive h0.0   f1 f2   receive h9.0   f3
-        thinned  receive h0.0   f1    f3   send h3.0                 receive h0.0   f1      receive h9.0   f3
-    """
-    exchanges = [(i.op, i.target, _room(i)) for i in programs[0].instructions if i.op in _EXCHANGED]
-    orders: dict[tuple[int, ...], list[Step]] = {}
-    entries: dict[tuple[int, ...], set[int]] = {}  # computations that follow a possible wait on some rank
-    for program in programs:
-        if not _exchanges_apart(program):
-            return None
-        steps: list[Step] = []
-        entered = entries.setdefault(program.tp, {0})
-        count = 0
-        for instruction in program.instructions:
-            if instruction.op in _COMPUTED:
-                count += 1
-                steps.append(instruction.step)
-            elif instruction.op in _EXCHANGED:
-                steps.append((instruction.op, instruction.target, _room(instruction)))
-            elif _can_wait(instruction):
-                entered.add(count)
-        if [step for step in steps if step[0] in _EXCHANGED] != exchanges:
-            return None
-        if orders.setdefault(program.tp, steps) != steps:
-            return None
-    if any(rank >= len(programs) or programs[rank].tp != tp for tp in orders for rank in tp):
-        return None
-    return [_kept(program, entries[program.tp]) for program in programs]
-
-
-Step = tuple[Op, str, int | tuple[Value, ...] | None]
 _COMPUTED = (Op.FORWARD, Op.BACKWARD)
 _EXCHANGED = (Op.PULL, Op.PUSH)
-
-
-def _kept(program: RankProgram, entered: Container[int]) -> RankProgram:
-    kept: list[Instruction] = []
-    count = 0
-    for instruction in program.instructions:
-        if instruction.op in _COMPUTED:
-            if count in entered:
-                kept.append(Instruction(instruction.op, instruction.target, instruction.micro_batch))
-            count += 1
-        elif instruction.op is Op.SEND or _can_wait(instruction):
-            kept.append(instruction)
-    return replace(program, instructions=tuple(kept))
-
-
-def _can_wait(instruction: Instruction) -> bool:
-    if instruction.op is Op.FREE:
-        return any(value.kind is ValueKind.MESSAGE for value in instruction.reads)
-    return instruction.op in (Op.RECEIVE, Op.COMMIT)
-
-
-def _room(instruction: Instruction) -> tuple[Value, ...]:
-    return tuple(value for value in instruction.after if value not in instruction.reads)
-
-
-def _exchanges_apart(program: RankProgram) -> bool:
-    """Return whether a rank waits only for earlier exchanges, and not between messages."""
-    entered: set[tuple[Op, str]] = set()
-    pulls = sum(i.op is Op.PULL for i in program.instructions)
-    waited = False
-    for i in program.instructions:
-        if i.op in _COMPUTED:
-            read = (value.exchange for value in i.reads if value.kind is ValueKind.WEIGHTS)
-            if any((Op.PULL, bucket) not in entered for bucket in read):
-                return False
-        elif i.op in _EXCHANGED:
-            if any((i.op, value.exchange) not in entered for value in _room(i)):
-                return False
-            waited = waited or (i.op is Op.PUSH and bool(_room(i)))
-            entered.add((i.op, i.target))
-            pulls -= i.op is Op.PULL
-        # After pushes, a rank may still wait for its messages to leave; their receivers request them before they push.
-        elif (pulls and _can_wait(i)) or (waited and i.op in (Op.SEND, Op.RECEIVE)):
-            return False
-    return True
 
 
 class _Simulation:
@@ -158,7 +69,6 @@ class _Simulation:
     def run(self) -> _Simulation:
         waiting = deque(range(len(self.programs)))
         while waiting:
-            # A rank that waits is retried only when another does something it may wait for.
             rank = waiting.popleft()
             while (instruction := self._current(rank)) is not None and not self._must_wait(rank, instruction):
                 for peer in self._together(rank, instruction):
@@ -170,7 +80,7 @@ class _Simulation:
 
     def _must_wait(self, rank: int, instruction: Instruction) -> bool:
         if instruction.op is not Op.COMMIT:
-            return bool(self._blockers(rank, instruction))
+            return bool(self._blockers(rank, instruction) or self._incomplete(instruction))
         self.committing.add(rank)
         if len(self.committing) < len(self.programs):
             return True
@@ -180,7 +90,9 @@ class _Simulation:
     def waits(self) -> dict[int, tuple[int, ...]]:
         current = {rank: self._current(rank) for rank in range(len(self.programs))}
         return {
-            rank: self._blockers(rank, instruction) for rank, instruction in current.items() if instruction is not None
+            rank: (*self._blockers(rank, instruction), *self._behind(self._incomplete(instruction)))
+            for rank, instruction in current.items()
+            if instruction is not None
         }
 
     def _current(self, rank: int) -> Instruction | None:
@@ -200,21 +112,26 @@ class _Simulation:
             # Messages between two ranks arrive in order, so the n-th one has arrived when n have been received.
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
-        if instruction.op in _EXCHANGED:
-            return self._behind({(instruction.op, value.exchange) for value in _room(instruction)})
         if instruction.op not in (*_COMPUTED, Op.COMMIT):
             return ()
         current = {r: self._current(r) for r in self._together(rank, instruction) if r != rank}
-        late = tuple(r for r, its in current.items() if its is None or its.step != instruction.step)
-        # A pull's weights have arrived once every rank has entered the pull.
-        return (*late, *self._behind({(Op.PULL, v.exchange) for v in instruction.reads if v.kind is ValueKind.WEIGHTS}))
+        return tuple(r for r, its in current.items() if its is None or its.step != instruction.step)
+
+    def _incomplete(self, instruction: Instruction) -> set[tuple[Op, str]]:
+        """Return the exchanges that an instruction waits for and that some rank has not entered."""
+        needed = set()
+        if instruction.op in _COMPUTED:
+            needed = {(Op.PULL, value.exchange) for value in instruction.reads if value.kind is ValueKind.WEIGHTS}
+        elif instruction.op in _EXCHANGED:
+            room = (value for value in instruction.after if value not in instruction.reads)
+            needed = {(instruction.op, value.exchange) for value in room}
+        return {exchange for exchange in needed if self.entered[exchange] < len(self.programs)}
 
     def _behind(self, exchanges: set[tuple[Op, str]]) -> tuple[int, ...]:
-        missing = {exchange for exchange in exchanges if self.entered[exchange] < len(self.programs)}
-        if not missing:
+        if not exchanges:
             return ()
         ahead = (self.programs[rank].instructions[self.at[rank] :] for rank in range(len(self.programs)))
-        return tuple(rank for rank, left in enumerate(ahead) if any((i.op, i.target) in missing for i in left))
+        return tuple(rank for rank, left in enumerate(ahead) if any((i.op, i.target) in exchanges for i in left))
 
     def _step(self, rank: int) -> None:
         instruction = self.programs[rank].instructions[self.at[rank]]
@@ -231,6 +148,5 @@ class _Simulation:
     def _woken(self, instruction: Instruction) -> Sequence[int]:
         if instruction.op in (Op.SEND, Op.RECEIVE):
             return (instruction.partner,)
-        # Only the last rank that enters an exchange releases the others.
         complete = self.entered[instruction.op, instruction.target] == len(self.programs)
         return range(len(self.programs)) if complete else ()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydragraph.ir.deadlock import Deadlock, _Simulation, _thinned, find_deadlock
+from hydragraph.ir.deadlock import Deadlock, find_deadlock
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.queues import Transport
@@ -96,37 +96,6 @@ def test_the_commit_needs_all_ranks() -> None:
     found = run([COMMIT], [COMMIT], [])
     assert found is not None
     assert found.waits == {0: (2,), 1: (2,)}
-
-
-@settings(max_examples=60)
-@given(st.one_of(iterations(), shared()), st.randoms(use_true_random=False))
-def test_leaving_out_what_nobody_waits_at_changes_no_verdict(
-    iteration: tuple[Outline, Strategy, list[int], Mode, int], random: Random
-) -> None:
-    """Programs with an instruction moved or dropped end, or do not, whether they are thinned or not."""
-    outline, strategy, counts, mode, ranks = iteration
-    programs = list(rank_programs(outline, strategy, counts, mode, ranks=ranks))
-    for _ in range(random.randint(0, 2)):
-        at = random.randrange(ranks)
-        body = list(programs[at].instructions)
-        if body:
-            taken = body.pop(random.randrange(len(body)))
-            if random.random() < 0.8:
-                body.insert(random.randint(0, len(body)), taken)
-        programs[at] = replace(programs[at], instructions=tuple(body))
-    full = _Simulation(programs).run().waits()
-    found = find_deadlock(programs)
-    assert (found is None) == (not full)
-    assert found is None or found.waits == full
-
-
-def test_most_of_a_long_program_is_left_out() -> None:
-    programs = rank_programs(model(8), Strategy.parse("2*<tp2,pp2>", 8), [4, 4], ranks=8)
-    thin = _thinned(programs)
-    assert thin is not None
-    assert all(4 * len(one.instructions) < len(other.instructions) for one, other in zip(thin, programs, strict=True))
-    late = replace(programs[0], instructions=tuple(sorted(programs[0].instructions, key=lambda i: i.op is Op.PULL)))
-    assert _thinned([late, *programs[1:]]) is None
 
 
 # Of 1,115 and 845 drawn strategies with shared stages, 2 and 1 deadlock with one communicator per direction.
