@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -29,3 +29,9 @@ def write_whole(path: Path, text: str) -> None:
     """Replace a file's contents by a text, as `whole_file` does."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def save_figure(figure: Any, path: Path, kind: str = "png") -> None:
+    """Write a figure of matplotlib as a whole file."""
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120, format=kind)

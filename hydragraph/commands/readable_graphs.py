@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import placeholders_of, results_of, value_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import symbol_name
@@ -34,14 +34,14 @@ def forward_code(variant: Variant, title: str) -> str:
     """Return the forward as a function of parameters, buffers and inputs."""
     names = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     results = [f"output {i}" if variant.outputs > 1 else "the output" for i in range(variant.outputs)]
-    results += [f"saved.{i}" for i in range(len(_returned(variant.forward)) - variant.outputs)]
+    results += [f"saved.{i}" for i in range(len(results_of(variant.forward)) - variant.outputs)]
     return _text("forward", variant, variant.forward, names, variant.inputs, results, title)
 
 
 def backward_code(variant: Variant, title: str) -> str:
     """Return the backward as a function of saved values, named as in the forward, and the tangent."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
-    saved = {f"saved.{i}": forward[node] for i, node in enumerate(_returned(variant.forward)[variant.outputs :])}
+    saved = {f"saved.{i}": forward[node] for i, node in enumerate(results_of(variant.forward)[variant.outputs :])}
     arguments = [
         *variant.needs,
         *(argument for name in variant.added for argument in (f"total of {name}", f"beta of {name}")),
@@ -62,7 +62,7 @@ def _text(
 ) -> str:
     size = _sizes(variant)
     lines = [f'"""{title}', "", _LEGEND, '"""', "", _HEAD, "", f"def {name}("]
-    for node, meaning in zip(_placeholders(module), arguments, strict=True):
+    for node, meaning in zip(placeholders_of(module), arguments, strict=True):
         comment = "" if names[node] == meaning else f"  # {meaning}"
         lines.append(f"    {names[node]}{_annotation(node, size)},{comment}")
     lines.append("):")
@@ -70,7 +70,7 @@ def _text(
         if node.op not in ("placeholder", "output"):
             lines.append(f"    {names[node]}{_annotation(node, size)} = {_call(node, names)}")
     lines.append("    return (")
-    for value, meaning in zip(_returned(module), results, strict=True):
+    for value, meaning in zip(results_of(module), results, strict=True):
         lines.append(f"        {_argument(value, names)},  # {meaning}")
     return "\n".join([*lines, "    )", ""])
 
@@ -94,7 +94,7 @@ def _identifier(name: str) -> str:
 
 def _sizes(variant: Variant) -> Callable[[object], str]:
     """Return a function that writes sizes, with symbols T for tokens and S for cu_seqlens."""
-    nodes = dict(zip(variant.inputs, _placeholders(variant.forward), strict=True))
+    nodes = dict(zip(variant.inputs, placeholders_of(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)
 
@@ -149,11 +149,3 @@ def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value) if not isinstance(value, float) or math.isfinite(value) else f'float("{value}")'
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
-
-
-def _returned(module: fx.GraphModule) -> list[Any]:
-    return list(next(n for n in module.graph.nodes if n.op == "output").args[0])

@@ -43,9 +43,7 @@ class ShowOptions(CommonOptions):
     ] = None
     micro_batches: MicroBatches = "2"
     rank: Annotated[int | None, typer.Option(help="Show only this rank, in the views below as well.")] = None
-    parameter: Annotated[str | None, typer.Option(help="Owners and users of a parameter, such as lm_head.weight.")] = (
-        None
-    )
+    parameter: Annotated[str | None, typer.Option(help="A parameter's owners and users, as of lm_head.weight.")] = None
     memory: Annotated[bool, typer.Option("--memory", help="Peak memory of each rank, by kind.")] = False
     limit: Annotated[
         float | None, typer.Option("--limit", help="Memory of a device in bytes, such as 80e9: mark what exceeds it.")
@@ -56,9 +54,7 @@ class ShowOptions(CommonOptions):
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Registers, spills, bytes and least time of each kernel.")
     ] = False
-    schedule: Annotated[bool, typer.Option("--schedule", help="Forwards and backwards of each stage over time.")] = (
-        False
-    )
+    schedule: Annotated[bool, typer.Option("--schedule", help="Each stage's forwards and backwards over time.")] = False
     output: Annotated[Path | None, typer.Option(help="With --schedule: a picture of it, .svg or .png.")] = None
     diff: Annotated[
         str | None, typer.Option(help="Differences from another folder, or from another strategy of this one.")
@@ -133,7 +129,7 @@ def _show_folder(path: Path, options: ShowOptions) -> None:
     folder.check_rank(rank)
     strategies = folder.chosen(options.strategies or ())
     if not options.looks and rank is not None:
-        print(*(to_text(strategy.program(rank)) for strategy in strategies), sep="\n")
+        print(*(to_text(strategy.programs[rank]) for strategy in strategies), sep="\n")
         return
     for lines in _views(folder, strategies, options):
         print(*wrapped(lines), sep="\n")
@@ -151,26 +147,24 @@ def _views(folder: ShownFolder, found: Sequence[ShownStrategy], options: ShowOpt
     from hydragraph.commands.show_schedule import schedule_lines
     from hydragraph.commands.show_traffic import traffic_lines
 
-    rank, tokens = options.rank, options.tokens
-    parameter, diff = options.parameter, options.diff
+    rank = options.rank
     if not options.looks:
         yield _plain(folder, found if options.strategies else ())
-    if parameter is not None:
-        yield parameter_lines(folder, found, parameter, rank)
+    if options.parameter is not None:
+        yield parameter_lines(folder, found, options.parameter, rank)
     if options.memory:
-        yield memory_lines(folder, found, rank, tokens, options.limit)
+        yield memory_lines(folder, found, rank, options.tokens, options.limit)
     if options.traffic:
-        yield traffic_lines(folder, found, rank, tokens, options.node)
+        yield traffic_lines(folder, found, rank, options.tokens, options.node)
     if options.kernels:
         yield kernel_lines(folder)
     if options.schedule:
         yield schedule_lines(found, folder.data.outline, rank)
-    if diff is not None:
-        yield _differences(folder, found, diff)
+    if options.diff is not None:
+        yield _differences(folder, found, options.diff)
 
 
 def _plain(folder: ShownFolder, found: Sequence[ShownStrategy]) -> Iterator[str]:
-    """Yield a folder's contents, or strategies' kinds of program."""
     from hydragraph.commands.show_folder import overview, ranks_text, shortened
 
     if not found:

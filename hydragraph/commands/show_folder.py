@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 from hydragraph.commands.compile_ahead import StrategyRecord
 from hydragraph.commands.compile_data import ModelData
 from hydragraph.commands.compile_files import SUMMARY, Summary
-from hydragraph.ir.shared_programs_text import rank_from_texts, read_programs, runs_text
+from hydragraph.ir.shared_programs_text import read_programs, runs_text
 from hydragraph.report.number_text import bytes_text, counts_text
 from hydragraph.spec.strategy import Strategy
 
 if TYPE_CHECKING:
-    from hydragraph.ir.rank_program import RankProgram
     from hydragraph.ir.shared_programs import SharedPrograms
 
 WIDTH = 100  # printed columns
@@ -41,21 +40,14 @@ class ShownStrategy:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy in strategy.yaml."""
+        """The strategy itself."""
         return self._read(lambda: Strategy.load(self.folder / "strategy.yaml"))
 
     @cached_property
     def programs(self) -> SharedPrograms:
-        """The programs of all ranks."""
-        return self._read(lambda: read_programs(self._texts))
-
-    def program(self, rank: int) -> RankProgram:
-        """Return one rank's program."""
-        return self._read(lambda: rank_from_texts(self._texts, rank))
-
-    @cached_property
-    def _texts(self) -> dict[str, str]:
-        return {file.name: file.read_text(encoding="utf-8") for file in sorted(self.folder.glob("*.txt"))}
+        """All ranks' programs."""
+        files = list(self.folder.glob("*.txt"))
+        return self._read(lambda: read_programs({file.name: file.read_text(encoding="utf-8") for file in files}))
 
     def _read(self, read: Callable[[], Read]) -> Read:
         try:
@@ -128,7 +120,7 @@ def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
 
 
 def overview(folder: ShownFolder) -> Iterator[str]:
-    """Yield lines on a folder's contents and views."""
+    """Yield a folder's contents and views."""
     summary = folder.summary
     yield (
         f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "

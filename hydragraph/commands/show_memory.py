@@ -72,7 +72,7 @@ def _groups(folder: ShownFolder, each: ShownStrategy, rank: int | None) -> list[
 
 def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Iterator[str]:
     _, at, _ = walk(folder, each, rank, tokens).curve()
-    instructions = each.program(rank).instructions
+    instructions = each.programs[rank].instructions
     if 0 <= at < len(instructions):
         text = " ".join(instruction_text(instructions[at]).split())
         yield f"  most in instruction {at} of {len(instructions)}: {text}"

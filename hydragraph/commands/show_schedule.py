@@ -5,7 +5,7 @@ Time is counted in forwards of one block: its backward takes two, or three if it
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.program_outline import Outline
-from hydragraph.ir.schedules.schedule import RETURNING, Work
+from hydragraph.ir.schedules.schedule import RETURNING, Action, Place, Schedule, Work
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.passes.place import PlacedStage, place
+from hydragraph.atomic_write import save_figure
 
 _COLOURS = {
     Work.FORWARD: "#4c8bd0",
@@ -54,7 +55,7 @@ class StageRow:
     """Work of stages with equal tasks and times.
 
     Attributes:
-        pipelines: pipelines with such a stage, or that share this one.
+        pipelines: with such a stage, or that share this one.
     """
 
     pipelines: tuple[int, ...]
@@ -66,8 +67,7 @@ class StageRow:
 def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
     """Return the tasks of all stages over time; pipelines with equal rows are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
-    orders = [_order(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages]
-    timed = _timed(stages, orders)
+    timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
     rows: dict[object, list[PlacedStage]] = {}
     for stage, tasks in zip(stages, timed, strict=True):
         role = stage.roles[0]
@@ -80,63 +80,45 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
     return sorted(merged, key=lambda row: (row.pipelines[0], row.stage))
 
 
-_Ordered = tuple[Work, int, int, int]  # work, micro-batch, interleaved stage, number of blocks
-
-
-def _order(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> list[_Ordered]:
-    tasks: list[_Ordered] = []
+def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> Counter[Action]:
+    """Return a stage's actions in order, with the number of blocks of each."""
+    actions: Counter[Action] = Counter()
     for instruction in instructions:
-        if instruction.op not in (Op.FORWARD, Op.BACKWARD) or instruction.target == "aux":
-            continue
-        assert instruction.micro_batch is not None
-        task = (instruction.work, instruction.micro_batch, stage.visit_of(outline.index[instruction.target]))
-        if tasks and tasks[-1][:3] == task:
-            tasks[-1] = (*task, tasks[-1][3] + 1)
-        else:
-            tasks.append((*task, 1))
-    return tasks
+        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
+            m = instruction.micro_batch
+            assert m is not None
+            visit = stage.visit_of(outline.index[instruction.target])
+            actions[Action(instruction.work, stage.role_of(m, visit).pipeline, m, visit)] += 1
+    return actions
 
 
-def _timed(stages: Sequence[PlacedStage], orders: Sequence[list[_Ordered]]) -> list[tuple[Task, ...]]:
-    """Run every stage's tasks in order, each once its inputs are ready."""
-    at = {(role.pipeline, role.stage): (i, role.visit) for i, stage in enumerate(stages) for role in stage.roles}
-    there = [{(work in RETURNING, m, visit) for work, m, visit, _ in order} for order in orders]
-    done: dict[tuple[tuple[int, int], bool, int], int] = {}
-    free = [0] * len(stages)
-    tasks: list[list[Task]] = [[] for _ in stages]
-    waiting = deque(range(len(stages)))
-    while waiting:
-        i = waiting.popleft()
-        while len(tasks[i]) < len(orders[i]):
-            work, m, visit, blocks = orders[i][len(tasks[i])]
-            role = stages[i].role_of(m, visit)
-            returns = work in RETURNING
-            step = -1 if work is Work.FORWARD else 1
-            before = at.get((role.pipeline, role.stage + step)) if work is not Work.WEIGHT_GRADIENT else None
-            # Below the lowest trainable block no backward runs.
-            runs = before is not None and (returns, m, before[1]) in there[before[0]]
-            needs = (before, returns, m) if before is not None and runs else None
-            if needs is not None and needs not in done:
-                break
-            begin = max(free[i], done[needs] if needs is not None else 0)
-            again = returns and bool(stages[i].kind.recompute)
-            end = begin + ((2 if work is Work.BACKWARD else 1) + again) * blocks
-            tasks[i].append(Task(work, m, begin, end, visit))
-            free[i] = end
-            if work is not Work.WEIGHT_GRADIENT:
-                done[(i, visit), returns, m] = end
-            behind = at.get((role.pipeline, role.stage - step))
-            if behind is not None:
-                waiting.append(behind[0])
-    return [tuple(stage_tasks) for stage_tasks in tasks]
+def _timed(stages: Sequence[PlacedStage], counted: Sequence[Counter[Action]]) -> list[tuple[Task, ...]]:
+    places: dict[int, dict[int, Place]] = defaultdict(dict)
+    for row, stage in enumerate(stages):
+        for role in stage.roles:
+            places[role.pipeline][role.stage] = (row, role.visit)
+    chains = [[places[pipeline][number] for number in sorted(places[pipeline])] for pipeline in sorted(places)]
+    lengths = [
+        [_length(action.work, stage) * blocks for action, blocks in actions.items()]
+        for stage, actions in zip(stages, counted, strict=True)
+    ]
+    begins = Schedule("", tuple(map(tuple, counted))).begins(chains, lengths)
+    return [
+        tuple(
+            Task(action.work, action.micro_batch, begin, begin + length, action.visit)
+            for action, begin, length in zip(*row, strict=True)
+        )
+        for row in zip(counted, begins, lengths, strict=True)
+    ]
+
+
+def _length(work: Work, stage: PlacedStage) -> int:
+    again = work in RETURNING and bool(stage.kind.recompute)
+    return (2 if work is Work.BACKWARD else 1) + again
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    """Yield the grid of every strategy: a line per stage.
-
-    Args:
-        rank: only stages of this rank; None: all.
-    """
+    """Yield the grid of every strategy; `rank`: only its stages."""
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
     for strategy in strategies:
         every = schedule(strategy, outline)
@@ -198,9 +180,6 @@ def check_drawn(path: Path) -> None:
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
     """Draw the grids to a PNG or SVG file, replaced only when the new one is complete.
 
-    Args:
-        rank: as for `schedule_lines`.
-
     Raises:
         ValueError: as for `check_drawn`.
     """
@@ -214,9 +193,7 @@ def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: 
     for axes, (name, rows) in zip(panels[:, 0], grids.items(), strict=True):
         _draw(axes, name, _of_rank(rows, rank), max((row.tasks[-1].end for row in rows if row.tasks), default=1))
     panels[-1, 0].set_xlabel("time in forwards of one block; a number is a micro-batch")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format=path.suffix[1:])
-    partial.replace(path)
+    save_figure(figure, path, path.suffix[1:])
 
 
 def _draw(axes: Any, name: str, rows: Sequence[StageRow], end: int) -> None:

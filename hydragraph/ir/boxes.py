@@ -2,14 +2,6 @@
 
 A rank owns an interval of a parameter's canonical order; a checkpoint stores boxes of its natural shape.
 
-Symbols:
-
-    lo, hi       an interval [lo, hi) of the flattened (row-major) tensor
-    prefix       the index of a sub-tensor: its first len(prefix) dimensions are fixed; lo and hi count within it
-    row          number of elements per index along a sub-tensor's first dimension
-    first, last  the rows [first, last) lie entirely in the interval
-    at           elements of the interval before a box: the offset of its elements in the rank's flat buffer
-
 Worked example: [3, 11) of a tensor of shape [3, 4], whose row r is the elements [4 r, 4 r + 4). Row 1 is whole.
 
     offsets (0, 3)  sizes (1, 1)  at 0    the end of row 0: element 3

@@ -33,16 +33,10 @@ from hydragraph.private.graph_values import (
 )
 from hydragraph.private.operator_schemas import full_name, is_operator
 
+_OPERATORS = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_"
 # Python functions that graphs call, by their names in the data.
 PYTHON: Mapping[str, Callable[..., Any]] = {
-    **{
-        f"operator.{f.__name__}": f
-        for f in (
-            *(operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
-            *(operator.mod, operator.pow, operator.neg, operator.eq, operator.ne, operator.lt, operator.le),
-            *(operator.gt, operator.ge, operator.and_, operator.or_),
-        )
-    },
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{f.__name__}": f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not)},
     **{f"math.{f.__name__}": f for f in (math.sqrt, math.ceil, math.floor, math.trunc)},
     **{f"torch.{f.__name__}": f for f in SYMBOLIC},
@@ -52,32 +46,24 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert graphs of one trace to data.
-
-    Raises:
-        ValueError: a target or an argument cannot be represented as data.
-    """
+    """Convert graphs of one trace to data; a ValueError names what cannot be represented."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
 
 def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
-    """Build graphs from data; their values are rebuilt on demand by `value_of`.
-
-    Raises:
-        ValueError: a target is unknown.
-    """
+    """Build graphs from data, or raise a ValueError for an unknown target."""
     values = ValueDecoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
 
 def placeholders_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Return a graph's placeholders, in order."""
+    """Return a graph's placeholders."""
     return list(module.graph.find_nodes(op="placeholder"))
 
 
 def results_of(module: fx.GraphModule) -> list[fx.Node]:
-    """Return the elements of a graph's output."""
+    """Return a graph's outputs."""
     results: Any = module.graph.output_node().args[0]
     return list(results)
 

@@ -14,7 +14,7 @@ class HomeLayouts:
     """Owners of each bucket's state; buckets of equal size and shares share one layout.
 
     Args:
-        home: chosen, without a rule; if it has copies, placed on its nodes (`Home.on`).
+        home: without a rule; if it has copies, placed on its nodes (`Home.on`).
 
     Raises:
         ValueError: it is for a different number of ranks.
@@ -28,7 +28,6 @@ class HomeLayouts:
         self._known: dict[object, Layout] = {}
 
     def of(self, bucket: Bucket) -> Layout:
-        """Return a bucket's home layout."""
         shares = self.home.shares_of(bucket.name)
         key = (bucket.size, shares)
         if key not in self._known:

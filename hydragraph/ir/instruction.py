@@ -25,7 +25,6 @@ class Op(Enum):
     COMMIT = "commit"  # agree that gradients are finite; the last communication
     UPDATE = "update"
 
-    # Ten times as fast as hashing its name.
     __hash__ = object.__hash__
 
 
@@ -44,24 +43,20 @@ class Rule:
     """Stream and kinds of values of an operation's instructions."""
 
     stream: Stream
-    reads: frozenset[ValueKind] = frozenset()
-    writes: frozenset[ValueKind] = frozenset()
-
-
-def _rule(stream: Stream, reads: tuple[ValueKind, ...] = (), writes: tuple[ValueKind, ...] = ()) -> Rule:
-    return Rule(stream, frozenset(reads), frozenset(writes))
+    reads: tuple[ValueKind, ...] = ()
+    writes: tuple[ValueKind, ...] = ()
 
 
 _MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # exchanged between stages
 
 RULES: Mapping[Op, Rule] = {
-    Op.PULL: _rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
-    Op.FORWARD: _rule(
+    Op.PULL: Rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
+    Op.FORWARD: Rule(
         Stream.COMPUTE,
         reads=(ValueKind.WEIGHTS, ValueKind.ACTIVATION, ValueKind.AUX),
         writes=(ValueKind.ACTIVATION, ValueKind.LOSS, ValueKind.SAVED, ValueKind.AUX),
     ),
-    Op.BACKWARD: _rule(
+    Op.BACKWARD: Rule(
         Stream.COMPUTE,
         reads=(
             ValueKind.SAVED,
@@ -72,14 +67,14 @@ RULES: Mapping[Op, Rule] = {
         ),
         writes=(ValueKind.ACTIVATION_GRADIENT, ValueKind.POSTPONED, ValueKind.GRADIENTS),
     ),
-    Op.OFFLOAD: _rule(Stream.OFFLOAD, reads=(ValueKind.SAVED,), writes=(ValueKind.OFFLOADED, ValueKind.COPYING)),
-    Op.FETCH: _rule(Stream.OFFLOAD, reads=(ValueKind.OFFLOADED,), writes=(ValueKind.FETCHED,)),
-    Op.SEND: _rule(Stream.P2P, reads=_MOVED, writes=(ValueKind.MESSAGE,)),
-    Op.RECEIVE: _rule(Stream.P2P, writes=_MOVED),
-    Op.PUSH: _rule(Stream.PUSH, reads=(ValueKind.GRADIENTS,)),
-    Op.FREE: _rule(Stream.COMPUTE, reads=tuple(ValueKind)),
-    Op.COMMIT: _rule(Stream.COMPUTE, reads=(ValueKind.LOSS, ValueKind.GRADIENTS)),
-    Op.UPDATE: _rule(Stream.COMPUTE),
+    Op.OFFLOAD: Rule(Stream.OFFLOAD, reads=(ValueKind.SAVED,), writes=(ValueKind.OFFLOADED, ValueKind.COPYING)),
+    Op.FETCH: Rule(Stream.OFFLOAD, reads=(ValueKind.OFFLOADED,), writes=(ValueKind.FETCHED,)),
+    Op.SEND: Rule(Stream.P2P, reads=_MOVED, writes=(ValueKind.MESSAGE,)),
+    Op.RECEIVE: Rule(Stream.P2P, writes=_MOVED),
+    Op.PUSH: Rule(Stream.PUSH, reads=(ValueKind.GRADIENTS,)),
+    Op.FREE: Rule(Stream.COMPUTE, reads=tuple(ValueKind)),
+    Op.COMMIT: Rule(Stream.COMPUTE, reads=(ValueKind.LOSS, ValueKind.GRADIENTS)),
+    Op.UPDATE: Rule(Stream.COMPUTE),
 }
 
 
@@ -106,7 +101,7 @@ class Instruction:
 
     @property
     def stream(self) -> Stream:
-        """The stream that it runs on."""
+        """Its stream."""
         return RULES[self.op].stream
 
     @property

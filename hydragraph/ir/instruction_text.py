@@ -6,7 +6,6 @@
     compute  free h2.0>3                                        after h2.0>3
 
 Each line has the stream, the values made or (`+=`) added to, the operation with the values read, and those waited for.
-A send to rank 3 makes the message `h2.0>3`, complete once it has left.
 """
 
 from __future__ import annotations
@@ -21,9 +20,13 @@ MARGIN = 60  # column of `after` on lines that are short enough
 
 _NAME = r"[^\s,()=#]+"
 _NAMES = rf"{_NAME}(?:, {_NAME})*"
-_MADE = rf"(?:(?P<writes>{_NAMES}) {{}} )?"
 _READS = rf"(?: \((?P<reads>{_NAMES})\))?"
-_COMPUTED = rf"(?P<target>{_NAME}) \[(?P<micro_batch>\d+)\]{_READS}"
+
+
+def _computed(op: Op, sign: str) -> str:
+    writes = rf"(?:(?P<writes>{_NAMES}) {re.escape(sign)} )?"
+    return rf"{writes}{op.value} (?P<target>{_NAME}) \[(?P<micro_batch>\d+)\]{_READS}"
+
 
 _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
     (op, form, re.compile(pattern))
@@ -32,15 +35,9 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
         (Op.PULL, "link W.BUCKET home -> others", rf"link W\.(?P<target>{_NAME}) home -> others"),
         (Op.PUSH, "link G.BUCKET -> home", rf"link (?P<reads>G\.(?P<target>{_NAME})) -> home"),
         (Op.PUSH, "link G.BUCKET others -> home", rf"link G\.(?P<target>{_NAME}) others -> home"),
-        (Op.FORWARD, "VALUES = forward BLOCK [MICRO-BATCH] (VALUES)", _MADE.format("=") + "forward " + _COMPUTED),
-        (
-            Op.BACKWARD,
-            "VALUES += backward BLOCK [MICRO-BATCH] (VALUES)",
-            _MADE.format(r"\+=") + "backward " + _COMPUTED,
-        ),
         *(
-            (op, f"VALUES = {op.value} BLOCK [MICRO-BATCH] (VALUES)", _MADE.format("=") + f"{op.value} " + _COMPUTED)
-            for op in (Op.OFFLOAD, Op.FETCH)
+            (op, f"VALUES {sign} {op.value} BLOCK [MICRO-BATCH] (VALUES)", _computed(op, sign))
+            for op, sign in ((Op.FORWARD, "="), (Op.BACKWARD, "+="), (Op.OFFLOAD, "="), (Op.FETCH, "="))
         ),
         (Op.SEND, "send VALUE -> rank RANK", rf"send (?P<reads>{_NAME}) -> rank (?P<peer>\d+)"),
         (Op.RECEIVE, "VALUE = receive <- rank RANK", rf"(?P<writes>{_NAME}) = receive <- rank (?P<peer>\d+)"),
@@ -85,11 +82,7 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Parse a line printed by `instruction_text`.
-
-    Raises:
-        ValueError: names the line, what was expected, and what was found.
-    """
+    """Parse a line of `instruction_text`; a ValueError names the line, what was expected, and what was found."""
     name, _, rest = line.partition(" ")
     try:
         stream = Stream(name)
@@ -99,7 +92,6 @@ def parse_instruction(line: str, number: int) -> Instruction:
     statement, waits, after = re.sub(r"\s+", " ", rest.strip()).partition(" after ")
     if waits and not re.fullmatch(_NAMES, after):
         raise ValueError(f"line {number}: expected values following 'after', such as 'h1.0, W.head', found {after!r}")
-    # No statement matches two forms.
     for op, _, pattern in _FORMS:
         match = pattern.fullmatch(statement)
         if match is None:

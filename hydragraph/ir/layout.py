@@ -7,18 +7,16 @@ Symbols of a layout's arrays, each with one entry per interval:
 
     rank     the holder
     lo, hi   the interval [lo, hi) of the bucket
-    at       start in the holder's local buffer: 0 for a rank's first interval, then the sum of the lengths before it
+    at       start in the holder's local buffer
     copy     which copy of the state it belongs to
     partial  whether the holders' gradients are summed (PARTIAL) or equal (REPLICA)
-    tp       tensor-parallel degree: the number of ranks of a stage. A rank's `index` is its position among them
 
 Worked example: a bucket of 11 elements consists of w [4, 2], sharded along its rows, with q and k fused in it, 2 rows
-each, and a norm n of 3 elements, which every rank holds whole. q is [0, 4), k is [4, 8), n is [8, 11). A stage of ranks
-5 and 6 holds the bucket as follows:
+each, and a norm n of 3 elements. q is [0, 4), k is [4, 8), n is [8, 11). A stage of ranks 5 and 6 holds it as follows:
 
-    rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4   its buffer has 7 elements
-    rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4   likewise
-    partial  w: yes, each rank alone has its rows; n: as its kind says, REPLICA if both computed the same gradient
+    rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4
+    rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4
+    partial  w: yes; n: as its kind says, REPLICA if both computed the same gradient
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ class Layout:
 
     Attributes:
         rank, lo, hi, at: int64, as in the module's docstring.
-        copy: int64, the copy of the state: the index of the stage in a propagation layout, 0 or 1 in a home layout.
-            Each copy holds every element at least once. In a home layout, the holder of copy 0 is the *first owner*,
-            where an element counts and its gradient is summed, and that of copy 1 the *second owner*.
-        partial: bool, whether its gradient is PARTIAL, not REPLICA, in its copy.
+        copy: int64: the index of the stage in a propagation layout, 0 or 1 in a home layout. Each copy holds every
+            element at least once. In a home layout, copy 0 has the *first owners*, where gradients are summed, and copy
+            1 the *second owners*.
+        partial: bool, whether its gradient is PARTIAL in its copy.
         nodes: int64, the node of each rank, -1 if unknown; None: the layout does not depend on nodes.
     """
 
@@ -87,7 +85,7 @@ class Layout:
         return int((self.hi[mine] - self.lo[mine]).sum())
 
     def of(self, rank: int) -> Layout:
-        """Return the rows of one rank, in the order of its local buffer."""
+        """Return the rows of one rank."""
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
@@ -99,7 +97,7 @@ class Layout:
 
         Args:
             before: old rank number of each new rank; None for a rank that is new.
-            nodes: node of each new rank; None: unknown.
+            nodes: node of each new rank.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
         rank = np.array([names.get(old, -1) for old in self.rank.tolist()], np.int64)
@@ -125,12 +123,12 @@ class Layout:
 
     @cached_property
     def second(self) -> Layout:
-        """The second owners' rows of a home layout, if any, like `first`."""
+        """The second owners' rows, like `first`."""
         return self._where(self.copy != 0)
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """Starts and ends of the bucket's intervals that no rank holds, ascending, disjoint and not empty."""
+        """Starts and ends of the intervals that no rank holds, ascending, disjoint and not empty."""
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -150,7 +148,7 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket: every rank owns its share.
+    """Make the home layout of a bucket.
 
     A copy is cut into one interval per rank, in order; equal shares of a divisible size are exactly equal, as the
     native collectives require. A second copy is the first one shifted by half of the bucket. Other cuts are rounded to
@@ -161,7 +159,7 @@ def home(
         shares: relative weights, one per rank, not negative; None: equal. With two copies, a node with more than half
             of all shares owns the whole bucket once.
         copies: 1, or 2: every element has a second owner, on another node.
-        align: elements; 8 fp32 values are 32 bytes, a full vector register.
+        align: elements; 8 fp32 values fill a vector register.
         nodes: of `ranks`, in their order; None: each is on a separate node.
 
     Raises:
@@ -263,7 +261,6 @@ def propagation(
     assert len(set(members)) == len(members), f"stages {list(stages)} of bucket {bucket.name} share a rank"
     assert all(stages), f"a stage of bucket {bucket.name} has no rank"
     kinds_by_stage = [kinds] * len(stages) if isinstance(kinds, Mapping) else kinds
-    # Each distinct sharding is made once.
     cuts: dict[tuple[tuple[bool, ...], int], list[int]] = {}
     for copy, (stage, kind) in enumerate(zip(stages, kinds_by_stage, strict=True)):
         cuts.setdefault((_partial(bucket, len(stage), kind), len(stage)), []).append(copy)
@@ -285,12 +282,7 @@ def whole(size: int, *ranks: int) -> Layout:
 
 
 def _check_home(
-    size: int,
-    ranks: Sequence[int],
-    weights: npt.NDArray[np.float64],
-    copies: int,
-    align: int,
-    nodes: Sequence[int],
+    size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int, nodes: Sequence[int]
 ) -> None:
     if size < 0 or align < 1:
         raise ValueError(f"home layout: size is {size} and align is {align}: give at least 0 and at least 1")
@@ -341,7 +333,6 @@ def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: in
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))
     partial = partial[kept]
-    # Rows of one rank are adjacent in its buffer.
     opens = np.ones(len(rank), bool)
     same = (rank[1:] == rank[:-1]) & (copy[1:] == copy[:-1]) & (partial[1:] == partial[:-1])
     opens[1:] = ~same | (lo[1:] != hi[:-1])

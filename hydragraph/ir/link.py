@@ -8,12 +8,11 @@ Symbols; [n] is the length of an array:
 
     line           [source rows]  the line that each source interval lies on. Values need one line; gradients need one
                                   per copy of the state, since every copy's gradient must be included. Line i has the
-                                  elements [i * size, (i + 1) * size): all lines together form one long line
-    ends           [cells + 1]    starts of the cells, and the end of the last: cell c is [ends[c], ends[c + 1])
+                                  elements [i * size, (i + 1) * size)
+    ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
     first, rows                   the source rows rows[first[c] : first[c + 1]] hold cell c
     row, lo, hi    [T]            the target's intervals, one for each of them and each line
-    item           [S]            index into T for each slice: the interval that it is part of; a slice is the
-                                  intersection of an interval and a cell
+    item           [S]            index into T for each slice, the intersection of an interval and a cell
     cell           [S]            the slice's cell
     holders        [S]            number of source rows that hold that cell: the slice's candidates
     turn           [S]            round-robin number, to choose among candidates of equal cost
@@ -55,7 +54,7 @@ class Slices:
     dst_at: Ints
 
     def __post_init__(self) -> None:
-        for array in (self.src, self.dst, self.lo, self.hi, self.src_at, self.dst_at):
+        for array in self._columns():
             array.flags.writeable = False
 
     def __len__(self) -> int:
@@ -72,16 +71,17 @@ class Slices:
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return what one rank sends, sorted by (dst, lo), and what it receives, sorted by (src, lo).
+        """Return what one rank sends and receives, in both of which a pair's slices have the same order.
 
-        Both sides have a pair's slices in the same order. Local movements are in both.
+        Local movements are in both.
         """
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
-        return Slices(
-            self.src[rows], self.dst[rows], self.lo[rows], self.hi[rows], self.src_at[rows], self.dst_at[rows]
-        )
+        return Slices(*(column[rows] for column in self._columns()))
+
+    def _columns(self) -> tuple[Ints, ...]:
+        return self.src, self.dst, self.lo, self.hi, self.src_at, self.dst_at
 
 
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
@@ -103,8 +103,7 @@ def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link values like `copy`, but let holders on the same node, or else on any node, take turns.
 
-    That balances the load where elements move once. Several holders send parts of long intervals. The source has the
-    nodes of both.
+    That balances the load where elements move once: several holders send parts of long intervals.
     """
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
@@ -129,23 +128,18 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link gradients: select the contributions that the first owners in the target must sum.
 
     Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
-    intervals the owner itself if it is a holder, otherwise holders take turns. `hand_on` links the sums to second
-    owners.
+    intervals the owner itself if it is a holder, otherwise holders take turns.
 
     Raises:
         ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
     """
-    # Each copy gets a separate line; copy numbers may have gaps.
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
     return _slices(pairs, pairs.partial | _one(pairs, (pairs.src != pairs.dst).astype(np.int64)), rank)
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Link the sums of first owners to second owners; empty if there are none.
-
-    Offsets on both sides are in the local buffers of `owners`.
-    """
+    """Link the sums of first owners to second owners, if any; both sides' offsets are in the buffers of `owners`."""
     return copy(owners.first, owners.second, rank)
 
 
@@ -169,12 +163,12 @@ def _keeps(slices: Slices, rank: int) -> bool:
 
 
 def is_all_gather(source: Layout, target: Layout) -> bool:
-    """Return whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`, ascending."""
+    """Return whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`."""
     return _equal_shards(source) and _whole_everywhere(target) and np.array_equal(source.rank, target.rank)
 
 
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
-    """Return whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`, ascending."""
+    """Return whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`."""
     target = target.first
     # Several holders of one copy may have the same gradient (REPLICA), which a reduce-scatter would sum.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
@@ -198,7 +192,7 @@ def _whole_everywhere(layout: Layout) -> bool:
 
 
 class Cells(NamedTuple):
-    """Cells of a source: rows[first[c] : first[c + 1]] hold cell c, which is [ends[c], ends[c + 1])."""
+    """Cells of a source, in the module docstring's symbols."""
 
     ends: Ints
     first: Ints
@@ -210,7 +204,7 @@ class _Pairs:
     """Slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
 
     Attributes:
-        slice: index of the slice that an entry belongs to.
+        slice: the slice of each entry.
         start: the first entry of each slice.
         turn: a number per slice, to break ties.
     """
@@ -234,9 +228,8 @@ def _ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
-    """Cut [0, end) at every end of the source's intervals; within a cell, rows are in ascending order."""
+    """Cut [0, end) at every end of the source's intervals; a cell's rows ascend."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
-    # A source row consists of whole cells from begin on.
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
     cell = begin[row] + place
@@ -247,7 +240,7 @@ def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
     """Intersect the target with the cells of the source, whose row i lies on line `line[i]`.
 
-    With a `rank`, slices of others may be missing. The cell and `turns` of the target's row break ties.
+    With a `rank`, slices of others may be missing.
     """
     size = source.size
     lines = int(line.max(initial=0)) + 1
@@ -263,7 +256,6 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
     lo = np.maximum(cells.ends[cell], lo[item])
     hi = np.minimum(cells.ends[cell + 1], hi[item])
 
-    # A cell that no row holds is lost state.
     holders = cells.first[cell + 1] - cells.first[cell]
     if not holders.all():
         i = int(np.argmin(holders))
@@ -318,7 +310,6 @@ def _one(pairs: _Pairs, cost: Ints) -> Bools:
 
 
 def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
-    """Return the order by (dst, src, lo), sorted by one number if it can encode all three."""
     ranks = int(src.max(initial=0)) + 1
     elements = int(lo.max(initial=0)) + 1
     if (int(dst.max(initial=0)) + 1) * ranks * elements < 2**63:

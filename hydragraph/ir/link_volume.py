@@ -1,6 +1,4 @@
-"""Number of elements between ranks in a link of two layouts, without making its slices.
-
-Rules and symbols are those of `ir.link`.
+"""Number of elements between ranks in a link of two layouts, by the rules of `ir.link`, without making its slices.
 
 Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs all: `copied` is 4 from 0 to 1.
 """

@@ -1,22 +1,13 @@
 """Parameters, their sharding rules, and the flat order that makes their shards intervals.
 
 A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row. A shard is
-then one interval per fused segment, for any degree.
-
-Symbols:
-
-    t = tp      tensor-parallel degree: the number of ranks of a stage
-    j = index   a rank's position among them
-    segment     one of several matrices fused in one parameter, such as q, k and v; each is sharded separately
-    n           number of units of a segment: parts that may not be split, such as heads
-    [a, b)      the units of a segment that a rank holds
-    row         elements per index along the sharded dimension: the product of all other dimensions
+then one interval per fused segment (such as q, k and v, each sharded separately), for any degree.
 
 Worked example: w has shape [3, 4], is sharded along dimension 1, and fuses two segments of 2 columns each. In canonical
-order its columns are consecutive, so row = 3, and of t = 2 ranks
+order its columns are consecutive, 3 elements each, and of 2 ranks
 
-    j = 0   holds column 0 of segment 0 and column 2, the first of segment 1: [0, 3) and [6, 9)
-    j = 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
+    index 0   holds column 0 of segment 0 and column 2, the first of segment 1: [0, 3) and [6, 9)
+    index 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
 """
 
 from __future__ import annotations
@@ -40,7 +31,7 @@ class ShardRule:
     """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        segments: number of units of each fused segment: `(8, 8, 8)` for q, k and v of eight heads.
+        segments: units of each fused segment, parts that may not be split: `(8, 8, 8)` for q, k and v of eight heads.
         unit: elements along `dim` in one unit, such as the head size.
         heads: the units are attention heads: ranks share a head if there are fewer heads than ranks, and its gradient
             is the sum of theirs.
@@ -61,7 +52,7 @@ class ShardRule:
             raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of one segment held by rank j = `index` of t = `tp`."""
+        """Return the units [a, b) of one segment that rank `index` of `tp` holds."""
         n = self.segments[segment]
         # Fewer heads than ranks: t / n consecutive ranks hold the same head.
         if self.heads and n < tp:
@@ -78,7 +69,6 @@ class ShardRule:
                 where=f"tp {tp}",
                 remedy="use a degree that divides the head count",
             )
-        # Every unit is covered once, and ranks differ by at most one unit.
         return index * n // tp, (index + 1) * n // tp
 
     def allows(self, tp: int) -> bool:
@@ -159,7 +149,7 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the natural shape of one rank's shard; raises the same errors as `intervals`."""
+        """Return the natural shape of one rank's shard; raises the errors of `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
@@ -182,8 +172,7 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector, exchanged in one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter has its own, and so have parameters without a gradient,
-    which are never pushed.
+    A block's own parameters form a bucket; a tied parameter has its own, and so have parameters without a gradient.
 
     Attributes:
         blocks: names of the blocks that use it; may be empty.

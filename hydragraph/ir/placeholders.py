@@ -1,7 +1,4 @@
-"""Placeholders of a Program that a strategy fills in (Hydraulis, section 5.3).
-
-They are targets of FX nodes and never run; `hydragraph.passes.shard` and the rank programs replace them.
-"""
+"""Placeholders of a Program that a strategy fills in (Hydraulis, section 5.3): targets of FX nodes that never run."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ def _unfilled(name: str) -> NoReturn:
 
 
 def pull(bucket: str) -> Any:
-    """Pull-Parameter: a bucket's weights enter; a strategy determines the sending ranks."""
+    """Pull-Parameter: a bucket's weights enter."""
     _unfilled("pull")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydragraph.ir.graph_data import decode, encode, value_of
+from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of, value_of
 from hydragraph.ir.parameter import Bucket, Parameter
 from hydragraph.ir.placeholders import DROPOUT_KEYS, communicate, compute, pull, push
 from hydragraph.ir.program_outline import Outline
@@ -27,9 +27,9 @@ class Template:
 
     Attributes:
         name: the SHA-256 of its graph, in hex.
-        graph: the forward graph; its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
-        parameters: local names of its parameters (as inside the block's module), in placeholder order.
-        inputs: names of its other inputs: "hidden", "aux.0", ..., or batch fields.
+        graph: its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
+        parameters: local names, as inside the block's module.
+        inputs: "hidden", "aux.0", ..., or batch fields.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Template:
 
 
 def short(name: str) -> str:
-    """Return a template's name in short, readable form."""
+    """Return the first digits of a template's name."""
     return name[:6]
 
 
@@ -66,7 +66,7 @@ def graph_digest(graph: fx.GraphModule) -> str:
 
 
 def _given(graph: fx.GraphModule) -> list[Tensor]:
-    return [value_of(n) for n in graph.graph.nodes if n.op == "placeholder"]
+    return [value_of(node) for node in placeholders_of(graph)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: canonical names in the model, in the template's order.
-        aux: for each of the template's inputs "aux.i", in order, the index of the aux output that feeds it.
+        aux: for each of the template's inputs "aux.i", the index of the aux output that feeds it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Program:
         blocks: in order; the first is "embed", the last "head".
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
         buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
-        heads: query head counts; each must be divisible by the tensor-parallel degree.
+        heads: query head counts.
         unplaced: a token id that is not counted in positions, and has position -1: RoBERTa's padding id.
         positions: maximum number of tokens in a sequence, and the name of the config's setting.
         origin: a digest of the captured model's modules and config.
@@ -123,7 +123,7 @@ class Program:
 
     @property
     def layers(self) -> int:
-        """Number of repeated blocks that a strategy distributes."""
+        """Number of layers."""
         return len(self.blocks) - 2
 
     def allows(self, tp: int) -> bool:
@@ -143,7 +143,7 @@ class Program:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The templates of the blocks, each once, in block order."""
+        """The templates of the blocks, each once."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
@@ -188,7 +188,6 @@ class Program:
                 users[name].append(hidden)
             if block is not self.blocks[-1]:
                 hidden = self._call(graph, communicate, (hidden, "stage"), f"c_{block.name}")
-        # Backward ends the last block's gradients first.
         for bucket in (b for b in reversed(self.buckets) if b.learns):
             self._call(graph, push, (bucket.name, *users[bucket.name]), f"G_{bucket.name}")
         graph.output(hidden)
@@ -202,11 +201,11 @@ class Program:
         return program_text(self)
 
 
-# --- the printed form: a line per block, with its placeholders --------------------------------------------------------
+# --- printed form ---------------------------------------------------------------------------------------------------
 
 
 def program_text(program: Program) -> str:
-    """Return the printed form, where T stands for the token count."""
+    """Return the printed form: a line per block, where T is the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")
@@ -224,7 +223,7 @@ def program_text(program: Program) -> str:
 
 
 def template_text(program: Program, name: str) -> str:
-    """Return one template's graph as code, with its `communicate` placeholders."""
+    """Return one template's graph as code."""
     return f"template {short(name)}\n{program.templates[name].graph.code.strip()}"
 
 
@@ -250,5 +249,4 @@ def _count(elements: int) -> str:
 
 def _hidden(program: Program) -> str:
     graph = program.templates[program.blocks[0].template].graph
-    output = next(n for n in graph.graph.nodes if n.op == "output").args[0][0]
-    return str(value_of(output).shape[-1])
+    return str(value_of(results_of(graph)[0]).shape[-1])

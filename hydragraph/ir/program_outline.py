@@ -18,7 +18,7 @@ Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
 def mode_of(purpose: Purpose) -> Mode:
-    """Return the mode of the programs that serve a purpose."""
+    """Return the mode of a purpose's programs."""
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
@@ -34,8 +34,7 @@ class Outline:
         blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
         buckets: (bucket, blocks that use it) pairs.
         elements: number of elements of each bucket; empty: every bucket has one.
-        window: maximum elements of weights, and of gradients, in flight, but at least one bucket. None: two of the
-            largest blocks.
+        window: maximum elements of weights, and of gradients, in flight. None: two of the largest blocks.
 
     Raises:
         ValueError: fewer than two blocks, a repeated or unprintable name, or a bucket of no block or an unknown one.
@@ -48,10 +47,7 @@ class Outline:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        object.__setattr__(self, "buckets", tuple((name, tuple(blocks)) for name, blocks in self.buckets))
-        object.__setattr__(self, "frozen", tuple(self.frozen))
-        object.__setattr__(self, "elements", tuple(self.elements))
+
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
         # `forward aux [m]` makes the values that every stage computes for itself.
@@ -93,13 +89,6 @@ class Outline:
         return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
 
     @cached_property
-    def in_flight(self) -> int:
-        """Maximum number of elements in flight."""
-        if self.window is not None:
-            return self.window
-        return 2 * self._largest
-
-    @cached_property
     def _largest(self) -> int:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
@@ -109,9 +98,9 @@ class Outline:
         Args:
             exchanges: their names. If any is streamed, the default is one of the largest blocks.
         """
-        if self.window is None and any(bucket_of(name) != name for name in exchanges):
-            return self._largest
-        return self.in_flight
+        if self.window is not None:
+            return self.window
+        return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:

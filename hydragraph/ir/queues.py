@@ -168,7 +168,6 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
 
 
 def _lacking(programs: Sequence[RankProgram]) -> dict[str, tuple[int, ...]]:
-    """Return, for each bucket, the ranks that never enter its pull."""
     entered = [{i.target for i in program.instructions if i.op is Op.PULL} for program in programs]
     return {bucket: tuple(r for r, own in enumerate(entered) if bucket not in own) for bucket in set().union(*entered)}
 
@@ -213,7 +212,7 @@ def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
 
 
 def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
-    """Return the other end of a message at the head of a queue, if that end is at the head of its own queue."""
+    """Return the other end of a message, if both are at the heads of their queues and may run."""
     queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
     if not queue or ranks[end.rank].done < end.after:
         return None

@@ -55,8 +55,8 @@ class RankProgram:
 
     Attributes:
         strategy: its text with its fingerprint.
-        roles: roles of the rank's stage, one for each pipeline or interleaved stage; empty without work.
-        tp: the stage's ranks, in tensor-parallel order; empty if it has no stage.
+        roles: one for each pipeline or interleaved stage; empty without work.
+        tp: the stage's ranks, in tensor-parallel order.
         layers: half-open range of layers of each interleaved stage.
     """
 
@@ -74,7 +74,7 @@ class RankProgram:
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:
-        """Return the layers of one of its roles."""
+        """Return a role's layers."""
         return self.layers[[earlier.pipeline for earlier in self.roles[: self.roles.index(role)]].count(role.pipeline)]
 
     def __str__(self) -> str:
@@ -82,11 +82,7 @@ class RankProgram:
 
     @classmethod
     def parse(cls, text: str) -> RankProgram:
-        """Parse the output of `str`; comments after # are ignored.
-
-        Raises:
-            ValueError: names the line and what was expected.
-        """
+        """Parse the output of `str`; a ValueError names the line and what was expected."""
         return parse(text)
 
 
@@ -134,7 +130,7 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Parse the text printed by `to_text`; comments and blank lines are ignored."""
+    """Parse the output of `to_text`; comments after # and blank lines are ignored."""
     program: RankProgram | None = None
     instructions: list[Instruction] = []
     number = 0

@@ -67,12 +67,12 @@ class SharedPrograms(Sequence[RankProgram]):
         return (self[rank] for rank in range(len(self)))
 
     def of_kind(self, kind: int) -> tuple[int, ...]:
-        """Return the ranks of a kind, ascending."""
+        """Return a kind's ranks."""
         return tuple(rank for rank, other in enumerate(self.kinds) if other == kind)
 
     @property
     def instructions(self) -> int:
-        """Total number of instructions of all ranks."""
+        """Number of instructions of all ranks."""
         return sum(len(self.bodies[kind]) for kind in self.kinds)
 
     @staticmethod
@@ -125,15 +125,7 @@ def _place(header: RankProgram) -> Hashable:
 
 
 def _naming(instructions: Sequence[Instruction]) -> list[int]:
-    return [i for i, instruction in enumerate(instructions) if instruction.peer is not None or _messages(instruction)]
-
-
-def _messages(instruction: Instruction) -> bool:
-    return any(
-        value.kind is ValueKind.MESSAGE
-        for values in (instruction.reads, instruction.writes, instruction.after)
-        for value in values
-    )
+    return [i for i, instruction in enumerate(instructions) if any(True for _ in _peers(instruction))]
 
 
 def _peers(instruction: Instruction) -> Iterator[int]:

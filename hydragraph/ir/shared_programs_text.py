@@ -36,12 +36,12 @@ _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def file_of(kind: int) -> str:
-    """Return the name of a kind's file."""
+    """Return a kind's file."""
     return f"program_{kind}.txt"
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return the texts of all files by name."""
+    """Return all files' texts by name."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -52,11 +52,7 @@ def program_texts(programs: SharedPrograms) -> dict[str, str]:
 
 
 def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
-    """Parse the output of `program_texts`.
-
-    Raises:
-        ValueError: names the file, the line, what was expected and what was found.
-    """
+    """Parse the output of `program_texts`; a ValueError names the file, the line, and what was expected."""
     rows = list(_rows(_text(texts, TABLE)))
     patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
     rank_parts = []
@@ -66,21 +62,6 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
         return SharedPrograms.gather(rank_parts)
     except ValueError as error:
         raise ValueError(f"{TABLE}: {error}") from None
-
-
-def rank_from_texts(texts: Mapping[str, str], rank: int) -> RankProgram:
-    """Return one rank's program, reading only the text of its kind."""
-    rows = list(_rows(_text(texts, TABLE)))
-    if not 0 <= rank < len(rows):
-        raise ValueError(f"there are ranks 0 to {len(rows) - 1}")
-    line, kind, pipelines, tp, peers = rows[rank]
-    pattern = _read_pattern(texts, kind)
-    header = _header(pattern, rank, line, pipelines, tp)
-    try:
-        (program,) = SharedPrograms((header,), (pattern.instructions,), (0,), (peers,))
-    except ValueError as error:
-        raise ValueError(f"{TABLE}, line {line}: {error}") from None
-    return program
 
 
 def runs_text(numbers: Sequence[int]) -> str:
@@ -103,7 +84,6 @@ def _table(programs: SharedPrograms) -> str:
 def _pattern(program: RankProgram) -> str:
     """Return a program's text with letters for everything that differs between a kind's ranks."""
     header, _, body = to_text(program).partition("\n")
-    # Only the surroundings of the strategy's text are replaced.
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
     place = re.sub(r"\(ranks [\d ]+\)", "(ranks T)", place)

@@ -7,7 +7,7 @@ A value is a string, with the information in its text as attributes:
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               saved by a block's forward for its backward
     o.{block}.{m}  OFFLOADED     the same in host memory (`passes.offload`)
-    c.{block}.{m}  COPYING       s.{block}.{m} on its way to host memory: complete once it has been copied
+    c.{block}.{m}  COPYING       the same on its way to host memory: complete once it has been copied
     f.{block}.{m}  FETCHED       the same, back on the device
     t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
@@ -16,8 +16,6 @@ A value is a string, with the information in its text as attributes:
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
     W.{bucket}@{n}, G.{bucket}@{n}     the same of the bucket's n-th streamed pull or push (`passes.stream`)
     {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
-
-So `h2.0` has position 2 and micro-batch 0, `W.layer.0` has bucket "layer.0", and `h2.0>3` has peer 3.
 """
 
 from __future__ import annotations
@@ -48,13 +46,12 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A string with the information in its text as attributes.
-
-    As strings, programs compare, sort and hash fast. Fields that a kind does not have are -1 or "".
+    """A string with the information in its text as attributes, since programs of strings compare, sort and hash fast.
 
     Attributes:
         exchange: name of its pull or push: the bucket, or {bucket}@{n} if streamed.
         micro_batch: counted within the pipeline, or across all pipelines that share stages.
+        block, bucket, exchange, position, micro_batch, peer: "" or -1 for kinds that do not have them.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")
@@ -91,12 +88,12 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a bucket's streamed pull or push, numbered over all ranks."""
+    """Return the name of a bucket's streamed pull or push; `turn` counts over all ranks."""
     return f"{bucket}@{turn}"
 
 
 def bucket_of(exchange: str) -> str:
-    """Return the bucket of a pull or push by its name."""
+    """Return an exchange's bucket."""
     return exchange.partition("@")[0]
 
 
@@ -117,34 +114,16 @@ def activation_gradient(position: int, micro_batch: int) -> Value:
     )
 
 
-@_once
-def saved(block: str, micro_batch: int) -> Value:
-    """Return s.{block}.{micro_batch}."""
-    return Value(f"s.{block}.{micro_batch}", ValueKind.SAVED, block=block, micro_batch=micro_batch)
+def _of_block(kind: ValueKind) -> Callable[[str, int], Value]:
+    """Return a function of (block, micro_batch) that returns {kind}.{block}.{micro_batch}."""
+    return _once(lambda block, m: Value(f"{kind.value}.{block}.{m}", kind, block=block, micro_batch=m))
 
 
-@_once
-def offloaded(block: str, micro_batch: int) -> Value:
-    """Return o.{block}.{micro_batch}."""
-    return Value(f"o.{block}.{micro_batch}", ValueKind.OFFLOADED, block=block, micro_batch=micro_batch)
-
-
-@_once
-def copying(block: str, micro_batch: int) -> Value:
-    """Return c.{block}.{micro_batch}."""
-    return Value(f"c.{block}.{micro_batch}", ValueKind.COPYING, block=block, micro_batch=micro_batch)
-
-
-@_once
-def fetched(block: str, micro_batch: int) -> Value:
-    """Return f.{block}.{micro_batch}."""
-    return Value(f"f.{block}.{micro_batch}", ValueKind.FETCHED, block=block, micro_batch=micro_batch)
-
-
-@_once
-def postponed(block: str, micro_batch: int) -> Value:
-    """Return t.{block}.{micro_batch}."""
-    return Value(f"t.{block}.{micro_batch}", ValueKind.POSTPONED, block=block, micro_batch=micro_batch)
+saved = _of_block(ValueKind.SAVED)
+offloaded = _of_block(ValueKind.OFFLOADED)
+copying = _of_block(ValueKind.COPYING)
+fetched = _of_block(ValueKind.FETCHED)
+postponed = _of_block(ValueKind.POSTPONED)
 
 
 @_once
@@ -179,21 +158,21 @@ def message(sent: Value, peer: int) -> Value:
 
 @_once
 def readdressed(sent: Value, peer: int) -> Value:
-    """Return a message with another destination rank."""
+    """Return a message to another rank."""
     return message(parse_value(sent.partition(">")[0]), peer)
 
 
+_OF_BLOCKS = {"s": saved, "o": offloaded, "c": copying, "f": fetched, "t": postponed}
 _NUMBER = r"(0|[1-9]\d*)"
 _NAME = r"([\w.\-/:]+)"
 _EXCHANGE = r"([\w.\-/:]+(?:@(?:0|[1-9]\d*))?)"
 _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
     (re.compile(rf"h{_NUMBER}\.{_NUMBER}"), lambda k, m: activation(int(k), int(m))),
     (re.compile(rf"d{_NUMBER}\.{_NUMBER}"), lambda k, m: activation_gradient(int(k), int(m))),
-    (re.compile(rf"s\.{_NAME}\.{_NUMBER}"), lambda block, m: saved(block, int(m))),
-    (re.compile(rf"o\.{_NAME}\.{_NUMBER}"), lambda block, m: offloaded(block, int(m))),
-    (re.compile(rf"c\.{_NAME}\.{_NUMBER}"), lambda block, m: copying(block, int(m))),
-    (re.compile(rf"f\.{_NAME}\.{_NUMBER}"), lambda block, m: fetched(block, int(m))),
-    (re.compile(rf"t\.{_NAME}\.{_NUMBER}"), lambda block, m: postponed(block, int(m))),
+    (
+        re.compile(rf"([{''.join(_OF_BLOCKS)}])\.{_NAME}\.{_NUMBER}"),
+        lambda kind, block, m: _OF_BLOCKS[kind](block, int(m)),
+    ),
     (re.compile(rf"a\.{_NUMBER}"), lambda m: aux(int(m))),
     (re.compile(rf"loss\.{_NUMBER}"), lambda m: loss(int(m))),
     (re.compile(rf"W\.{_EXCHANGE}"), weights),

@@ -39,10 +39,8 @@ class VerificationError(ValueError):
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
         super().__init__(f"rank {rank}{at}: {what}")
-        self.what = what
         self.rank = rank
         self.index = index
-        self.instruction = instruction
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class _Site:
     """Work of a rank, from its and its neighbours' headers.
 
     Attributes:
-        blocks: positions of the blocks of each of its interleaved stages; empty without work.
-        neighbours: for each micro-batch and visit, the ranks of the previous and the next stage.
+        blocks: positions of the blocks of each of its interleaved stages.
+        neighbours: ranks of the previous and the next stage, by (micro-batch, visit).
     """
 
     blocks: tuple[range, ...]
@@ -95,11 +93,11 @@ def _line(instruction: Instruction) -> str:
     return " ".join(instruction_text(instruction).split())
 
 
-# --- the ranks' places fit together -----------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------------------------
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that headers describe whole pipelines that share whole stages or no ranks; return each rank's site."""
+    """Check that headers describe whole pipelines that share whole stages or no ranks."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -173,7 +171,7 @@ def _site(program: RankProgram, pipelines: Mapping[int, Mapping[int, RankProgram
     return _Site(blocks, buckets, neighbours)
 
 
-# --- each rank computes exactly its part ------------------------------------------------------------------------------
+# --- work -----------------------------------------------------------------------------------------------------------
 
 
 def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode) -> None:
@@ -211,7 +209,6 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
 
 
 def _check_copy(program: RankProgram, index: int) -> None:
-    """Check that a copy to or from host memory is of one block's saved values."""
     instruction = program.instructions[index]
     assert instruction.micro_batch is not None, "a copy has a micro-batch"
     of = (instruction.target, instruction.micro_batch)
@@ -222,7 +219,7 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Return values with the names of plain exchanges, and offloaded or fetched values as saved ones."""
+    """Replace streamed exchanges by their buckets, and fetched values by saved ones."""
     return frozenset(
         _NAMED[value.kind](value.bucket)
         if value.kind in _NAMED
@@ -272,7 +269,7 @@ def _work(
                 yield (Work.BACKWARD, block, m), (read, frozenset(passed | summed))
 
 
-# --- values live from their making to their last use ------------------------------------------------------------------
+# --- lifetimes of values --------------------------------------------------------------------------------------------
 
 
 def _check_values(program: RankProgram) -> None:
@@ -311,11 +308,11 @@ def _check_values(program: RankProgram) -> None:
         raise _fail(program, last[value], f"{value} is used last here and never freed")
 
 
-# --- all ranks enter the exchanges of weights and gradients alike -----------------------------------------------------
+# --- exchanges of weights and gradients -----------------------------------------------------------------------------
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check each kind's pulls, pushes, commit and update, and that all kinds order pulls and pushes in the same way."""
+    """Check pulls, pushes, commit and update, and that all kinds order pulls and pushes in the same way."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -344,7 +341,6 @@ def _named(program: RankProgram, kind: ValueKind) -> frozenset[str]:
 
 
 def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges: frozenset[str]) -> None:
-    """Check that a rank enters every exchange once, with exactly the weights or gradients of its blocks."""
     missing = set(exchanges)
     for index, instruction in _of(program, op):
         if instruction.target not in missing:
@@ -386,7 +382,7 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit reads all losses and gradients, ends communication and precedes the update."""
+    """Check that one commit reads all losses and gradients, and that only frees and the update follow it."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -414,7 +410,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
         raise _fail(program, commit, f"it should read ({', '.join(sorted(results))})")
 
 
-# --- sends match receives ---------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------------------------
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
@@ -468,7 +464,7 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     return value
 
 
-# --- all programs, run together, come to their end --------------------------------------------------------------------
+# --- deadlocks ------------------------------------------------------------------------------------------------------
 
 
 def _check_end_of_all(programs: Sequence[RankProgram]) -> None:

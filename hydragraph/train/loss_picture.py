@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hydragraph.atomic_write import whole_file
+from hydragraph.atomic_write import save_figure
 from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
@@ -55,8 +55,7 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
     axes.set_title(_title(metrics, events))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=120, format="png")
+    save_figure(figure, path)
 
 
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:

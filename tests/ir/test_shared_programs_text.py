@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hydragraph.ir.program_outline import Mode, Outline
 from hydragraph.ir.rank_program import to_text
-from hydragraph.ir.shared_programs_text import program_texts, rank_from_texts, read_programs, runs_text
+from hydragraph.ir.shared_programs_text import program_texts, read_programs, runs_text
 from hydragraph.passes.pipeline import rank_programs, shared_programs
 from hydragraph.spec.strategy import Strategy
 from tests.passes.test_pipeline import iterations, model, shared
@@ -30,7 +30,7 @@ def test_every_rank_has_its_full_text(iteration: tuple[Outline, Strategy, list[i
     read = read_programs(made)
     for rank, program in enumerate(rank_programs(outline, strategy, counts, mode, ranks=ranks)):
         assert read[rank] == program
-        assert to_text(rank_from_texts(made, rank)) == to_text(program)
+        assert to_text(read[rank]) == to_text(program)
     assert program_texts(read) == made
 
 
@@ -79,11 +79,6 @@ def test_what_does_not_fit_is_named(name: str, old: str, new: str, sentence: str
     with pytest.raises(ValueError, match=r".") as caught:
         read_programs({**made, name: made[name].replace(old, new, 1)})
     assert sentence in str(caught.value)
-
-
-def test_a_rank_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="there are ranks 0 to 6"):
-        rank_from_texts(texts(), 7)
 
 
 @pytest.mark.parametrize(

@@ -91,4 +91,4 @@ def test_no_rank_has_more_in_flight_than_the_window_or_one_bucket(
                     under_way -= {value.bucket for value in instruction.after if value != named(instruction.target)}
                     under_way.add(instruction.target)
                     total = sum(outline.sizes[name] for name in under_way)
-                    assert total <= outline.in_flight or len(under_way) == 1
+                    assert total <= outline.room(()) or len(under_way) == 1

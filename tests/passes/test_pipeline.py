@@ -72,7 +72,8 @@ def outlines(draw, layers):
     """Draw a model of so many layers, whose window may be smaller than a bucket."""
     outline = model(layers, draw(st.booleans()))
     if draw(st.booleans()):
-        outline = replace(outline, frozen=draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True)))
+        names = draw(st.lists(st.sampled_from([n for n, _ in outline.buckets]), unique=True))
+        outline = replace(outline, frozen=tuple(names))
     if draw(st.booleans()):
         elements = tuple(draw(st.integers(1, 3)) for _ in outline.buckets)
         outline = replace(outline, elements=elements, window=draw(st.none() | st.integers(0, 6)))

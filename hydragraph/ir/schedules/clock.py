@@ -8,7 +8,7 @@ One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
 A stage that runs n micro-batches in an iteration has a period of 1 / n of it: half for a forward, half for a backward.
-Here all stages have the same period, and a tick is half of it. With different ones:
+A tick is half of a period here. With different periods:
 
 - A micro-batch enters the first stage: the j-th of a pipeline's c at j / c of the iteration. Of P pipelines that share
   stages, the i-th starts later by i / P of that interval.
@@ -17,22 +17,21 @@ Here all stages have the same period, and a tick is half of it. With different o
 
 Ranks that run their tasks in clock order cannot deadlock: the inputs of a task are earlier by the clock, and so are the
 tasks that its rank runs before it. (The last stage runs each backward directly after its forward, not later than the
-clock.) Between two stages the clock adds the same time to all micro-batches, so they leave one stage in the order in
-which they reach the other. No step takes longer than half a period of the pipeline: at most S - s micro-batches of each
-pipeline are alive on stage s of S.
+clock.) Between two stages the clock adds the same time to all micro-batches, so they arrive in the order in which they
+leave. No step takes longer than half a period of the pipeline: at most S - s micro-batches of each pipeline are alive
+on stage s of S.
 
 A pipeline that returns to the same devices (interleaved stages) passes through them in C rounds; in each, every one of
 its G groups of devices has at most one stage. Micro-batches enter in sets of G: devices run a whole set in one round
-before the next. A micro-batch moves on after a whole period. Two rounds on two groups of devices, F0:1 in the second
-round:
+before the next, and a micro-batch moves on after a whole period. Two rounds on two groups of devices, F0:1 in the
+second round:
 
     tick     0    1    2    3    4    5    6    7    8    9    10   11   12
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The first row holds the activations of (C - 1) G + 2 (G - 1) + 1 micro-batches, each for one of its C stages; without
-interleaving, as much as C G for one stage. (Narayanan et al., Efficient Large-Scale Language Model Training on GPU
-Clusters, 2021, section 2.2.)
+The first row holds the activations of (C - 1) G + 2 (G - 1) + 1 micro-batches, each for one of its C stages. (Narayanan
+et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.)
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Beat:
 
     Attributes:
         arrives: when the previous stage runs its forward; on the first stage: when this one does.
-        forward, backward: when this stage runs its forward and its backward.
         every: time between consecutive micro-batches of a set.
         pause: additional time between sets.
     """
@@ -70,15 +68,15 @@ class Beat:
     pause: Ticks = 0
 
     def arrives_at(self, micro_batch: int) -> Ticks:
-        """Return when the previous stage runs a micro-batch's forward."""
+        """Return when the previous stage runs its forward."""
         return self.arrives + self._entry(micro_batch)
 
     def forward_at(self, micro_batch: int) -> Ticks:
-        """Return when this stage runs a micro-batch's forward."""
+        """Return when its forward runs."""
         return self.forward + self._entry(micro_batch)
 
     def backward_at(self, micro_batch: int) -> Ticks:
-        """Return when this stage runs a micro-batch's backward."""
+        """Return when its backward runs."""
         return self.backward + self._entry(micro_batch)
 
     def _entry(self, micro_batch: int) -> Ticks:
@@ -86,13 +84,13 @@ class Beat:
         return earlier * self.every + earlier // self.set * self.pause
 
     def returns_at(self, micro_batch: int) -> Ticks:
-        """Return when the previous stage runs a micro-batch's backward."""
+        """Return when the previous stage runs its backward."""
         return self.backward_at(micro_batch) + self.forward - self.arrives
 
 
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
-    """Return the beat of every stage of each pipeline of a shape."""
+    """Return each pipeline's beats by stage."""
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
         return (_returning(shape.stages[0]),)

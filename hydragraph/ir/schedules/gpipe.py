@@ -14,7 +14,7 @@ NAME = "gpipe"
 
 
 def gpipe(shape: Shape) -> Schedule:
-    """Return the GPipe schedule of a shape, for training."""
+    """Return a shape's GPipe schedule."""
     return Schedule(
         NAME,
         tuple(

@@ -1,7 +1,6 @@
 """1F1B: a stage runs a few forwards ahead, then a backward and a forward in turn, then the remaining backwards.
 
-Stage s of S runs min(M, S - 1 - s) of M forwards ahead, so at most S - s micro-batches of a pipeline are in flight. The
-clock orders them. `schedule` shows a grid.
+Stage s of S runs min(M, S - 1 - s) of M forwards ahead, so at most S - s micro-batches of a pipeline are in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ NAME = "1f1b"
 
 
 def one_f_one_b(shape: Shape) -> Schedule:
-    """Return the 1F1B schedule of a shape, for training."""
+    """Return a shape's 1F1B schedule."""
     return Schedule(NAME, tuple(_row(shape, stage) for stage in range(shape.size)))
 
 

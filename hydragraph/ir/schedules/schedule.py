@@ -9,8 +9,8 @@ forward of pipeline 1's micro-batch 4; the number of pipeline 0 is left out.
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage that several pipelines share is one row. Devices that run several stages of one pipeline (interleaved stages)
-are one row too; `F0:1` is the forward of micro-batch 0 through their second stage.
+A stage that several pipelines share is one row, and so are devices that run several stages of one pipeline (interleaved
+stages); `F0:1` is the forward of micro-batch 0 through their second stage.
 
     schedule example
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
@@ -101,12 +101,12 @@ class Shape:
 
     @cached_property
     def places(self) -> tuple[tuple[Place, ...], ...]:
-        """Row and visit of each stage of each pipeline."""
+        """Place of each stage of each pipeline."""
         return tuple(map(places_of, self.stages))
 
     @cached_property
     def micro_batches(self) -> tuple[range, ...]:
-        """Numbers of the micro-batches of each pipeline."""
+        """Micro-batch numbers by pipeline."""
         ends = list(accumulate(self.counts, initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
@@ -117,7 +117,7 @@ class Shape:
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
-        """Number of forwards of each row."""
+        """Forwards of each row."""
         return tuple(
             sum(self.counts[p] * self.stages[p].count(row) for p in pipelines)
             for row, pipelines in enumerate(self.pipelines)
@@ -138,17 +138,17 @@ class Shape:
 
 
 def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
-    """Return the row and the visit of each stage, given their rows."""
+    """Return each stage's place, given its row."""
     return tuple((row, rows[:at].count(row)) for at, row in enumerate(rows))
 
 
 class ScheduleTable(NamedTuple):
-    """A schedule of one pipeline as arrays, for compiled code (`cost.compiled_replay`).
+    """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
     The table of more micro-batches serves fewer if the actions of the others are skipped, by `skip`.
 
     Attributes:
-        work: index of each action's kind in `WORKS`; -1 after the last. All are [stages, actions].
+        work: index of each action's kind in `WORKS`; -1 after the last.
         skip: index of the next action of a smaller micro-batch.
         stage: its stage; with interleaved stages the last rows are empty.
     """
@@ -170,17 +170,8 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
-        return self.grid()
-
-    def grid(self, shape: Shape | None = None) -> str:
-        """Return the schedule as text, which `parse` reads.
-
-        Args:
-            shape: gives the order of each pipeline's stages; default: their rows in order.
-        """
-        begins = self._run(shape.places if shape is not None else self._places())
         rows = []
-        for row, at in zip(self.actions, begins, strict=True):
+        for row, at in zip(self.actions, self.begins(self._places()), strict=True):
             cells: list[str] = []
             for i, action in enumerate(row):
                 cells += [IDLE] * (at[i] - len(cells) if i < len(at) else 0)
@@ -196,11 +187,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Return the schedule of a grid.
-
-        Raises:
-            ValueError: a line or a cell cannot be read.
-        """
+        """Return the schedule of a grid; a ValueError names a line or cell that cannot be read."""
         header, *lines = text.strip().splitlines()
         title = header.split()
         if len(title) != 2 or title[0] != "schedule":
@@ -217,7 +204,7 @@ class Schedule:
         """Check that stages run all micro-batches of a shape, agree on their order, and do not deadlock.
 
         Raises:
-            ValueError: a cell is missing, doubled, superfluous, out of order or deadlocked.
+            ValueError: names the first wrong cell.
         """
         if len(self.actions) != shape.size:
             raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
@@ -226,7 +213,7 @@ class Schedule:
         for (one, other), pipelines in shape.links.items():
             self._check_order(one, other, pipelines, (Work.FORWARD,))
             self._check_order(other, one, pipelines, RETURNING)
-        for stage, (row, begins) in enumerate(zip(self.actions, self._run(shape.places), strict=True)):
+        for stage, (row, begins) in enumerate(zip(self.actions, self.begins(shape.places), strict=True)):
             if len(begins) < len(row):
                 raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs after it")
 
@@ -242,7 +229,7 @@ class Schedule:
         return most
 
     def table(self, rows: Sequence[int]) -> ScheduleTable:
-        """Return the schedule of a pipeline as int32 arrays."""
+        """Return a pipeline's schedule as int32 arrays."""
         longest = max(map(len, self.actions), default=0)
         index = {work: i for i, work in enumerate(WORKS)}
         stage = {place: s for s, place in enumerate(places_of(rows))}
@@ -307,9 +294,17 @@ class Schedule:
         pipelines = range(max(chains, default=-1) + 1)
         return tuple(tuple((row, visit) for visit, row in sorted(chains.get(p, ()))) for p in pipelines)
 
-    def _run(self, places: Sequence[Sequence[Place]]) -> list[list[int]]:
-        """Return when each action begins if all take one unit of time; a row's list ends where it deadlocks."""
+    def begins(
+        self, places: Sequence[Sequence[Place]], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[list[int]]:
+        """Return when each action begins; a row's list ends where it deadlocks.
+
+        Args:
+            places: of each pipeline's stages, in order.
+            lengths: of each row's actions; default: 1.
+        """
         ends: dict[_End, int] = {}
+        free = [0] * len(self.actions)
         begins: list[list[int]] = [[] for _ in self.actions]
         advanced = True
         while advanced:
@@ -320,11 +315,11 @@ class Schedule:
                     needs = _needed(places[action.pipeline], (stage, action.visit), action)
                     if any(need not in ends for need in needs):
                         break
-                    free = begins[stage][-1] + 1 if begins[stage] else 0
-                    begin = max([free, *(ends[need] for need in needs)])
+                    begin = max([free[stage], *(ends[need] for need in needs)])
+                    free[stage] = begin + (lengths[stage][len(begins[stage])] if lengths is not None else 1)
                     begins[stage].append(begin)
                     if action.work is not Work.WEIGHT_GRADIENT:
-                        ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = begin + 1
+                        ends[(stage, action.visit), action.work in RETURNING, action.micro_batch] = free[stage]
                     advanced = True
         return begins
 

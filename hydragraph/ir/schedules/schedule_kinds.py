@@ -43,22 +43,19 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the most micro-batches that each stage of a pipeline holds; None: all.
-
-    If bounded, they are at most the number of stages.
-    """
+    """Return the most micro-batches that each stage holds, at most the number of stages; None: all."""
     count = stages + 1
     schedule = KINDS[kind](Shape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the most of `count` micro-batches that each stage of a pipeline holds."""
+    """Return the most of `count` micro-batches that each stage holds."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
 def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
-    """Return the table of a kind for an unshared pipeline, of at least `count` micro-batches.
+    """Return a kind's table for an unshared pipeline, of at least `count` micro-batches.
 
     Args:
         rows: the row of each stage (`Shape`), or their number if each has its own.

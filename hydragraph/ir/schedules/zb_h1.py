@@ -24,7 +24,7 @@ NAME = "zb-h1"
 
 
 def zb_h1(shape: Shape) -> Schedule:
-    """Return the ZB-H1 schedule of a shape, for training."""
+    """Return a shape's ZB-H1 schedule."""
     rows = enumerate(one_f_one_b(shape).actions)
     return Schedule(NAME, tuple(tuple(half for action in row for half in _halves(shape, s, action)) for s, row in rows))
 

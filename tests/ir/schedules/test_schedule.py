@@ -59,14 +59,14 @@ def test_interleaved_stages_are_one_row() -> None:
 def test_every_schedule_passes_its_check_and_parses_back(kind: str, shape: Shape, mode: str) -> None:
     schedule = schedule_of(kind, shape, mode)  # type: ignore[arg-type]
     schedule.check(shape, mode)  # type: ignore[arg-type]
-    assert Schedule.parse(schedule.grid()) == schedule
+    assert Schedule.parse(str(schedule)) == schedule
 
 
 def test_halves_of_backwards() -> None:
     split = Schedule.parse(SPLIT)
     split.check(ONE)
-    assert split.grid().splitlines()[1].split()[:4] == ["stage", "0", "F0", "F1"]
-    assert Schedule.parse(split.grid()) == split
+    assert str(split).splitlines()[1].split()[:4] == ["stage", "0", "F0", "F1"]
+    assert Schedule.parse(str(split)) == split
     # A micro-batch is in flight until its weights' gradient is computed.
     assert [split.in_flight(s) for s in (0, 1)] == [3, 2]
     with pytest.raises(ValueError, match=r"stage 0: W2 is missing"):
@@ -124,7 +124,7 @@ def test_stages_that_share_two_pipelines_in_different_orders_are_refused() -> No
 
 def test_a_deadlocked_grid_still_prints_all_its_cells() -> None:
     stuck = Schedule.parse("schedule mine\nstage 0  F0 B0\nstage 1  B0 F0")
-    assert Schedule.parse(stuck.grid()) == stuck
+    assert Schedule.parse(str(stuck)) == stuck
 
 
 @pytest.mark.parametrize(

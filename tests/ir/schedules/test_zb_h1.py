@@ -15,7 +15,7 @@ stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2"""
 
 
 def test_grid_of_two_stages() -> None:
-    assert zb_h1(Shape.alone(2, 3)).grid() == GRID
+    assert str(zb_h1(Shape.alone(2, 3))) == GRID
     assert Schedule.parse(GRID) == zb_h1(Shape.alone(2, 3))
 
 
