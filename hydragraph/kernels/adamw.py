@@ -1,7 +1,5 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-One launch updates adjacent parameters whose weights, gradients and states are all adjacent in memory.
-
 Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
     w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
@@ -67,7 +65,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalars for one step, counted from 1, in double precision."""
+        """Return the kernel's scalars for one step, counted from 1."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -91,12 +89,12 @@ class Shard:
     step: int
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors, without a missing copy."""
+        """Return its tensors."""
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
     def part(self, low: int, high: int) -> Shard:
-        """Return elements `low` to `high`, as views."""
+        """Return views of elements."""
         weight, gradient, moment, square, *copy = (x[low:high] for x in self.tensors())
         return Shard(weight, gradient, moment, square, copy[0] if copy else None, self.step)
 
@@ -136,15 +134,14 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's own fused operator on a CPU, such that a weight's bits depend only on its values.
 
-    The operator rounds a vector's last elements, fewer than one register holds, differently, so owners of one weight
-    would differ. So the last elements of all shards are updated as parts of one longer vector.
+    The operator rounds a vector's last elements, fewer than one register holds, differently. So the last elements of
+    all shards are updated as parts of one longer vector.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
     for shard in shards:
         size = shard.weight.numel()
         body = size // UNIT * UNIT
-        # No views of shards without a remainder: small shards take most of their time in Python.
         if body == size:
             bodies.append(shard)
             continue
@@ -256,7 +253,7 @@ class AdamW(torch.optim.AdamW):
     For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`. Its state dict is that of torch.optim.AdamW.
 
     Args:
-        params: tensors, (name, tensor) pairs or groups, as in any torch.optim class.
+        params: tensors, (name, tensor) pairs or groups.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
     """
 
@@ -275,7 +272,7 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; in a copy of this optimizer, `copy_to` must be called again."""
+        """Restore a state; a copy of this optimizer needs another `copy_to`."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}

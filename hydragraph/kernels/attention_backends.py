@@ -1,9 +1,7 @@
 """Backends of `varlen_attention`, chosen by the tensors or forced by name.
 
-On CUDA it is the first that accepts the tensors: the flash-attn package, PyTorch's own flash kernels, Triton. On CPU it
-is a loop over sequences. All save the same log-sum-exp, so any backend can differentiate the output of another.
-
-Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
+All save the same log-sum-exp, so any backend can differentiate the output of another. Shapes as in
+`hydragraph.kernels.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hydragraph.errors import Unsupported
-from hydragraph.kernels import tiled_attention
+from hydragraph.kernels import tiled_attention, triton_attention
 from hydragraph.kernels.attention_settings import AttentionSettings
 from hydragraph.kernels.new_tensors import contiguous_like, wide_dtype
 
@@ -42,7 +40,7 @@ class AttentionCall:
 
     Attributes:
         starts: [N + 1], the start of each sequence, then T.
-        longest: 0-d int64 on the CPU, the longest sequence; 0 if the caller did not pass it.
+        longest: 0-d int64 on the CPU, the longest sequence; 0 if unknown.
     """
 
     starts: Tensor
@@ -88,7 +86,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """Return the name passed to the innermost `attention_backend`, if any."""
+    """Return the forced backend's name."""
     return _forced.get()
 
 
@@ -212,18 +210,12 @@ class _Triton:
     name = "triton"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
-        from hydragraph.kernels import triton_attention
-
         return triton_attention.refusal(q, k, v)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        from hydragraph.kernels import triton_attention
-
         return triton_attention.forward(q, k, v, call.starts, call.settings)
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
-        from hydragraph.kernels import triton_attention
-
         q, k, v, out, lse = saved
         return triton_attention.backward(grad, q, k, v, out, lse, call.starts, call.settings)
 
@@ -286,7 +278,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield [begin, end) and the number of sequences of every run of equally long neighbours."""
+    """Yield [begin, end) and number of every run of equally long sequences."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)

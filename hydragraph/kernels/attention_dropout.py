@@ -1,8 +1,7 @@
 """Attention over packed sequences with dropout of its probabilities, in plain PyTorch on any device.
 
 The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and a feature is
-the head and the position of the key. Scores of one sequence and head are materialised, again in the backward. Shapes as
-in `hydragraph.kernels.varlen_attention`.
+the head and the position of the key. Shapes as in `hydragraph.kernels.varlen_attention`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
     """Return the factor of each probability, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p).
 
     Args:
-        keys: keys of the queries' tokens, [L, 2].
+        keys: of the queries' tokens, [L, 2].
         heads: increasing, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
@@ -88,11 +87,6 @@ def _forward(
     return out
 
 
-@_forward.register_fake
-def _(q: Tensor, *_others: Any, **_named: Any) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("hydragraph::attention_dropout_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float,
@@ -114,12 +108,6 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = contiguous_like(q, k, v)
-    return dq, dk, dv
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     q, k, v, bounds, _, ctx.causal, ctx.scale, keys, block, first, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, bounds, keys, block, first)
@@ -131,4 +119,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *torch.ops.hydragraph.attention_dropout_backward(*arguments), *(None,) * 10
 
 
+_forward.register_fake(lambda q, *_, **__: contiguous_like(q)[0])
+_backward.register_fake(lambda grad, q, k, v, *_, **__: contiguous_like(q, k, v))
 _forward.register_autograd(_differentiate, setup_context=_save)

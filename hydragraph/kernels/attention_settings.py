@@ -47,14 +47,13 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 
 
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
-    """Cut sequences after every `chunk` tokens: attention within the parts is attention within chunks.
+    """Cut sequences after every `chunk` tokens.
 
     Lengths are on the device, so the result has room for the maximum number of parts: sequence n has its parts from
     index starts[n] // chunk + n on. Parts beyond a sequence's end are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then T.
-        chunk: length of a part; the last one of a sequence may be shorter.
 
     Returns:
         [T // chunk + N + 1], like `starts`.

@@ -16,7 +16,7 @@ class Tiling:
 
     Attributes:
         stages: number of tiles that are loaded ahead of use.
-        registers: maximum number of registers per thread; None: chosen by the assembler.
+        registers: maximum number of registers per thread.
         exact: for fp32: true fp32 products instead of three tf32 ones, which are faster but take more registers.
     """
 
@@ -28,14 +28,14 @@ class Tiling:
     exact: bool = False
 
     def options(self) -> dict[str, object]:
-        """Return the launch options."""
+        """Return launch options."""
         common: dict[str, object] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return common if self.registers is None else common | {"maxnreg": self.registers}
 
 
 @dataclass(frozen=True)
 class Tilings:
-    """Tilings of the three kernels for one head size."""
+    """Tilings of the three kernels."""
 
     forward: Tiling
     queries: Tiling
@@ -67,11 +67,7 @@ INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32,
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
-    """Return padded head size -> tilings of one dtype and compute capability.
-
-    Args:
-        plain: the kernels have neither a window nor a cap.
-    """
+    """Return padded head size -> tilings; `plain`: without a window or a cap."""
     if dtype == torch.float32:
         return _ANY_FP32 if plain else _ANY_FP32_LIMITED
     return _HOPPER if plain and (9, 0) <= capability < (12, 0) else _ANY

@@ -40,11 +40,6 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor)
     return out if bias is None else out + bias
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("hydragraph::causal_convolution_backward", mutates_args=())
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     tokens, taps = x.shape[0], weight.shape[1]
@@ -54,12 +49,6 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tu
         kept = torch.where(inside, grad[back:], 0.0)
         dx[: tokens - back] += kept * weight[:, taps - 1 - back]
         dweight[:, taps - 1 - back] = (kept * x[: tokens - back]).sum(0)
-    return dx, dweight
-
-
-@_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dweight = contiguous_like(x, weight)
     return dx, dweight
 
 
@@ -74,4 +63,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dx, dweight, grad.sum(0) if ctx.biased else None, None
 
 
+_forward.register_fake(lambda x, *_: contiguous_like(x)[0])
+_backward.register_fake(lambda grad, x, weight, cu_seqlens: contiguous_like(x, weight))
 _forward.register_autograd(_differentiate, setup_context=_save)

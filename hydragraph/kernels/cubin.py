@@ -12,18 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of each thread of a kernel.
-
-    Attributes:
-        stack_bytes: in a kernel without arrays, these are spilled registers.
-    """
+    """Resources of each thread of a kernel; stack bytes are spilled registers, unless it has arrays."""
 
     registers: int
     stack_bytes: int
 
 
 def usage(cubin: bytes) -> Usage:
-    """Return the usage of the only kernel in a cubin."""
+    """Return the usage of a cubin's only kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,8 +1,7 @@
 """Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
 
 The place is (seed, step, call in the model, number of the sequence in the mini-batch, position, feature), see
-`hydragraph.kernels.philox`. So the mask is the same for all ranks, packings, recomputations, resumed runs and the
-backward.
+`hydragraph.kernels.philox`. So the mask is the same for all ranks, packings, recomputations and resumed runs.
 
 Shapes: x has T tokens along one dimension; its other dimensions, in order, are the F features of a token. A rank that
 holds a part of a dimension draws that part of the mask.
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hydragraph.kernels.new_tensors import contiguous_like
 from hydragraph.kernels.philox import ROUNDS, call_word, threshold, words
 from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_device, use_kernel
 
@@ -85,7 +85,7 @@ def _drop(  # type: ignore[no-untyped-def]
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernel as launched for each dtype."""
+    """Yield the kernel for each dtype."""
     for name in ("bf16", "fp16", "fp32"):
         numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
         signature = {
@@ -115,7 +115,7 @@ def _scale(p: float) -> float:
 
 
 def reference(x: Tensor, keys: Tensor, form: _Form, call: int, p: float, token_dim: int) -> Tensor:
-    """Plain PyTorch version, on any device."""
+    """Plain PyTorch version."""
     drawn = words(keys[0], form.indices(x.device), call)
     sizes = [n for d, n in enumerate(x.shape) if d != token_dim]
     kept = (drawn >= threshold(p)).view(-1, *sizes).movedim(0, token_dim)
@@ -147,11 +147,6 @@ def _dropout(
     return reference(x, keys, form, word, p, token_dim)
 
 
-@_dropout.register_fake
-def _(x: Tensor, *_others: Any, **_named: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, keys, block, first, *ctx.options = inputs
     ctx.save_for_backward(keys, block, first)
@@ -161,4 +156,5 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.hydragraph.dropout(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 9
 
 
+_dropout.register_fake(lambda x, *_, **__: contiguous_like(x)[0])
 _dropout.register_autograd(_differentiate, setup_context=_save)

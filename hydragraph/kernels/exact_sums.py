@@ -38,7 +38,7 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
         values: 1-D float32. At most MOST values per element, counting all ranks.
 
     Returns:
-        0-d, an upper bound of the absolute values (a norm is cheaper than the maximum): up to LARGEST, sums are exact.
+        0-d, an upper bound of the absolute values: up to LARGEST, sums are exact.
     """
     high, low = parts
     first, second = map(_shift, GRIDS)
@@ -73,7 +73,7 @@ def split(value: Tensor, grids: Sequence[float]) -> Tensor:
 
 
 def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the largest absolute element of some 1-D tensors, 0-d float64; 0 if there are none."""
+    """Return the largest absolute element of some 1-D tensors, 0-d float64."""
     maxima = [torch.stack(torch.aminmax(vector)).abs().amax().double() for vector in vectors if len(vector)]
     return torch.stack(maxima).amax() if maxima else torch.zeros((), dtype=torch.float64, device=device)
 

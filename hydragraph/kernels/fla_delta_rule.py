@@ -1,7 +1,6 @@
-"""Gated delta rule by the Triton kernels of flash-linear-attention, if that package is installed.
+"""Gated delta rule by the Triton kernels of flash-linear-attention, in 16 bits with sums in fp32.
 
-Both directions compute in 16 bits with sums in fp32. The backward runs the forward again, since an operator saves only
-its arguments.
+The backward runs the forward again, since an operator saves only its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def usable(k: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute the rule; arguments and result as for `hydragraph::gated_delta_rule`."""
+    """Compute `hydragraph::gated_delta_rule`."""
     return _apply([x.unsqueeze(0) for x in (q, k, v, g, beta)], cu_seqlens).squeeze(0)
 
 
@@ -50,7 +49,7 @@ def _apply(leaves: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _function() -> Any:
-    """Return the package's function, or None if it is missing, too old, or serves only other devices."""
+    """Return the package's function, or None if it is missing or too old."""
     try:
         version = import_module("fla").__version__
         function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

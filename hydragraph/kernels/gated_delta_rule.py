@@ -10,8 +10,8 @@ e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
 
-The backward computes the states before each chunk again, and then proceeds from the last chunk to the first. This is
-plain PyTorch; on GPUs, flash-linear-attention computes 16-bit heads if it is installed (`fla_delta_rule.py`).
+The backward computes the states before each chunk again, and then proceeds from the last chunk to the first. On GPUs,
+flash-linear-attention computes 16-bit heads if it is installed (`fla_delta_rule.py`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ class _Chunk:
         dk = (dpairs * self.decays).mT @ self.q + dkeys @ self.k + drecalled @ state.mT
         dk = dk + self.left * (written @ dnext.mT)
         dstate = self.since[:, -1:] * dnext + self.q.mT @ dread + self.k.mT @ drecalled
-        # Decays are exponentials.
         ddecays = (dpairs * pairs + self.rate * keys * dsystem) * self.decays
         dlogs = ddecays.sum(-1) - ddecays.sum(-2) + (dread * read + drecalled * recalled).sum(-1)
         moved = (self.left * dleft).sum(-1)
@@ -165,15 +164,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
     return compute(q, k, v, cu_seqlens, g, beta)
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_others: Tensor) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `hydragraph::gated_delta_rule_backward` in plain PyTorch; gradients have the dtypes of the arguments."""
+    """Compute `hydragraph::gated_delta_rule_backward` in plain PyTorch."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
@@ -210,14 +204,6 @@ def _backward(
     return compute(grad, q, k, v, cu_seqlens, g, beta)
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, dg, dbeta = contiguous_like(q, k, v, g, beta)
-    return dq, dk, dv, dg, dbeta
-
-
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -227,4 +213,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, None, dg, dbeta
 
 
+_forward.register_fake(lambda q, k, v, *_: contiguous_like(v)[0])
+_backward.register_fake(lambda grad, q, k, v, cu_seqlens, g, beta: contiguous_like(q, k, v, g, beta))
 _forward.register_autograd(_differentiate, setup_context=_save)

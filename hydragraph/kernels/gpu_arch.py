@@ -44,7 +44,7 @@ ARCHS = {
 
 
 def arch_of(name: str) -> GpuArch:
-    """Return an architecture by name; raise ValueError if it is unknown."""
+    """Return an architecture, or raise a ValueError."""
     if name not in ARCHS:
         raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
     return ARCHS[name]

@@ -6,10 +6,9 @@ gradients of the hidden states and of the head: three matrix products, as withou
 
 If the vocabulary is sharded, each rank has the rows [first, first + V) of the head. Per token it computes the largest
 logit, the sum of exp(logit - largest), and the label's logit if the rank has it; `exchange` combines those of all ranks
-(see `combine`), chunk by chunk in the same order.
+(see `combine`).
 
-Label smoothing s over N classes, as in `torch.nn.functional.cross_entropy`, replaces the label's logit by the mean
-logit of the smoothed target:
+Label smoothing s over N classes replaces the label's logit by the mean logit of the smoothed target:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 
@@ -95,7 +94,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 
 def target_of(smoothing: float, classes: int) -> Target:
-    """Return the weights of a smoothed target."""
+    """Return a smoothed target's weights."""
     return (1.0 - smoothing, smoothing / classes) if smoothing else ONE_HOT
 
 
@@ -124,7 +123,7 @@ def loss_and_gradients(
     sum over ranks.
 
     Args:
-        hidden: [T, E]. weight: [V, E], of the same dtype: bf16, fp16, fp32 or fp64.
+        hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 over the whole vocabulary.
         ignored: tokens with this label contribute neither to the loss nor to gradients.
         rows: approximate number of the head's rows per rank, equal on all ranks, so that they exchange the same chunks.
@@ -161,13 +160,13 @@ def token_losses(
 
 
 def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors with the shapes of a loss and its gradients."""
+    """Return empty results of `loss_and_gradients`."""
     loss = hidden.new_empty((), dtype=wide_dtype(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the gradients that were computed with the loss."""
+    """Save the gradients."""
     ctx.save_for_backward(*output[1:])
 
 
@@ -184,7 +183,7 @@ head_loss.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -100, smoothing: float = 0.0) -> Tensor:
-    """Reference in plain PyTorch, for a rank with the whole vocabulary."""
+    """Reference in plain PyTorch."""
     logits = (hidden @ weight.T).to(wide_dtype(hidden.dtype))
     return torch.nn.functional.cross_entropy(
         logits, labels, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
@@ -207,15 +206,12 @@ def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype)
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return the number of tokens in a chunk: logits of about the size of the hidden states, in a multiple of 128.
-
-    Smaller chunks would make matrix products too small to be fast.
-    """
+    """Return the number of tokens in a chunk: logits of about the size of the hidden states, in a multiple of 128."""
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
 
 def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Return a chunk's statistics, [3, C] as for `Exchange`, from logits [C, V]."""
+    """Return a chunk's statistics [3, C] from logits [C, V]."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         return reference_statistics(logits, labels, first, target)
     statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -225,7 +221,7 @@ def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = O
 
 
 def reference_statistics(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Reference of `statistics_of` in plain PyTorch."""
+    """Reference of `statistics_of`."""
     wide = logits.to(wide_dtype(logits.dtype))
     largest = wide.amax(1)
     mass = (wide - torch.where(largest == float("-inf"), 0.0, largest)[:, None]).exp_().sum(1)
@@ -255,7 +251,7 @@ def to_gradient(
 def reference_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> Tensor:
-    """Reference of `to_gradient` in plain PyTorch, in fp32 or fp64; returns the result."""
+    """Reference of `to_gradient`, which returns the result."""
     of_label, of_each = target
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])

@@ -1,7 +1,7 @@
 """Fused product and loss of the head for losses that weigh tokens: one cross-entropy per token, by chunks of tokens.
 
-The factors, [T], are known only in the backward: a clipped ratio depends on the token's own log-probability. So the
-forward keeps log(sum exp(logits)) of each token, and the backward computes the logits again, one chunk at a time:
+The factors, [T], are known only in the backward. So the forward keeps log(sum exp(logits)) of each token, and the
+backward computes the logits again, one chunk at a time:
 
     forward     logits of a chunk -> losses, lse                                         one matrix product
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients      three matrix products
@@ -23,7 +23,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
 def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy, 0 for ignored ones, and its lse, for ranks with the whole vocabulary."""
+    """Return each token's cross-entropy and lse, for ranks with the whole vocabulary."""
     return losses_of(hidden, weight, labels, ignored, weight.shape[0])
 
 
@@ -36,7 +36,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [T] and lse [T] of each token, in fp32 (fp64 for fp64); arguments as for `loss_and_gradients`."""
+    """Return the loss, 0 for ignored tokens, and lse of each token [T]; arguments as for `loss_and_gradients`."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
@@ -54,7 +54,7 @@ def head_token_gradients(
     """Return the gradients of hidden (this rank's part) and weight of the sum of losses times factors.
 
     Args:
-        lse: log-sum-exp of each token, over the whole vocabulary.
+        lse: over the whole vocabulary.
         factors: gradient of each token's loss.
         start: index of this rank's first row of the head, 0-d; None: 0.
         of_hidden, of_weight: which of the two are needed; the other one is empty.
@@ -78,7 +78,7 @@ def head_token_gradients(
 
 
 def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty tensors with the shapes of the losses and their lse."""
+    """Return empty losses and lse."""
     losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     return losses, torch.empty_like(losses)
 

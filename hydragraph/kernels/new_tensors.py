@@ -12,7 +12,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype of its sums."""
+    """Return a tensor in its `wide_dtype`."""
     return x.to(wide_dtype(x.dtype))
 
 

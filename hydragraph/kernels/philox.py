@@ -46,18 +46,14 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's word for a call within a block, both counted from 0.
-
-    Raises:
-        ValueError: there are too many blocks or calls for 32 bits.
-    """
+    """Return the counter's word for a call within a block, both counted from 0; a ValueError if one is too large."""
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(f"call {call} of block {block}: at most {1 << _BLOCK} calls and blocks have distinct words")
     return block << _BLOCK | call
 
 
 def threshold(p: float) -> int:
-    """Return the number below which a word drops its element: p of all 2**32 words are below it."""
+    """Return the number below which a word drops its element."""
     return round(p * 2**32)
 
 

@@ -2,10 +2,8 @@
 
 A `SliceTable` is made once per link: it cuts ranges into tiles that no two programs share, and separates tiles that
 allow 16-byte accesses. Ranges with the same target are summed in the order of the table, so results are bitwise
-reproducible.
-
-On a CPU ranges are moved as raw memory, a few in Python and many in a compiled loop, since starting a PyTorch operator
-takes longer than copying kilobytes.
+reproducible. On a CPU ranges are moved as raw memory, since starting a PyTorch operator takes longer than copying
+kilobytes.
 """
 
 from __future__ import annotations
@@ -164,7 +162,7 @@ class SliceTable:
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
             sums: whether target ranges may overlap, which only `slice_copy(..., accumulate=True)` accepts.
-            device: device of the buffers; default CPU.
+            device: device of the buffers.
 
         Raises:
             Unsupported: other tensors, negative numbers, or overlapping target ranges without `sums`.
@@ -212,7 +210,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
 
 
 def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Reference in plain PyTorch, one range after the other."""
+    """Reference in plain PyTorch."""
     for a, b, n in table.ranges.T.tolist():
         part = target[b : b + n]
         value = source[a : a + n].to(target.dtype)
@@ -272,7 +270,7 @@ def _memory(buffer: Tensor) -> Any:
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Run the kernel on checked arguments, one program per tile."""
+    """Run the kernel, one program per tile."""
     _slice_copy[(len(table.tiles),)](
         source,
         target,

@@ -1,8 +1,7 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-A tile of R queries meets only the C keys that one of them attends to, so the cost of a window grows with length *
-window. PyTorch's CPU kernel computes tiles without a cap, with a mask; the formulas of `triton_attention` compute
-others. Shapes: N sequences of L tokens, H heads of size D.
+A tile of R queries meets only the C keys that one of them attends to. PyTorch's CPU kernel computes tiles without a
+cap, with a mask. Shapes: N sequences of L tokens, H heads of size D.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _SCORES = 1 << 22
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], like PyTorch's CPU kernel.
-
-    Args:
-        q, k, v: [N, H, L, D].
-    """
+    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], for q, k and v [N, H, L, D]."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
     for rows, columns in _tiles(q, settings):
@@ -49,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tup
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; the arguments are those and the results of `forward`."""
+    """Return the gradients of q, k and v."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, columns in _tiles(q, settings):
@@ -68,15 +63,7 @@ def backward(
 
 
 def _capped_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    scale: float,
-    cap: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
     scores, slope = _capped(q, k, hidden, scale, cap)

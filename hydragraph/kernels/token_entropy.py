@@ -3,7 +3,7 @@
     H = log(sum_v exp(z_v - m)) - sum_v exp(z_v - m) (z_v - m) / sum_v exp(z_v - m),  with m the largest logit
 
 Each rank of a sharded vocabulary contributes its columns to both sums (`hydragraph.passes.vocabulary`). It has no
-gradient: entropies are reported, not trained.
+gradient.
 """
 
 from __future__ import annotations

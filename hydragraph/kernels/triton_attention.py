@@ -5,9 +5,8 @@ rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds 
 grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. dq has a kernel over query tiles; dk
 and dv share one over key tiles, which sums over query heads: no two programs write the same element.
 
-Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads, D the head size, padded to a power of two.
-The grid depends only on T and N, so that no length is copied from the GPU: sequence n has the slots from starts[n] //
-tile + n on; programs in unused slots exit immediately.
+Shapes as in `hydragraph.kernels.varlen_attention`; D is padded to a power of two. The grid depends only on T and N, so
+that no length is copied from the GPU: sequence n has the slots from starts[n] // tile + n on; others exit immediately.
 """
 
 from __future__ import annotations
@@ -317,7 +316,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: Attention
     """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
 
     Args:
-        q, k, v: accepted by `refusal`: [T, Hq, D], [T, Hk, D], [T, Hk, D].
         starts: [N + 1] int32 or int64 on the same device, the start of each sequence, then T.
     """
     q, k, v = (_dense(x) for x in (q, k, v))
@@ -337,16 +335,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: Attention
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    settings: AttentionSettings,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, each contiguous."""
+    """Return the gradients of q, k and v."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)

@@ -51,12 +51,12 @@ class Inlined:
     function: Callable[..., Any]
 
     def __call__(self, *_: Any) -> Any:
-        """Never run: in kernels, Triton's form replaces this one."""
+        """Never run: Triton's form replaces it."""
         raise AssertionError(f"{self.function.__name__} runs only in kernels")
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator that makes a `Kernel` from a function."""
+    """Return a decorator for `Kernel`."""
     return lambda function: Kernel(function, unspecialized)
 
 

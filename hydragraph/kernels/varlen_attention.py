@@ -47,7 +47,7 @@ def varlen_attention(
         window: token i attends to tokens j with |i - j| < window only.
         chunk: a token attends within its chunk only, of `chunk` tokens.
         cap: scores s become cap * tanh(s / cap).
-        sink: [Hq], a further score of each head without a value: it takes its share of the softmax and adds nothing.
+        sink: [Hq], a further score of each head without a value.
         backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like `with
             attention_backend(...)`, it applies where the operator runs: a captured graph does not record it.
 
@@ -84,7 +84,7 @@ def reference(
     cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Reference in plain PyTorch, [T, Hq, D] in the dtype of q: one softmax per sequence."""
+    """Reference in plain PyTorch, [T, Hq, D]: one softmax per sequence."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
@@ -157,11 +157,6 @@ def _forward(
     return (out, lse) if sink is None else _with_sink(out, lse, sink)
 
 
-@_forward.register_fake
-def _(q: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor]:
-    return contiguous_like(q)[0], q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))
-
-
 @torch.library.custom_op("hydragraph::varlen_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
@@ -171,12 +166,6 @@ def _backward(
     settings = AttentionSettings(causal, scale, window, cap)
     call = _call(cu_seqlens, max_length, q.shape[0], settings, chunk)
     return choose(q, k, v, settings).backward(grad, (q, k, v, out, lse), call)
-
-
-@_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any, **_named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = contiguous_like(q, k, v)
-    return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -203,4 +192,6 @@ def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tens
     return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
 
+_forward.register_fake(lambda q, *_, **__: (*contiguous_like(q), q.new_empty(q.shape[:2], dtype=wide_dtype(q.dtype))))
+_backward.register_fake(lambda grad, q, k, v, *_, **__: contiguous_like(q, k, v))
 _forward.register_autograd(_differentiate, setup_context=_save)
