@@ -46,12 +46,7 @@ class BuiltKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch in the code of a graph.
-
-    Attributes:
-        name: function of the kernel, or the operator of a library.
-        source: text of the kernel in Triton's language; "" for a library's.
-    """
+    """One launch in the code of a graph: a kernel with its text in Triton's language, or a library's operator."""
 
     name: str
     source: str
@@ -75,7 +70,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     """Let Inductor compile for an architecture, with a separate cache.
 
     Args:
-        kernels: source of a kernel -> the kernel; every compiled kernel is added.
+        kernels: source -> compiled kernel, which this fills.
 
     Raises:
         Unsupported: Triton interprets kernels here, or PyTorch's build for CPUs finds no C++ compiler.

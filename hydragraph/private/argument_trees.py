@@ -1,7 +1,4 @@
-"""Nested arguments as flat lists and back, and the dispatch mode.
-
-PyTorch 2.15 has no public name for either; their functions have not changed since 2.1.
-"""
+"""Nested arguments as flat lists and back, and the dispatch mode, which have no public name in PyTorch 2.15."""
 
 from __future__ import annotations
 

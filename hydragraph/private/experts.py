@@ -1,7 +1,6 @@
 """Traceable grouped product of experts.
 
-Until after 5.20, the backward of transformers' operator is a loop over token counts, which cannot be traced. This
-module registers the operator of later releases.
+Until after 5.20, the backward of transformers' operator is a loop over token counts, which cannot be traced.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def make_traceable() -> None:
-    """Give transformers' operator a traceable backward if it has none; results do not change."""
+    """Give transformers' operator a traceable backward if it has none."""
     ops = torch.ops.transformers
     if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
         torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)

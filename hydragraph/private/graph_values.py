@@ -1,6 +1,6 @@
 """Conversion of a graph's values, fake tensors and the symbolic sizes that they share, to plain data and back.
 
-A size is a number, or a Python expression over the symbols "s0", "s1", ... of its graph, such as "2*s0" or "s0//2".
+A size is a number, or a Python expression over the symbols "s0", "s1", ... of its graph, such as "2*s0".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return an identifier of a tensor's storage, fake or real, which all of its views share."""
+    """Return an identifier of a tensor's storage, fake or real."""
     number: int = value.untyped_storage()._cdata
     return number
 
@@ -72,7 +72,7 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decoder of data into values of a new trace; `hints` are those of a `ValueEncoder`."""
+    """Decoder of data into values of a new trace, with a `ValueEncoder`'s hints."""
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
@@ -119,11 +119,7 @@ _LONGEST = 500  # characters of a decoded expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return the value of a size in the traced example, from unvalidated data.
-
-    Raises:
-        ValueError: it is not a size of a tensor that could exist.
-    """
+    """Return a size's value in the traced example, from unvalidated data; a ValueError if no tensor could have it."""
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
         try:
@@ -139,7 +135,7 @@ def size_of(size: object, hints: Sequence[int]) -> int:
 
 
 class TensorForm(NamedTuple):
-    """Dtype and sizes of a tensor; sizes are integers if they are fixed, anything else otherwise."""
+    """Dtype and sizes of a tensor; fixed sizes are integers."""
 
     dtype: torch.dtype
     sizes: tuple[Any, ...]
@@ -151,14 +147,14 @@ class TensorForm(NamedTuple):
 
 
 def form_in(data: Data) -> TensorForm | None:
-    """Return the form of a single tensor, read from its data, or None."""
+    """Return the form of an encoded tensor, or None."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return TensorForm(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:
-    """Return the storage numbers of a value's tensors, in order."""
+    """Return the storage numbers of a value's tensors."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]

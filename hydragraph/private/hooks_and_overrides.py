@@ -41,17 +41,17 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def hooks_of_tensor(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield a tensor's hooks with their kinds."""
+    """Yield a tensor's hooks and kinds."""
     return _hooks(tensor, _OF_TENSORS)
 
 
 def global_hooks() -> Iterator[tuple[str, Any]]:
-    """Yield the global module hooks of the process."""
+    """Yield global module hooks."""
     return _hooks(module_state, _OF_MODULES, "_global")
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is a PyTorch wrapper: compiled, or distributed over processes."""
+    """Return whether a module is compiled or distributed over processes."""
     wrappers = ("torch._dynamo.", "torch.nn.parallel.", "torch.distributed.")
     return f"{type(module).__module__}.".startswith(wrappers)
 
@@ -154,7 +154,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return a tensor's class if it overrides PyTorch's operators, or None."""
+    """Return a tensor's class if it overrides PyTorch's operators."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -163,7 +163,7 @@ def own_functions_of(tensor: Tensor) -> str | None:
 
 
 def shares_elements_with_itself(tensor: Tensor) -> bool:
-    """Return whether some elements of a tensor share memory, as after expand."""
+    """Return whether elements share memory, as after expand."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -177,13 +177,13 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Return the number of a module's own hooks; called at every step, so it is quick."""
+    """Return the number of a module's own hooks; quick, as every step calls it."""
     own = module.__dict__
     return sum(len(own[name]) for name in _OF_MODULES)
 
 
 def number_of_tensor_hooks(tensor: Any) -> int:
-    """Return the number of hooks of a parameter or buffer."""
+    """Return a tensor's number of hooks."""
     gradient, accumulated = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return (len(gradient) if gradient else 0) + (len(accumulated) if accumulated else 0)
 

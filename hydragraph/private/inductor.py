@@ -1,7 +1,4 @@
-"""Unstable internals of Inductor: symbolic sizes, its compiler, and its cache on disk.
-
-Inductor is imported where it is used, because that takes seconds.
-"""
+"""Unstable internals of Inductor, which is imported where it is used, because that takes seconds."""
 
 from __future__ import annotations
 
@@ -51,19 +48,19 @@ def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None
 
 
 def mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return the trace that fake values belong to."""
+    """Return the fake values' trace."""
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    """Compute one node of a graph on fake values."""
+    """Compute one node on fake values."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)
 
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
-    """Return the symbols in the sizes and strides of fake values, by name."""
+    """Return the symbols of fake values, by name."""
     symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
     return sorted(symbols, key=str)
 

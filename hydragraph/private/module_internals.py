@@ -10,16 +10,16 @@ BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Instanc
 
 
 def table_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own table of children, which is writable and includes duplicates."""
+    """Return a module's own, writable table of children, including duplicates."""
     return module._modules
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a module's own tables of parameters, buffers and children."""
+    """Return a module's own parameters, buffers and children."""
     own = module.__dict__
     return own["_parameters"], own["_buffers"], own["_modules"]
 
 
 def empty_tables() -> dict[str, Any]:
-    """Return empty tables of a module's tensors and submodules, by attribute."""
+    """Return empty tables, by attribute."""
     return {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}

@@ -1,6 +1,6 @@
 """Operators registered with PyTorch: their type, properties, arguments and results.
 
-Their class and schema have no public name in releases 2.11 to 2.15, and did not change.
+Their class and schema have no public name in releases 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Signature(NamedTuple):
     """Signature of an operator.
 
     Attributes:
-        names: names of its arguments, in order; those from `positional` on are keyword-only.
-        required: names of the arguments without a default.
-        types: types of its arguments in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
+        names: those from `positional` on are keyword-only.
+        required: arguments without a default.
+        types: of its arguments in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
         pure: whether it writes into none of its arguments.
     """
 
@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
 @functools.cache
 def signature_of(target: object) -> Signature:
-    """Return the signature of an operator."""
+    """Return an operator's signature."""
     assert isinstance(target, torch._ops.OpOverload)
     arguments = target._schema.arguments
     return Signature(
@@ -66,23 +66,23 @@ def signature_of(target: object) -> Signature:
 
 
 def is_operator(target: object) -> bool:
-    """Return whether a target is an operator, not a Python function, a method or a module."""
+    """Return whether a target is an operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def full_name(target: object) -> str:
-    """Return the qualified name of an operator, for a lookup in `torch.ops`: "aten::mm.default"."""
+    """Return an operator's qualified name: "aten::mm.default"."""
     assert isinstance(target, torch._ops.OpOverload)
     return f"{target._schema.name}.{target._overloadname}"
 
 
 def has_tag(target: object, *tags: torch.Tag) -> bool:
-    """Return whether a node's target is an operator with any of these tags."""
+    """Return whether a target is an operator with any of these tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield the arguments that a node passes to an operator."""
+    """Yield an operator call's arguments."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -7,14 +7,14 @@ from torch.optim import optimizer as module
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> str:
-    """Return a description of hooks around an optimizer's step; "" if it has none."""
+    """Describe hooks around an optimizer's step, if any."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     everywhere = module._global_optimizer_pre_hooks or module._global_optimizer_post_hooks
     return "a step hook" if own else "a step hook of all optimizers" if everywhere else ""
 
 
 def tensor_hooks(tensor: torch.Tensor) -> str:
-    """Return a description of hooks on a tensor's gradient; "" if it has none."""
+    """Describe hooks on a tensor's gradient, if any."""
     if tensor._backward_hooks:
         return "a hook on a tensor's gradient"
     return "a hook on a tensor's accumulated gradient" if tensor._post_accumulate_grad_hooks else ""

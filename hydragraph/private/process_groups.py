@@ -19,8 +19,7 @@ _BACKGROUND_CTAS = 16
 def drop_all() -> None:
     """Forget all process groups, including the default one, without waiting, so that new ones can be made.
 
-    gloo's destructor waits for pending operations, which may never end, so a separate thread waits. Group names are
-    counted from 0 again: ranks that meet must count alike.
+    Group names are counted from 0 again: ranks that meet must count alike.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -30,7 +29,10 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Release process groups on a separate thread; the list is cleared, so that the caller keeps no reference."""
+    """Release process groups; the list is cleared.
+
+    gloo's destructor waits for pending operations, which may never end, so a separate thread waits.
+    """
     kept = list(groups)
     groups.clear()
 
@@ -39,7 +41,7 @@ def drop(groups: list[Any]) -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Make groups without the device bound by `init_process_group(device_id=)` in this context."""
+    """Make groups without the device bound by `init_process_group(device_id=)`."""
     default = dist.group.WORLD
     bound = None if default is None else default.bound_device_id
     if default is None or bound is None:

@@ -12,7 +12,7 @@ from hydragraph.errors import Unsupported
 
 @contextmanager
 def own_modes(where: str) -> Iterator[None]:
-    """Run as if no mode were active: gradients are traced and state stays usable under `no_grad` and `inference_mode`.
+    """Run as if no mode were active: gradients are traced even under `no_grad` and `inference_mode`.
 
     Args:
         where: name of the call, for the error.
@@ -40,6 +40,6 @@ def own_modes(where: str) -> Iterator[None]:
 
 
 def untouched() -> bool:
-    """Return whether this thread is in PyTorch's initial state: no active mode, and the default dtype and device."""
+    """Return whether this thread has no active mode, and the default dtype and device."""
     modes = torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     return not modes and torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"

@@ -41,12 +41,12 @@ class TensorSpec:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return the value of a size in the traced example."""
+    """Return a size's value in the traced example."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size with its symbols replaced by these numbers, or by 7 if not named."""
+    """Return the value of a size with its symbols replaced by these numbers, or by 7."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -73,12 +73,12 @@ def _same_for_all(decision: Any) -> bool:
 
 
 def symbol_name(size: int | torch.SymInt) -> str | None:
-    """Return the text of a symbolic size's expression, or None for a plain number."""
+    """Return a symbolic size's expression, or None."""
     return str(size.node.expr) if isinstance(size, torch.SymInt) and not size.node.is_constant() else None
 
 
 def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
-    """Return the names of all symbols that a number depends on; empty for a constant."""
+    """Return the symbols that a number depends on."""
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
@@ -88,7 +88,7 @@ def is_counted(size: int | torch.SymInt) -> bool:
 
 
 def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
-    """Return n if a size is n times a symbol, otherwise None."""
+    """Return n if a size is n times a symbol."""
     if symbol_name(size) is None:
         return None
     expression = size.node.expr  # type: ignore[union-attr]
@@ -99,7 +99,7 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
-    """Return the mode that traced values belong to."""
+    """Return traced values' mode."""
     mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
     assert mode is not None
     return mode
@@ -275,7 +275,7 @@ def trace_joint(
 ) -> tuple[fx.GraphModule, list]:
     """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
 
-    The gradient of an input that is not differentiable, or that is unused, is None.
+    Gradients of unused inputs, and of those that are not differentiable, are None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
@@ -312,7 +312,7 @@ def trace_joint(
 
 
 def writes(node: fx.Node) -> bool:
-    """Return whether a node is an operator that writes into one of its operands."""
+    """Return whether a node writes into one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -364,12 +364,11 @@ def _memory(node: fx.Node) -> list[int]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether an operator's result differs between calls: random numbers, or uninitialised memory."""
+    """Return whether an operator's result differs between calls."""
     return has_tag(node.target, torch.Tag.nondeterministic_seeded) or "empty" in str(node.target)
 
 
 def _operands_key(value: Any) -> Any:
-    """Return a key that equal operands share: nodes by identity, numbers by type and digits."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, tuple | list):
@@ -396,7 +395,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
 
     Args:
         keep: prefix of placeholders that are kept even if unused; "": none.
-        given: names of nodes that become placeholders.
+        given: nodes that become placeholders.
     """
     graph = fx.Graph()
     copied = {}

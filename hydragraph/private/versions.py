@@ -1,4 +1,4 @@
-"""Versions of PyTorch that this package was tested with; `make matrix` runs the core tests with each."""
+"""Versions of PyTorch that this package was tested with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def check_torch(version: str = str(torch.__version__)) -> None:
-    """Warn once, on one rank, if a version of PyTorch is untested.
-
-    Raises:
-        Unsupported: the version is too old.
-    """
+    """Warn once, on one rank, if a version of PyTorch is untested; raise Unsupported if it is too old."""
     release = ".".join(version.split(".")[:2])
     if release in TESTED:
         return
