@@ -123,10 +123,11 @@ def check_command(options: CheckOptions) -> None:
             fits.append((fitting, mfu, advice(costs, fitting, assignment, may_stream=not config.deterministic)))
     if options.as_json:
         unknown = {} if priced else {"seconds": None}
-        records = [{**fitting.as_dict(), **unknown, "mfu": mfu, "change_first": what} for fitting, mfu, what in fits]
-        if launches:
-            for record, (fitting, *_) in zip(records, fits, strict=True):
-                record["launches"] = _launch_share(costs, fitting.strategy, config.data.max_length)
+        records = []
+        for fitting, mfu, what in fits:
+            records.append({**fitting.as_dict(), **unknown, "mfu": mfu, "change_first": what})
+            if launches:
+                records[-1]["launches"] = _launch_share(costs, fitting.strategy, config.data.max_length)
         print(json.dumps({"source": costs.source, "strategies": records}, indent=1))
     else:
         print(costs.source if priced else _UNKNOWN)
@@ -253,6 +254,7 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
 def _memory_table(fitting: MemoryFit) -> Table:
     """Return the table of peaks by kind; neighbouring ranks with equal values share a row."""
     from hydragraph.cost.rank_memory import Memory
+    from hydragraph.ir.shared_programs_text import runs_text
     from hydragraph.report.memory_fit import WORDS
 
     offloads = fitting.strategy.offloads
@@ -260,8 +262,7 @@ def _memory_table(fitting: MemoryFit) -> Table:
     headings = ("ranks", "peak", *(WORDS[name] for name in names))
     table = new_table(f"{fitting.strategy.name}: peak of every rank", headings, left=("ranks",))
     for memory, group in groupby(enumerate(fitting.memory), lambda pair: pair[1]):
-        ranks = [rank for rank, _ in group]
-        who = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        who = runs_text([rank for rank, _ in group])
         table.add_row(who, bytes_text(memory.total), *(bytes_text(getattr(memory, name)) for name in names))
     return table
 

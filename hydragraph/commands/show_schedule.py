@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydragraph.atomic_write import save_figure
 from hydragraph.commands.options import check_written
 from hydragraph.commands.show_folder import WIDTH, ShownStrategy, shortened
 from hydragraph.ir.instruction import Instruction, Op
@@ -18,7 +19,6 @@ from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import RETURNING, Action, Place, Schedule, Work
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.passes.place import PlacedStage, place
-from hydragraph.atomic_write import save_figure
 
 _COLOURS = {
     Work.FORWARD: "#4c8bd0",

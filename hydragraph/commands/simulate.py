@@ -51,11 +51,7 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
-    """Strategies to simulate, and the devices and data of a step.
-
-    Raises:
-        ValueError: two contradict each other.
-    """
+    """Strategies to simulate, and the devices and data of a step; a ValueError if two contradict each other."""
 
     cluster: ClusterFile = None
     devices: DeviceCount = None
@@ -258,8 +254,8 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
     table = new_table(f"simulated on {devices} devices, the best first", headings, left=("strategy", "ranks busy"))
     for shown, _ in priced:
         waits = (seconds_text(shown.exposed_s(stream)) for stream in streams)
-        numbers = (counts_text(shown.micro_batches), seconds_text(shown.seconds), f"{shown.tokens_per_s:,.0f}", *waits)
-        table.add_row(escape(shown.strategy.name), *numbers, _busy_text(shown.busy()))
+        numbers = (seconds_text(shown.seconds), f"{shown.tokens_per_s:,.0f}", *waits, _busy_text(shown.busy()))
+        table.add_row(escape(shown.strategy.name), counts_text(shown.assignment.counts), *numbers)
     console().print(table)
     tokens = {shown.tokens for shown, _ in priced}
     if len(tokens) > 1:
@@ -267,8 +263,7 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
 
 
 def _busy_text(busy: Sequence[float]) -> str:
-    parts = []
-    for text, group in groupby(enumerate(busy), lambda item: f"{item[1]:.0%}"):
-        ranks = [rank for rank, _ in group]
-        parts.append(f"{ranks[0]}-{ranks[-1]} {text}" if len(ranks) > 1 else f"{ranks[0]} {text}")
-    return ", ".join(parts)
+    from hydragraph.ir.shared_programs_text import runs_text
+
+    groups = groupby(enumerate(busy), lambda item: f"{item[1]:.0%}")
+    return ", ".join(f"{runs_text([rank for rank, _ in group])} {text}" for text, group in groups)

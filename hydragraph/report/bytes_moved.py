@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks, and between nodes if there are several; with many ranks only the latter."""
+    """Return the traffic between ranks, unless they are many, and between nodes if there are several."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []

@@ -50,7 +50,7 @@ REASON = {
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of an iteration by part; see the module docstring."""
+    """Seconds of an iteration by part."""
 
     work: float
     waiting: float
@@ -68,7 +68,7 @@ class MemoryUse:
     """Memory at MaxLen of a device of a scheme's first stage, which is the fullest.
 
     Attributes:
-        devices: number of devices of the strategy, which share the optimizer state.
+        devices: of the strategy, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
         states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None: measured
             limit.
@@ -90,14 +90,14 @@ class ComparedCandidate:
 
     Attributes:
         strategy: one scheme per pipeline.
-        memory: memory of each distinct scheme.
+        memory: of each distinct scheme.
         seconds: mean over the mini-batches; infinite if it cannot take them all.
         bound: lower bound of `seconds`.
         alone: mean seconds of the longest sequence alone on its best pipeline; another lower bound.
         assigned: whether `seconds` were found by assigning; otherwise they are the bound.
         fits: number of mini-batches that fit.
         wins: number of mini-batches on which it is the fastest.
-        why: why it is not the best; "" for the best.
+        why: why it is not the best.
     """
 
     strategy: Strategy
@@ -118,12 +118,12 @@ class ComparedCandidate:
 
     @property
     def devices(self) -> int:
-        """Number of devices in use."""
+        """Devices in use."""
         return sum(tp * pp for tp, pp in self.strategy)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence that fits."""
+        """Tokens of the longest sequence."""
         return max(use.max_len for use in self.memory)
 
 
@@ -187,11 +187,10 @@ def explain(
 
     Args:
         lengths: tokens of the sequences or of a sample; longer ones count as cut at `context`.
-        context: the longest sequence, in tokens.
         tokens: minimum tokens per mini-batch.
         strategies: the candidates; default: proposals for the data, all homogeneous ones, and improvements of them.
         iterations: number of mini-batches.
-        seed: seed of the draw and the search.
+        seed: of the draw and the search.
 
     Raises:
         Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
@@ -230,7 +229,7 @@ def explain(
 
 
 def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Draw `count` mini-batches of at least `tokens` tokens, in shuffled rounds through the data."""
+    """Draw mini-batches of at least `tokens` tokens, in shuffled rounds through the data."""
     random = np.random.default_rng(seed)
     order: list[int] = []
     batches: list[list[int]] = []
@@ -247,7 +246,7 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
 
 
 def scheme_counts(strategy: Sequence[Scheme]) -> str:
-    """Return a strategy as text: 2*<tp4,pp1> + <tp2,pp2>."""
+    """Format a strategy: 2*<tp4,pp1> + <tp2,pp2>."""
     counts = Counter(strategy).items()
     return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
 

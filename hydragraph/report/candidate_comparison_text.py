@@ -20,11 +20,7 @@ MEANING = {
 
 
 def to_text(report: PlanReport, explain: bool = False) -> str:
-    """Return the report as text.
-
-    Args:
-        explain: include all candidates, their parts, and what was left out.
-    """
+    """Return the report as text; `explain`: with all candidates, their parts, and what was left out."""
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
         f"{report.tokens:,} tokens",
@@ -43,7 +39,7 @@ def to_text(report: PlanReport, explain: bool = False) -> str:
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
-    """Return the report as plain data; infinite numbers become None."""
+    """Return plain data; infinite numbers become None."""
     example = report.example
     return {
         "profile": report.profile,

@@ -18,12 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve of a chart.
-
-    Attributes:
-        points: (x, y), in order of x.
-        style: class of its colour, "s-0", "s-1", ...
-    """
+    """Curve of a chart; `style`: class of its colour, "s-0", "s-1", ..."""
 
     name: str
     points: tuple[Point, ...]
@@ -35,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line through a chart; `style`: class of its colour."""
+    """Vertical line through a chart."""
 
     x: float
     title: str
@@ -55,15 +50,9 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(
-    label: str,
-    series: Sequence[Series],
-    x_name: str,
-    y_name: str,
-    show: Show,
-    zero: bool = False,
-    marks: Sequence[Mark] = (),
+    label: str, series: Sequence[Series], y_name: str, show: Show, zero: bool = False, marks: Sequence[Mark] = ()
 ) -> Markup:
-    """Return a chart with a legend.
+    """Return a chart over steps, with a legend.
 
     Args:
         label: description for screen readers.
@@ -97,7 +86,7 @@ def line_chart(
             continue
         place, _ = at(x, low_y)
         drawn.append(tag("text", f"{x:,.0f}", x=f"{place:.1f}", y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
-    drawn.append(tag("text", x_name, x=LEFT - 8, y=HEIGHT - BOTTOM + 17, text_anchor="end", class_="axis"))
+    drawn.append(tag("text", "step", x=LEFT - 8, y=HEIGHT - BOTTOM + 17, text_anchor="end", class_="axis"))
     for mark in marks:
         if low_x <= mark.x <= high_x:
             place, _ = at(mark.x, low_y)
@@ -105,7 +94,7 @@ def line_chart(
             head = tag("path", d=f"M{place - 4:.1f} {TOP - 8}h8l-4 7z", class_="head")
             drawn.append(tag("g", tag("title", mark.title), line, head, class_=f"mark {mark.style}"))
     for curve in series:
-        drawn.append(_series(curve, at, x_name, show))
+        drawn.append(_series(curve, at, show))
     picture = tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label, class_="chart")
     return tag("figure", tag("figcaption", tag("b", y_name), legend(series)), tag("div", picture, class_="scroll"))
 
@@ -118,7 +107,7 @@ def legend(series: Sequence[Series]) -> Markup:
     return tag("span", items, class_="legend")
 
 
-def _series(series: Series, at: Callable[[float, float], Point], x_name: str, show: Show) -> Markup:
+def _series(series: Series, at: Callable[[float, float], Point], show: Show) -> Markup:
     inside: list[Content] = []
     finite = [point for point in series.points if math.isfinite(point[1])]
     if series.line and finite:
@@ -127,7 +116,7 @@ def _series(series: Series, at: Callable[[float, float], Point], x_name: str, sh
     if series.marks:
         step = max(1, -(-len(finite) // MOST_MARKS))
         for x, y in finite[::step]:
-            title = tag("title", f"{series.name}\n{x_name} {x:,.0f}: {show(y)}")
+            title = tag("title", f"{series.name}\nstep {x:,.0f}: {show(y)}")
             cx, cy = at(x, y)
             inside.append(tag("circle", title, cx=f"{cx:.1f}", cy=f"{cy:.1f}", r=3.2))
     return tag("g", inside, class_=series.style)

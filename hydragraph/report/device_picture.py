@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hydragraph.atomic_write import save_figure
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.pipeline import Stage
@@ -16,18 +17,7 @@ TALLEST = 72  # rows at full height
 ROW = 0.27  # inches
 NAMED = 10  # pipelines in the legend; colours repeat after that
 # Light, for dark text.
-COLOURS = (
-    "#9ec5e8",
-    "#f5bf85",
-    "#a8d5a2",
-    "#d9b3e0",
-    "#f2a9a9",
-    "#c9c28f",
-    "#8fd3cf",
-    "#e3a9c8",
-    "#b9bec9",
-    "#d2b49c",
-)
+COLOURS = ("#9ec5e8", "#f5bf85", "#a8d5a2", "#d9b3e0", "#f2a9a9", "#c9c28f", "#8fd3cf", "#e3a9c8", "#b9bec9", "#d2b49c")
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
 _WIDTH = 6.4  # inches of the layers
@@ -48,10 +38,7 @@ class _StageBar:
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
     """Draw a plan to a PNG file, replacing it only when the new one is complete."""
-    figure = device_figure(plan, costs)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_figure(device_figure(plan, costs), path)
 
 
 def device_figure(plan: Plan, costs: Costs) -> Any:
@@ -59,13 +46,12 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
     Idle devices are hatched grey, lost ones red. A black line is the memory limit.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = _rows(costs)
     height = 1.7 + ROW * min(len(rows), TALLEST)
     figure = Figure(figsize=(_WIDTH + 5, height), layout="constrained")
-    FigureCanvasAgg(figure)
+
     layers, memory = figure.subplots(1, 2, sharey=True, width_ratios=(_WIDTH, 2.4))
     _draw_layers(layers, plan, costs, rows)
     _draw_memory(memory, plan, rows)
@@ -77,7 +63,7 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
 
 def _rows(costs: Costs) -> list[int | None]:
-    """Return the rank of every row, and None for a node's name."""
+    """Return each row's rank, and None for a node's name."""
     rows: list[int | None] = []
     for _, ranks in groupby(range(costs.ranks), costs.cluster.node_of):
         rows += [None, *ranks]
@@ -118,7 +104,6 @@ def _bars(plan: Plan, rows: list[int | None]) -> Iterator[_StageBar]:
         for j, stage in enumerate(pipeline.stages):
             last = first + stage.layers
             at = sorted(rows.index(rank) for rank in stage.devices)
-            # Consecutive rows have the same difference to their position.
             for _, run in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
                 together = [row for _, row in run]
                 yield _StageBar(together[0], together[-1], first, last, i, _stage_text(i, j, stage))

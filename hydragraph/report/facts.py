@@ -19,7 +19,7 @@ MOVED = (*WAITED, "tp")
 
 
 class TimeBar(NamedTuple):
-    """Interval of activity, in seconds from the start; `micro_batch` is -1 for none."""
+    """Interval of activity, in seconds from the start."""
 
     begin: float
     end: float
@@ -65,7 +65,6 @@ class RankMemory:
     """Memory of ranks with equal memory over an iteration, in bytes.
 
     Attributes:
-        peak, limit: peak and limit of each rank.
         parts: (name, bytes) of the peak.
         points: (seconds, bytes): bytes from that time on; empty if only the peak is known.
     """
@@ -83,7 +82,6 @@ class Matrix:
 
     Attributes:
         title: "ranks", "nodes".
-        names: names of rows and columns.
         groups: node of each name; names of one node are adjacent.
         cells: rows of columns for each kind (`MOVED`).
     """
@@ -100,7 +98,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class DiagramStage:
-    """Stage in the diagram: layers [first, last) on one device."""
+    """Layers [first, last) on one device."""
 
     pipeline: int
     stage: int
@@ -111,7 +109,7 @@ class DiagramStage:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Row of the diagram: equal neighbouring devices.
+    """Equal neighbouring devices.
 
     Attributes:
         what: type and current speed: "h100", "l4, 2.57 × as slow", "lost".
@@ -139,8 +137,7 @@ class Contender:
     """A strategy in the comparison.
 
     Attributes:
-        seconds: seconds of an iteration; None if it does not fit.
-        tokens_per_s: None: unknown.
+        seconds: of an iteration; None if it does not fit.
         micro_batches: by pipeline; empty: unknown.
         shares: (name, fraction of the iteration), such as computing.
         why: why it lost; "" for the winner.

@@ -37,12 +37,12 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
 
 
 def join(*content: Content) -> Markup:
-    """Concatenate contents, escaped unless they are markup."""
+    """Concatenate contents."""
     return Markup("".join(map(_text, content)))
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a section of a page: heading, sentence and contents."""
+    """Return a page's section."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 
@@ -57,6 +57,12 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
     head = tag("tr", [tag("th", name, scope="col", class_="left" if name in left else None) for name in heads])
     element = tag("table", tag("thead", head), tag("tbody", rows), class_=style)
     return tag("div", element, class_="scroll", tabindex=None if style is None else 0)
+
+
+def row(*cells: Content, left: Container[int] = (), class_: str | None = None) -> Markup:
+    """Return a row of a table; `left`: indices of cells that are aligned left."""
+    shown = [tag("td", cell, class_="left" if i in left else None) for i, cell in enumerate(cells)]
+    return tag("tr", shown, class_=class_)
 
 
 def script_data(record: Any) -> Markup:

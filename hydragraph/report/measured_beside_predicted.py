@@ -27,7 +27,7 @@ class ComparedStep:
     """One iteration.
 
     Attributes:
-        seconds: seconds of the whole step, with work around its instructions.
+        seconds: of the whole step, with work around its instructions.
         measured, predicted: accounts by rank.
     """
 
@@ -39,12 +39,12 @@ class ComparedStep:
 
     @property
     def measured_s(self) -> float:
-        """Seconds of the slowest rank's instructions."""
+        """Seconds of the slowest rank."""
         return max(account.total for account in self.measured)
 
     @property
     def predicted_s(self) -> float:
-        """Simulated seconds of the slowest rank's instructions."""
+        """Simulated `measured_s`."""
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
@@ -90,7 +90,7 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        source: source of the computation times.
+        source: of the computation times.
         types: device type of each rank.
         before: corrections that the model already includes.
         warming: excluded steps: the first under each strategy.
@@ -195,7 +195,6 @@ class RunComparison:
 
 
 def _of(kind: TimeKind, type_: str) -> str | None:
-    """Return the device type for a kind's correction; None for transfers, which share one."""
     return None if kind in TRANSFERS else type_
 
 
@@ -206,7 +205,7 @@ def _together(kind: TimeKind, rows: Iterable[ComparedSeconds]) -> ComparedSecond
 
 def _times(row: ComparedSeconds) -> str:
     if row.ratio is None:
-        return f"measured {row.measured:.3g} s, and nothing was predicted"
+        return f"measured {row.measured:.3g} s, without a prediction"
     return f"measured {row.ratio:.2g}x of predicted"
 
 
@@ -214,7 +213,6 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
     """Compare the trace of a run with the simulation of the same iterations.
 
     Args:
-        costs: costs of the model on the cluster that it ran on.
         trace: a trace or its file, trace.json in the folder of a run with --trace.
 
     Raises:
@@ -238,9 +236,7 @@ def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Trace
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Split off the first step under each strategy, unless it is the only one; return the rest, and the numbers of
-    those.
-    """
+    """Return the steps without the first under each strategy, unless it is the only one, and the numbers of those."""
     kept = []
     warming = []
     seen: set[str] = set()

@@ -80,7 +80,7 @@ class MemoryFit:
 
 
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
-    """Simulate an iteration, and return its memory."""
+    """Simulate an iteration's memory."""
     timeline = costs.simulate(strategy, assignment)
     memory = tuple(timeline.memory[rank].peak for rank in range(costs.ranks))
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
@@ -114,7 +114,7 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     """Return advice on the smallest change that makes a strategy fit.
 
     The order is recomputation or streaming (whichever takes less time), shorter micro-batches, shorter sequences,
-    higher tensor-parallel degrees. Each is simulated, so the advised change fits.
+    higher tensor-parallel degrees. Each is simulated.
     """
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
@@ -141,8 +141,9 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
         with suppress(Unsupported):  # such stages are not priced
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
-                    if fit_only(costs, strategy, merged):
-                        return _widened(fit(costs, strategy, merged), found)
+                    tried = fit(costs, strategy, merged)
+                    if tried.fits:
+                        return _widened(tried, found)
     return _more(found)
 
 
@@ -182,7 +183,7 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
     now = max((sum(m) for p in assignment.tokens for m in p), default=0)
     for tokens in _shorter(now):
         shorter = packed_in(assignment, max(tokens, longest))
-        if fit_only(costs, strategy, shorter):
+        if fit(costs, strategy, shorter).fits:
             return max(sum(m) for p in shorter.tokens for m in p)
         if tokens <= longest:
             return None
@@ -193,7 +194,7 @@ def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | 
     """Return the maximum length of sequences, each in its own micro-batch; None if none fits."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
-        if fit_only(costs, strategy, packed_in(cut, length)):
+        if fit(costs, strategy, packed_in(cut, length)).fits:
             return length
     return None
 
@@ -238,7 +239,7 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield a strategy with more and more streaming: of gradients, then also of weights, then both with recomputation.
+    """Yield a strategy that streams more and more: gradients, then also weights, then both with recomputation.
 
     Stages that already stream stay as they are.
     """
@@ -281,8 +282,3 @@ def wider(
         strategy = replace(strategy, pipelines=pipelines)
         assignment = replace(assignment, micro_batches=merged)
         yield strategy, assignment
-
-
-def fit_only(costs: Costs, strategy: Strategy, assignment: Assignment) -> bool:
-    memory = costs.simulate(strategy, assignment).memory
-    return all(memory[rank].peak.total <= device.memory_bytes for rank, device in enumerate(costs.cluster.devices))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
+
+from hydragraph.spec.home_text import consecutive
 
 _SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _BYTES = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -19,12 +20,12 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Format bytes, such as "1.35 GB"."""
+    """Format bytes: "1.35 GB"."""
     return _scaled(value, _BYTES, "B")
 
 
 def rate(value: float | None) -> str:
-    """Format a count, such as "3.46 M" or "8,210"."""
+    """Format a count: "3.46 M", "8,210"."""
     if value is None or not math.isfinite(value):
         return "–"
     for unit, name in _COUNTS:
@@ -34,35 +35,30 @@ def rate(value: float | None) -> str:
 
 
 def share(part: float) -> str:
-    """Format a fraction, such as "12%", "0.4%" or "<0.1%"."""
+    """Format a fraction: "12%", "<0.1%"."""
     if 0 < part < 0.001:
         return "<0.1%"
     return f"{part:.1%}" if 0 < part < 0.0995 else f"{part:.0%}"
 
 
 def times(one: float, other: float) -> str:
-    """Format a ratio, such as "1.27 ×"."""
+    """Format a ratio: "1.27 ×"."""
     return f"{_digits(one / other)} ×" if other else "–"
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
     """Format ranks: "0–3, 8, 12–15 and 20 more"."""
-    runs = []
-    for _, group in groupby(enumerate(sorted(ranks)), lambda item: item[1] - item[0]):
-        run = [rank for _, rank in group]
-        runs.append((run[0], run[-1]))
-    texts = [str(a) if a == b else f"{a}–{b}" for a, b in runs]
+    runs = consecutive(sorted(ranks))
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
     if len(texts) <= most:
         return ", ".join(texts)
-    left = sum(b - a + 1 for a, b in runs[most:])
+    left = sum(map(len, runs[most:]))
     return f"{', '.join(texts[:most])} and {left} more"
 
 
-def counts_text(counts: Sequence[int]) -> str:
-    """Format micro-batches by pipeline: "4, 2", "8 × 16"."""
-    groups = ((count, len(list(group))) for count, group in groupby(counts))
-    parts = (f"{times} × {count}" if times > 2 else ", ".join([str(count)] * times) for count, times in groups)
-    return ", ".join(parts)
+def named_ranks(ranks: Sequence[int], most: int) -> str:
+    """Format ranks: "rank 3", "ranks 0–7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, most)}"
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]], zero: str) -> str:

@@ -20,14 +20,14 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def counts_text(counts: Sequence[int]) -> str:
+def counts_text(counts: Sequence[int], times: str = "*", comma: str = ",") -> str:
     """Format micro-batches by pipeline: "4,2", "8*16"."""
     groups = ((count, len(list(group))) for count, group in groupby(counts))
-    return ",".join(f"{times}*{count}" if times > 2 else ",".join([str(count)] * times) for count, times in groups)
+    return comma.join(f"{n}{times}{count}" if n > 2 else comma.join([str(count)] * n) for count, n in groups)
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time in a suitable unit."""
+    """Format a time."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
@@ -35,7 +35,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Format bytes in a suitable unit, such as 1.35 GB."""
+    """Format bytes, such as 1.35 GB."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.3g} {name}B"

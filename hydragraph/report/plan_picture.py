@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hydragraph.atomic_write import save_figure
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
 TALLEST = 40  # rows at full height
@@ -20,7 +21,6 @@ def write_plan_picture(example: Example, path: Path) -> None:
 
     A micro-batch is coloured by its longest sequence. The bubble is hatched, the wait for the slowest pipeline white.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
 
     rows = len(example.pipelines)
     figure = Figure(figsize=(10, 1.6 + 0.35 * min(rows, TALLEST)), layout="constrained")
-    FigureCanvasAgg(figure)
+
     axes = figure.add_subplot()
     longest = [max(example.lengths[i] for i in m) for batches in example.assignment.micro_batches for m in batches]
     least = min(longest)
@@ -49,9 +49,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
     bar.ax.yaxis.set_major_locator(FixedLocator(_ticks(least, most, min(rows, TALLEST))))
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_figure(figure, path)
 
 
 def _ticks(least: int, most: int, rows: int) -> list[float]:

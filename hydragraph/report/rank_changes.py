@@ -16,7 +16,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
     """Return the events and their costs; None if checkpoints are the only events.
 
     Args:
-        metrics: metrics of all steps that count, at least one.
+        metrics: of all steps that count, at least one.
         events: in order of time.
     """
     if all(event.event == "saved" for event in events):
@@ -31,7 +31,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
-    """Return key numbers: goodput, and the costs of changes of ranks."""
+    """Return goodput, and the costs of changes of ranks."""
     wall_time = account(metrics, events)
     if wall_time is None:
         return ()

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hydragraph.report import number_format
 from hydragraph.report.charts import Mark, Series, line_chart
 from hydragraph.report.facts import Happened
-from hydragraph.report.markup import Markup, section, table, tag
+from hydragraph.report.markup import Markup, join, row, section, table, tag
 from hydragraph.train.stragglers.run_events import RunEvent
 
 _STYLES = {
@@ -56,7 +56,7 @@ def ranks_section(happened: Happened) -> Markup:
     if happened.counts:
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
-        chart = line_chart("ranks over steps", [ranks], "step", "ranks", lambda y: f"{y:g}", zero=True)
+        chart = line_chart("ranks over steps", [ranks], "ranks", lambda y: f"{y:g}", zero=True)
     intro = "Ranks that were lost, slow or new; what was decided, and why; and what it cost."
     parts = (_time(happened), chart)
     return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened))
@@ -72,8 +72,8 @@ def _time(happened: Happened) -> Markup | None:
         for name, seconds, style in shown
     ]
     rows = [
-        tag("tr", tag("td", tag("i", class_=f"key box t-{style}"), f" {name}", class_="left"),
-            tag("td", number_format.seconds(seconds)), tag("td", number_format.share(seconds / whole)))
+        row(join(tag("i", class_=f"key box t-{style}"), f" {name}"), number_format.seconds(seconds),
+            number_format.share(seconds / whole), left=(0,))
         for name, seconds, style in shown
     ]  # fmt: skip
     caption = tag("figcaption", tag("b", "wall time"), tag("span", "from the end of the first step", class_="legend"))
@@ -93,20 +93,18 @@ def _table(happened: Happened) -> Markup:
 
 
 def _row(event: RunEvent, after_s: float) -> Markup:
-    return tag(
-        "tr",
-        tag("td", f"{event.step:,}"),
-        tag("td", number_format.seconds(after_s) if after_s > 0 else "–"),
-        tag("td", tag("i", class_=f"key box {_STYLES[event.event]}"), f" {event.title}", class_="left"),
-        tag("td", number_format.ranks_text(event.ranks, 4), class_="left"),
-        tag("td", number_format.seconds(event.seconds) if event.seconds else "–"),
-        tag("td", f"{event.lost_steps:,}" if event.lost_steps else "–"),
-        tag("td", number_format.size(event.moved_bytes) if event.moved_bytes else "–"),
-        tag("td", event.why, class_="left why"),
-        class_=None if event.done else "undone",
+    cells = (
+        f"{event.step:,}",
+        number_format.seconds(after_s) if after_s > 0 else "–",
+        join(tag("i", class_=f"key box {_STYLES[event.event]}"), f" {event.title}"),
+        number_format.ranks_text(event.ranks, 4),
+        number_format.seconds(event.seconds) if event.seconds else "–",
+        f"{event.lost_steps:,}" if event.lost_steps else "–",
+        number_format.size(event.moved_bytes) if event.moved_bytes else "–",
     )
+    shown = [tag("td", cell, class_="left" if i in (2, 3) else None) for i, cell in enumerate(cells)]
+    return tag("tr", shown, tag("td", event.why, class_="left why"), class_=None if event.done else "undone")
 
 
 def _words(event: RunEvent) -> str:
-    ranks = f"rank{'s' * (len(event.ranks) > 1)} {number_format.ranks_text(event.ranks, 4)}"
-    return f"{event.title}: {ranks}"
+    return f"{event.title}: {number_format.named_ranks(event.ranks, 4)}"

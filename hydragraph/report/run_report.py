@@ -9,7 +9,7 @@ from statistics import median
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.trace_file import Trace, TracedStep
 from hydragraph.report import number_format
-from hydragraph.report.facts import Contender, Fact, Panel, ReportContents
+from hydragraph.report.facts import WAITED, Contender, Fact, Panel, ReportContents
 from hydragraph.report.measured_beside_predicted import compare
 from hydragraph.report.rank_changes import cost_facts, happened
 from hydragraph.report.simulation_price import PricedStrategy
@@ -32,7 +32,7 @@ def run_report(
     """Return the report of a run.
 
     Args:
-        metrics: metrics of all steps, at least one.
+        metrics: of all steps, at least one.
         traced: costs of its model on its ranks, and its trace.
     """
     names = _names(metrics)
@@ -109,10 +109,9 @@ def _contenders(metrics: Sequence[Metrics]) -> tuple[Contender, ...]:
     for name in dict.fromkeys(m.strategy for m in metrics):
         own = [m for m in metrics if m.strategy == name]
         warm = own[1:] or own
-        waits = [("waits: pull", sum(m.exposed_pull_s for m in warm)), ("push", sum(m.exposed_push_s for m in warm))]
-        waits.append(("p2p", sum(m.exposed_p2p_s for m in warm)))
         whole = sum(m.seconds for m in warm)
-        shares = tuple((kind, seconds / whole) for kind, seconds in waits)
+        waits = (sum(getattr(m, f"exposed_{kind}_s") for m in warm) for kind in WAITED)
+        shares = tuple(zip(("waits: pull", "push", "p2p"), (seconds / whole for seconds in waits), strict=True))
         seconds = median(m.seconds for m in warm)
         rate = median(m.tokens_per_s for m in warm)
         contenders.append(Contender(name, seconds, rate, own[-1].micro_batches, shares, origin=f"{len(own)} steps"))

@@ -22,7 +22,9 @@ from hydragraph.report.facts import (
     ReportContents,
 )
 from hydragraph.report.markup import Content, Markup, join, section, table, tag
+from hydragraph.report.markup import row as table_row
 from hydragraph.report.measured_beside_predicted import ComparedSeconds, RunComparison
+from hydragraph.report.number_text import counts_text
 from hydragraph.report.ranks_section import mark_keys, marks_of, ranks_section
 from hydragraph.report.time_series import MOST_LANES as COURSE_LANES
 from hydragraph.report.time_series import course_picture
@@ -115,7 +117,7 @@ def _strategy_row(i: int, row: Contender, shares: int, fastest: float, kept: Seq
     cells: list[Markup] = [
         tag("td", mark, class_="left"),
         tag("td", tag("code", row.name), class_="left name"),
-        tag("td", number_format.counts_text(row.micro_batches) or "–"),
+        tag("td", counts_text(row.micro_batches, " × ", ", ") or "–"),
         tag("td", number_format.seconds(row.seconds) if row.seconds else "does not fit", bar),
         tag("td", number_format.rate(row.tokens_per_s)),
         *[tag("td", number_format.share(part)) for _, part in row.shares],
@@ -141,13 +143,8 @@ def _panels(report: ReportContents) -> Markup:
 def _panel(number: int, panel: Panel, tabbed: bool) -> Markup:
     parts: list[Content] = [tag("h3", tag("code", panel.name), class_="panel-name")]
     if panel.diagram is not None:
-        parts.append(
-            _block(
-                "Devices and layers",
-                f"Which device computes which layers. {panel.diagram.note}",
-                _diagram(panel.diagram),
-            )
-        )
+        intro = f"The layers that each device computes. {panel.diagram.note}"
+        parts.append(_block("Devices and layers", intro, _diagram(panel.diagram)))
     if panel.courses:
         views = [_course(number, i, course, len(panel.courses) > 1) for i, course in enumerate(panel.courses)]
         parts.append(tag("div", views, class_="block"))
@@ -176,8 +173,7 @@ def _diagram(diagram: Diagram) -> Markup:
             y += 0 if node is None else 8
             drawn.append(tag("text", f"node {row.node}", x=0, y=y + 15, class_="strong"))
             node = row.node
-        name = f"rank{'s' * (len(row.ranks) > 1)} {number_format.ranks_text(row.ranks, 1)}"
-        drawn.append(tag("text", name, x=62, y=y + 15))
+        drawn.append(tag("text", number_format.named_ranks(row.ranks, 1), x=62, y=y + 15))
         drawn.append(tag("text", row.what, x=what_at, y=y + 15, class_="soft" if row.ok else "bad"))
         if row.parts:
             drawn += [_part(part, layers_at, y, scale) for part in row.parts]
@@ -246,12 +242,7 @@ def _critical(course: IterationView) -> Markup | None:
     ]
     least = sorted((step.seconds for step in course.critical), reverse=True)[:MOST_STEPS][-1]
     rows = [
-        tag(
-            "tr",
-            tag("td", number_format.seconds(step.begin_s)),
-            tag("td", number_format.seconds(step.seconds)),
-            tag("td", step.what, class_="left"),
-        )
+        table_row(number_format.seconds(step.begin_s), number_format.seconds(step.seconds), step.what, left=(2,))
         for step in course.critical
         if step.seconds >= least
     ][:MOST_STEPS]
@@ -269,7 +260,7 @@ def _memory(held: Sequence[RankMemory], seconds: float, note: str) -> Markup:
     cards = []
     for memory in sorted(held, key=lambda one: one.ranks):
         used = number_format.share(memory.peak / memory.limit)
-        name = f"rank{'s' * (len(memory.ranks) > 1)} {number_format.ranks_text(memory.ranks, 3)}"
+        name = number_format.named_ranks(memory.ranks, 3)
         text = f"most {number_format.size(memory.peak)}, {used} of {number_format.size(memory.limit)}"
         picture = (
             memory_chart(memory.points, seconds, memory.limit, memory.peak, f"{name}: {text}", number_format.size)
@@ -290,17 +281,17 @@ def _memory_table(held: Sequence[RankMemory]) -> Markup | None:
         return None
     names = [name for name, _ in held[0].parts]
     rows = [
-        tag(
-            "tr",
-            tag("td", number_format.ranks_text(memory.ranks, 4), class_="left"),
-            [tag("td", number_format.size(size)) for _, size in memory.parts],
-            tag("td", tag("b", number_format.size(memory.peak))),
-            tag("td", number_format.size(memory.limit)),
+        table_row(
+            number_format.ranks_text(memory.ranks, 4),
+            *(number_format.size(size) for _, size in memory.parts),
+            tag("b", number_format.size(memory.peak)),
+            number_format.size(memory.limit),
+            left=(0,),
         )
         for memory in sorted(held, key=lambda one: one.ranks)
     ]
     shown = table(["ranks", *names, "peak", "limit"], rows, left=["ranks"])
-    return tag("details", tag("summary", "What the peaks consist of"), shown)
+    return tag("details", tag("summary", "Parts of the peaks"), shown)
 
 
 def _traffic(matrices: Sequence[Matrix]) -> Markup:
@@ -372,10 +363,9 @@ def _flows(matrix: Matrix) -> Markup:
                 flows.append((sum(kinds), matrix.names[i], matrix.names[j], kinds))
     flows.sort(key=lambda flow: -flow[0])
     rows = [
-        tag("tr", tag("td", one, class_="left"), tag("td", other, class_="left"),
-            [tag("td", number_format.size(size)) for size in kinds], tag("td", tag("b", number_format.size(total))))
+        table_row(one, other, *map(number_format.size, kinds), tag("b", number_format.size(total)), left=(0, 1))
         for total, one, other, kinds in flows[:12]
-    ]  # fmt: skip
+    ]
     heads = ["from", "to", *(_KIND_NAMES[kind] for kind in MOVED), "all"]
     return tag("details", tag("summary", "The largest, as a table"), table(heads, rows, left=["from", "to"]))
 
@@ -399,16 +389,14 @@ def _training(report: ReportContents) -> Markup:
     held_out = points(lambda s: s.eval_loss)
     if held_out:
         losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
-    loss = line_chart("loss over steps", losses, "step", "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
+    loss = line_chart("loss over steps", losses, "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
 
     alone = len(names) == 1  # lines would cross between a strategy's end and its return
     rates = [
         Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)
     ]
-    speed = line_chart(
-        "tokens per second over steps", rates, "step", "tokens/s", number_format.rate, zero=True, marks=marks
-    )
+    speed = line_chart("tokens per second over steps", rates, "tokens/s", number_format.rate, zero=True, marks=marks)
 
     spent = [Series("seconds of a step", points(lambda s: s.seconds), "s-ink")]
     for kind in WAITED:
@@ -417,12 +405,10 @@ def _training(report: ReportContents) -> Markup:
     expected = points(lambda s: s.expected_s or None)
     if expected:
         spent.append(Series("computing, as planned", expected, "s-held", dashed=True))
-    where = line_chart(
-        "seconds of a step", spent, "step", "seconds of a step", number_format.seconds, zero=True, marks=marks
-    )
+    where = line_chart("seconds of a step", spent, "seconds of a step", number_format.seconds, zero=True, marks=marks)
 
     memory = Series("rank 0", points(lambda s: float(s.peak_memory_bytes)), "s-0")
-    peak_memory = line_chart("peak memory", [memory], "step", "most memory so far", number_format.size, zero=True)
+    peak_memory = line_chart("peak memory", [memory], "most memory so far", number_format.size, zero=True)
     charts = tag("div", mark_keys(marks), loss, speed, where, peak_memory, class_="charts")
     return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
 
@@ -439,7 +425,7 @@ def _against(found: RunComparison) -> Markup:
             Series("predicted", tuple((s.step, s.predicted_s) for s in found.steps), "s-predicted", True, dashed=True),
         ]
         chart = line_chart(
-            "seconds by step", series, "step", "seconds of a step's instructions", number_format.seconds, zero=True
+            "seconds by step", series, "seconds of a step's instructions", number_format.seconds, zero=True
         )
     intro = f"{found.source}. Most of the difference: {found.sentence}."
     shown = table(heads, rows, left=["kind", "ranks"], style="against")
@@ -451,13 +437,13 @@ def _against_row(row: ComparedSeconds, most: float) -> Markup:
     whole = row.rank is None
     sides = (("measured", row.measured), ("predicted", row.predicted))
     bars = [tag("i", class_=side, style=f"width:{100 * seconds / most:.1f}%") for side, seconds in sides]
-    return tag(
-        "tr",
-        tag("td", tag("b", row.kind.value) if whole else "", class_="left"),
-        tag("td", "all ranks" if whole else f"rank {row.rank}", class_="left"),
-        [tag("td", number_format.seconds(seconds)) for _, seconds in sides],
-        tag("td", number_format.times(row.measured, row.predicted)),
-        tag("td", tag("span", bars, class_="pair") if whole else None),
+    return table_row(
+        tag("b", row.kind.value) if whole else "",
+        "all ranks" if whole else f"rank {row.rank}",
+        *(number_format.seconds(seconds) for _, seconds in sides),
+        number_format.times(row.measured, row.predicted),
+        tag("span", bars, class_="pair") if whole else None,
+        left=(0, 1),
         class_="sum" if whole else "one",
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydragraph.atomic_write import save_figure
 from hydragraph.report.facts import STREAMS
 from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy
@@ -22,12 +23,9 @@ _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     """Draw ranks x time to a PNG file, replacing it only when the new one is complete.
 
-    All strategies share the time axis. Numbers are micro-batches.
-
     Args:
         priced: the best first; at least one.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter
@@ -35,7 +33,6 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     shown = priced[:MOST]
     heights = [0.5 + 0.3 * min(len(priced_strategy.timeline.ranks), TALLEST) for priced_strategy in shown]  # inches
     figure = Figure(figsize=(12, 1.4 + sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     longest = max(priced_strategy.seconds for priced_strategy in shown)
     for axes, priced_strategy in zip(panels[:, 0], shown, strict=True):
@@ -44,9 +41,7 @@ def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
     panels[-1, 0].xaxis.set_major_formatter(EngFormatter(unit="s"))
     patches = [Patch(color=colour, label=name) for name, colour in (_COMPUTE | _TRAFFIC).items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize="small")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_figure(figure, path)
 
 
 def _draw(axes: Any, priced: PricedStrategy, longest: float) -> None:

@@ -23,10 +23,6 @@ class PricedStrategy:
     timeline: Timeline
 
     @property
-    def micro_batches(self) -> tuple[int, ...]:
-        return self.assignment.counts
-
-    @property
     def tokens(self) -> int:
         return sum(n for pipeline in self.assignment.tokens for lengths in pipeline for n in lengths)
 
@@ -39,21 +35,17 @@ class PricedStrategy:
         return self.tokens / self.seconds
 
     def busy(self) -> list[float]:
-        """Return the fraction of the iteration in which each rank computes."""
+        """Return each rank's fraction of the iteration in which it computes."""
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
-        """Return the mean seconds that ranks wait for a stream."""
+        """Return ranks' mean seconds of waiting for a stream."""
         ranks = range(len(self.timeline.ranks))
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
 
 def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
-    """Simulate one iteration.
-
-    Raises:
-        ValueError: the arguments do not match, or no pipeline has a micro-batch.
-    """
+    """Simulate one iteration; a ValueError if the arguments do not match, or no pipeline has a micro-batch."""
     if not any(assignment.counts):
         raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline something to do")
     return PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment))

@@ -19,11 +19,7 @@ MOST_PANELS = 6
 
 
 def simulation_report(title: str, costs: Costs, simulated: Sequence[PricedStrategy]) -> ReportContents:
-    """Return the report of strategies on a cluster.
-
-    Args:
-        simulated: at least one, in any order.
-    """
+    """Return the report of at least one strategy."""
     ordered = sorted(simulated, key=lambda each: -each.tokens_per_s)
     best = ordered[0]
     panels = tuple(panel(costs, priced) for priced in ordered[:MOST_PANELS])
@@ -46,7 +42,7 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
 
 
 def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
-    """Return the key numbers of the best strategy."""
+    """Return the best strategy's key numbers."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind
@@ -75,7 +71,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
         simulated.strategy.name,
         simulated.seconds,
         simulated.tokens_per_s,
-        simulated.micro_batches,
+        simulated.assignment.counts,
         tuple(shares),
         "" if simulated is best else why_lost(simulated, best),
     )

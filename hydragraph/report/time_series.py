@@ -20,7 +20,7 @@ MOST_LANES = 48
 
 
 def course_data(course: IterationView) -> dict[str, Any]:
-    """Return the script's data as a JSON-compatible record."""
+    """Return the script's data."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
     tracks: dict[int, int] = {}  # equal lanes share their data
@@ -67,9 +67,7 @@ def course_picture(course: IterationView) -> Markup:
     """Return an iteration as SVG: computation of each lane, with its traffic in thin lines below."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
-    drawn: list[Content] = []
-    for i, lane in enumerate(lanes):
-        drawn.append(_lane(lane, LANE * i, course.seconds))
+    drawn: list[Content] = [_lane(lane, LANE * i, course.seconds) for i, lane in enumerate(lanes)]
     row_of = {rank: i for i, lane in enumerate(lanes) for rank in lane.ranks}
     drawn += [
         _critical(step, LANE * row_of[step.ranks[0]], course.seconds)
@@ -103,7 +101,8 @@ def _critical(step: PathStep, top: float, seconds: float) -> Markup:
 
 
 def _lane(lane: Lane, top: float, seconds: float) -> Markup:
-    shapes: list[Content] = [tag("text", label(lane), x=0, y=top + 14)]
+    name = number_format.named_ranks(lane.ranks, 2)
+    shapes: list[Content] = [tag("text", name, x=0, y=top + 14)]
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0
     for stream, bars in enumerate(lane.bars):
         y, height = _band(stream, top)
@@ -118,9 +117,4 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
             at[bar.kind] = x + width
             paths.setdefault(bar.kind, []).append(f"M{x:.1f} {y:g}h{width:.1f}v{height:g}h-{width:.1f}z")
         shapes += [tag("path", d="".join(parts), class_=f"k-{kind}") for kind, parts in paths.items()]
-    return tag("g", tag("title", f"{label(lane)} {lane.what}"), *shapes)
-
-
-def label(lane: Lane) -> str:
-    """Format a lane's ranks: "rank 3", "ranks 0–7"."""
-    return f"rank{'s' * (len(lane.ranks) > 1)} {number_format.ranks_text(lane.ranks, 2)}"
+    return tag("g", tag("title", f"{name} {lane.what}"), *shapes)

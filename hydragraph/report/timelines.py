@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
 from hydragraph.cost.actors import Actor, message_of
@@ -62,18 +63,15 @@ def simulated_course(timeline: Timeline) -> IterationView:
         lanes.append(Lane(ranks, _roles([timeline.actors[a] for a in actors]), bars))
     merged, note = _fewer(lanes, timeline.seconds)
     if len(timeline.actor_of) <= EVERY:
-        merged = sorted((replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks), key=_first)
+        alone = (replace(lane, ranks=(rank,)) for lane in merged for rank in lane.ranks)
+        merged = sorted(alone, key=attrgetter("ranks"))
     if len(shown) < len(groups):
         note = f"{len(shown)} of {len(groups)} kinds of ranks are shown, evenly chosen. {note}"
     return IterationView("simulated", timeline.seconds, tuple(merged), timeline.critical_path.steps, note.strip())
 
 
 def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
-    """Return a traced iteration.
-
-    Args:
-        ranks: events of that iteration, by rank.
-    """
+    """Return a traced iteration, given its events by rank."""
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
     lanes = [
@@ -84,10 +82,6 @@ def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> Iterat
     if len(lanes) < len(ranks):
         note = f"{len(lanes)} of {len(ranks)} ranks are shown, evenly chosen. {note}"
     return IterationView(title, last - first, tuple(merged), (), note.strip())
-
-
-def _first(lane: Lane) -> int:
-    return lane.ranks[0]
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
@@ -188,7 +182,6 @@ def _merged(lanes: Sequence[Lane], merge: Merge) -> list[Lane]:
 
 
 def merged_blocks(bars: Sequence[TimeBar]) -> Iterator[TimeBar]:
-    """Merge consecutive bars of one kind and micro-batch without gaps."""
     for (kind, micro_batch), group in groupby(bars, lambda bar: (bar.kind, bar.micro_batch)):
         run: list[TimeBar] = []
         for bar in group:

@@ -30,7 +30,7 @@ def test_ticks_are_within_and_evenly_apart(low: float, width: float) -> None:
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20))
 def test_every_point_is_inside(ys: list[float]) -> None:
     series = Series("loss", tuple(enumerate(ys, 1)), "s-0", marks=True)
-    made = line_chart("a chart", [series], "step", "loss", str)
+    made = line_chart("a chart", [series], "loss", str)
     places = re.findall(r'cx="([-\d.]+)" cy="([-\d.]+)"', made)
     assert len(places) == len(ys)
     assert all(0 <= float(x) <= WIDTH and 0 <= float(y) <= HEIGHT for x, y in places)
@@ -38,7 +38,7 @@ def test_every_point_is_inside(ys: list[float]) -> None:
 
 def test_many_points_get_fewer_marks_and_what_is_not_finite_none() -> None:
     series = Series("loss", tuple((i, 1.0 if i % 7 else float("nan")) for i in range(10_000)), "s-0", marks=True)
-    made = line_chart("a chart", [series], "step", "loss", str)
+    made = line_chart("a chart", [series], "loss", str)
     assert 0 < made.count("<circle") <= MOST_MARKS
     assert "nan" not in made
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.costs import Costs
-from hydragraph.report.memory_fit import advice, fit, fit_only, packed_in, recomputing, streaming_more, wider
+from hydragraph.report.memory_fit import advice, fit, packed_in, recomputing, streaming_more, wider
 from hydragraph.spec.assignment import Assignment
 from tests.cost.priced import cluster, costs
 
@@ -28,7 +28,7 @@ def measured(
     with suppress(hg.Unsupported):
         found = list(wider(priced, strategy, assignment, sequence_parallel))
         for wide, merged in found:
-            fit_only(priced, wide, merged)
+            fit(priced, wide, merged)
         return found
     return []
 
@@ -58,7 +58,7 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
     if offloading:
         offloaded = hg.Strategy.parse(offloading.partition(": ")[2].partition(" fits")[0], layers=4)
         assert all(stage.offload for pipeline in offloaded.pipelines for stage in pipeline.stages)
-        assert fit_only(poor, offloaded, assignment)
+        assert fit(poor, offloaded, assignment).fits
     again = recomputing(strategy)
     *_, least = streaming_more(strategy)  # streamed and recomputed
     assert found.fits == (not words)
@@ -73,19 +73,19 @@ def test_advice_that_is_followed_works(text: str, lengths: list[int], part: floa
             assert not rival.fits or rival.seconds >= tried.seconds
     elif words.startswith("micro-batches"):
         chosen = least if "streaming" in words else again if "recomputation" in words else strategy
-        assert fit_only(poor, chosen, packed_in(assignment, number(words)))
+        assert fit(poor, chosen, packed_in(assignment, number(words))).fits
     elif words.startswith("sequences"):
         cut = replace(assignment, lengths=tuple(min(n, number(words)) for n in lengths))
         chosen = least if "streaming" in words else again
-        assert fit_only(poor, chosen, packed_in(cut, number(words)))
+        assert fit(poor, chosen, packed_in(cut, number(words))).fits
     elif " fits, " in words:  # of a higher degree
         name = words.partition(": ")[2].partition(" fits")[0]
         doubled = [w for sp in (True, False) for w in measured(poor, strategy, assignment, sp)]
         wide, merged = next(w for w in doubled if hg.Strategy.parse(name, layers=4).devices == w[0].devices)
         assert len(wide.pipelines) < count
-        assert fit_only(poor, hg.Strategy.parse(name, layers=4), merged)
+        assert fit(poor, hg.Strategy.parse(name, layers=4), merged).fits
     elif words:
-        assert not fit_only(poor, least, packed_in(assignment, max(lengths)))
+        assert not fit(poor, least, packed_in(assignment, max(lengths))).fits
         assert "more ranks, at least" in words or "higher tensor-parallel degree" in words
 
 

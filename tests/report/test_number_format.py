@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydragraph.report import number_format
+from hydragraph.report.number_text import counts_text
 
 SCALE = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
 
@@ -49,7 +50,7 @@ def test_ranks_as_ranges() -> None:
     assert number_format.ranks_text([3]) == "3"
     assert number_format.ranks_text([9, 0, 1, 2, 8]) == "0–2, 8–9"
     assert number_format.ranks_text(range(0, 40, 2), most=2) == "0, 2 and 18 more"
-    assert number_format.counts_text([8] * 16 + [4, 4]) == "16 × 8, 4, 4"
+    assert counts_text([8] * 16 + [4, 4], " × ", ", ") == "16 × 8, 4, 4"
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))

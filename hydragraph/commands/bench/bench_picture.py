@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hydragraph.atomic_write import save_figure
 from hydragraph.commands.bench.bench_table import BenchReport
 
 
@@ -34,6 +35,4 @@ def write_picture(report: BenchReport, path: Path) -> None:
     for i, side in enumerate(sides):
         axes.barh(0, 0, color=f"C{i % 10}", label=side)
     axes.legend(fontsize="small")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    save_figure(figure, path)
