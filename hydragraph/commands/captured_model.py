@@ -28,7 +28,7 @@ def bare_model(config: TrainConfig) -> nn.Module:
 
 
 def program_of(config: TrainConfig, model: nn.Module) -> Program:
-    """Return the program of a config's model."""
+    """Return a model's program."""
     import torch
 
     from hydragraph.frontend.capture import capture
@@ -69,11 +69,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 def costs_of_run(
     config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
 ) -> Costs:
-    """Return the costs of a run on a cluster.
-
-    Args:
-        graphs: further arguments of `Costs`: `blocks`, `state_bytes`.
-    """
+    """Return a run's costs; `graphs`: `blocks` and `state_bytes` of `Costs`."""
     import torch
 
     from hydragraph.cost.costs import Costs

@@ -53,9 +53,7 @@ class CompileOptions(ConfigOptions):
     home: HomeText = None
     micro_batches: MicroBatches = "2"
     output: Annotated[Path, typer.Option(help="The folder to write; an earlier one is replaced.")] = Path("compiled")
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's ranks.")] = (
-        None
-    )
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's.")] = None
     backend: Annotated[
         str | None,
         typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
@@ -181,11 +179,7 @@ def compile_quietly(
             compiled = [_compiled(compiler, strategy, micro_batches) for strategy in parsed]
         summary = summarise(program, compiler, compiled, seconds)
         write_folder(output, program, summary, compiler.variants, compiled, owners.home)
-        fitting = [
-            compiled_strategy.programs.strategy
-            for compiled_strategy in compiled
-            if compiled_strategy.programs is not None
-        ]
+        fitting = [result.programs.strategy for result in compiled if result.programs is not None]
         library_model = LibraryModel.of(model, program.dtype, loss["example"], loss["loss"], None)
         stages = StageCheck(program, initial_buffers(model), chosen == "inductor", model=library_model)
         if mode_of(config.check) != "off":

@@ -40,7 +40,7 @@ class VariantRecord:
         saved_values: values saved for the backward.
         saved_bytes_per_token: bytes of those that are neither an input nor the output.
         seconds: compile time.
-        pass_seconds: graph pass -> its seconds.
+        pass_seconds: of each graph pass.
     """
 
     name: str
@@ -68,7 +68,7 @@ class StrategyRecord:
 
     Attributes:
         strategy: its text with its fingerprint; the user's text if it does not fit.
-        folder: the folder of its files; "" if it does not fit.
+        folder: of its files; "" if it does not fit.
         pull_bytes, push_bytes: bytes between ranks in one iteration.
         problem: why it does not fit; "" if all programs are proven complete and free of deadlocks.
     """
@@ -97,7 +97,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record and programs, None if it does not fit."""
+    """A strategy's record, and its programs if it fits."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -122,6 +122,7 @@ class Compiler:
 
     Attributes:
         graphs: records of the graphs' kernels, if collected.
+        traced: variants before the backend.
     """
 
     def __init__(
@@ -143,18 +144,13 @@ class Compiler:
         self._tell = tell
         inductor = backend == "inductor"
         # Their graphs can be printed.
-        self._traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
+        self.traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
         self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
         first: dict[str, Block] = {}
         for block in program.blocks:
             first.setdefault(block.template, block)
         self._first: Mapping[str, Block] = first
-
-    @property
-    def traced(self) -> Variants:
-        """Variants before the backend."""
-        return self._traced
 
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
@@ -208,7 +204,7 @@ class Compiler:
         seconds: dict[Variant, float] = {}
         for part in need.kind.parts():
             began = time.perf_counter()
-            variant = self._traced.get(need.block, part)
+            variant = self.traced.get(need.block, part)
             compiled = None if self._filling is None else self._filling.get(need.block, part)
             if self._built is not None and compiled is not None and variant not in indices:
                 name = f"{need.block.name}.{need.kind.text}" + (f".rank{part.index}" if indices else "")
@@ -244,7 +240,6 @@ def _operators(graph: torch.fx.Graph) -> int:
 
 
 def _folder(strategy: Strategy) -> str:
-    """Return a folder's name such as tp2-pp1-2-tp1-pp2-7c1e00."""
     name = "".join(c if c.isalnum() else "-" for c in strategy.name)
     short = "-".join(part for part in name.split("-") if part)[:60].rstrip("-")
     return f"{short}-{strategy.fingerprint}"

@@ -32,7 +32,7 @@ class BlockData:
     """Memory and messages of a compiled block in a kind of stage.
 
     Attributes:
-        kind: the kind of stage, such as "tp2s".
+        kind: such as "tp2s".
         indices: places in the stage whose ranks run it.
         held: bytes in memory, as lines over a micro-batch's tokens.
         gradients: bytes of its parameters' gradients before they are added up.
@@ -67,13 +67,13 @@ class ModelData:
     replicas: Mapping[str, Sequence[str]]
 
     def save(self, folder: Path) -> None:
-        """Write it into a compiled folder."""
+        """Write a compiled folder's data."""
         record = {**asdict(self), "sizes": self.sizes.to_record()}
         (folder / DATA).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> ModelData:
-        """Read it from a compiled folder; a ValueError names a missing or wrong file."""
+        """Read a compiled folder's data; a ValueError names a missing or wrong file."""
         path = folder / DATA
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ class ModelData:
 
     @cached_property
     def outline(self) -> Outline:
-        """Outline of the model."""
+        """The model's outline."""
         return self.sizes.outline
 
     @cached_property
@@ -103,7 +103,7 @@ class ModelData:
         return Home.parse(self.home)
 
     def block(self, name: str, part: StagePart) -> BlockData:
-        """Return the data of a block on a rank."""
+        """Return a rank's block."""
         for variant in self.blocks[self.templates[name]]:
             if variant.kind == part.kind.text and part.index in variant.indices:
                 return variant
@@ -133,7 +133,7 @@ class RecordedBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; a high estimate from whole backwards."""
+        """See `Blocks`; a high estimate."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -151,7 +151,7 @@ def at(line: Sequence[float], tokens: int) -> int:
 
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
-    """Return the data of a program and its compiled variants."""
+    """Return a program's data."""
     from hydragraph.cost.footprint import MicroBatch, made_bytes
 
     aux = program.templates[program.aux.template].graph

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hydragraph.commands.compile_ahead import (
-    CompiledStrategy,
-    CompiledVariant,
-    Compiler,
-    StrategyRecord,
-    VariantRecord,
-)
+from hydragraph.commands.compile_ahead import CompiledStrategy, CompiledVariant, Compiler, StrategyRecord, VariantRecord
 from hydragraph.commands.compile_data import model_data
 from hydragraph.commands.compile_kernels import FOLDER as CUBINS
 from hydragraph.commands.compile_kernels import KERNELS
@@ -61,7 +55,7 @@ class Summary:
 def summarise(
     program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
 ) -> Summary:
-    """Return the summary of a compiler's results."""
+    """Summarise a compiler's results."""
     return Summary(
         hydragraph=__version__,
         torch=torch.__version__,

@@ -62,7 +62,7 @@ class GraphRecord:
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
         library_launches: operators that Inductor did not compile.
-        flops: operations of products, attention and the fused head.
+        flops: of products, attention and the fused head.
         library_bytes: device memory read and written by products, lookups, attention and the fused head.
     """
 
@@ -74,12 +74,12 @@ class GraphRecord:
 
     @property
     def launches(self) -> int:
-        """Number of all launches."""
+        """Number of launches."""
         return self.library_launches + sum(kernel.launches for kernel in self.kernels)
 
     @property
     def bytes(self) -> int:
-        """Device memory read and written in all."""
+        """Device memory read and written."""
         return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
 
     def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
@@ -97,7 +97,7 @@ class KernelsFile:
 
     @classmethod
     def load(cls, folder: Path) -> KernelsFile:
-        """Read a folder's file; raise a ValueError if it is missing or damaged."""
+        """Read a folder's file; a ValueError if it is missing or damaged."""
         if not (folder / KERNELS).is_file():
             raise ValueError(
                 f"{folder}: no {KERNELS} in it: hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"

@@ -68,15 +68,10 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 
 
 def first_config(found: InspectedPaths, to: Path) -> str:
-    """Return a config with comments for these devices.
-
-    Args:
-        to: its file, which names the run folder.
-    """
+    """Return a config with comments for these devices; `to`: its file, which names the run folder."""
     from hydragraph.train.starter_config import starter
 
-    devices = devices_here()
-    return starter(found, devices, f"runs/{to.stem}")
+    return starter(found, devices_here(), f"runs/{to.stem}")
 
 
 def devices_here() -> AvailableDevices:

@@ -25,28 +25,20 @@ def launched() -> bool:
 
 
 def leads() -> bool:
-    """Return whether this process writes and prints the results."""
+    """Return whether this process writes results."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def may_be_restarted() -> bool:
-    """Return whether torchrun started this process, and may restart it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def restarted() -> int:
-    """Return the number of restarts of this machine's ranks by torchrun.
-
-    torchrun does not count restarts after failures on other machines.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def restarts_by_torchrun() -> int | None:
+    """Return how often torchrun restarted this machine's ranks, not others'; None: another launcher, or none."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def first_seen(began: float) -> float:
     """Return when the run in the folder began, as this torchrun job's first attempt found it; `began`: as found now.
 
-    torchrun's store outlives its ranks: the first attempt writes the time there. Without a shared store, the age of
-    torchrun's process decides: a run that began earlier belongs to another job.
+    torchrun's store outlives its ranks: the first attempt writes the time there. Without a shared store, a run that
+    began before torchrun's process belongs to another job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from hydragraph.cluster.processes.rendezvous_stores import client
@@ -79,7 +71,7 @@ def on_ranks(
     """Run a function on the launcher's or new local ranks; return this rank's or rank 0's result.
 
     Args:
-        relay: gets the new ranks' processes, to forward stop requests.
+        relay: forwards stop requests to the new ranks' processes.
         elastic: how the other ranks continue when some are lost; None: a loss ends the run.
         nodes: machines with one launched process each, in place of the ranks; this is the first.
     """

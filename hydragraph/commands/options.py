@@ -143,7 +143,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read micro-batches before the number of pipelines is known; errors as for `read_counts`."""
+    """Read micro-batches before the number of pipelines is known."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")

@@ -130,7 +130,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
     """Return the costs, and a sentence on where they come from.
 
     Args:
-        config: config of the model, for exact memory; None: profiles alone.
+        config: of the model, for exact memory; None: profiles alone.
 
     Raises:
         ValueError: profiles, cluster, health and model do not match.
@@ -182,7 +182,7 @@ def _compile_first(costs: Costs, seconds: float | None) -> Costs:
     Plain stages come first; those of one device are always compiled.
 
     Args:
-        seconds: limit for starting further kinds; None: no limit.
+        seconds: limit for starting further kinds.
     """
     from hydragraph.spec.stage_kind import StagePart
 
@@ -210,7 +210,6 @@ def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
 
 
 def _home(config: TrainConfig | None, running: bool) -> Home:
-    """Return the config's home, or only its number of copies if the run has not started."""
     from hydragraph.spec.home import Home
 
     if config is None:

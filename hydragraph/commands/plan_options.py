@@ -43,9 +43,7 @@ class EqualOptions(CommonOptions):
             help="Strategies to compare; default: proposals, improved on samples of the data.",
         ),
     ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="List all candidates with the parts of their seconds.")] = (
-        False
-    )
+    explain: Annotated[bool, typer.Option("--explain", help="List all candidates and parts of their seconds.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +66,7 @@ class UnevenOptions(CommonOptions):
         int | None, typer.Option(min=1, help="Number of equal sequences per iteration, instead of --lengths.")
     ] = None
     length: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of each of the --sequences; default: --model's data.max_length."),
+        int | None, typer.Option(min=1, help="Tokens of each of the --sequences; default: --model's data.max_length.")
     ] = None
     solver: Annotated[
         str | None,
@@ -130,9 +127,7 @@ class UnevenOptions(CommonOptions):
     output: Annotated[
         Path | None, typer.Option(help="Write the strategy to this YAML file, which hydragraph train reads.")
     ] = None
-    report: Annotated[Path | None, typer.Option(help="Write an HTML file: the plan, its timeline, and its rivals.")] = (
-        None
-    )
+    report: Annotated[Path | None, typer.Option(help="Write an HTML file: the plan, its timeline, its rivals.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +144,7 @@ class PlanOptions(EqualOptions, UnevenOptions):
     lengths: Annotated[
         Path | None, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")
     ] = None
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest sequence; longer ones are cut.")] = (
-        None
-    )
+    context: Annotated[int | None, typer.Option(min=1, help="Most tokens of a sequence; longer ones are cut.")] = None
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}."),

@@ -49,8 +49,7 @@ class ProfileOptions(ConfigOptions):
         int, typer.Option(min=1, help="Most repetitions of each measurement; fewer if they agree. The median counts.")
     ] = 5
     type_: Annotated[
-        str,
-        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's."),
+        str, typer.Option("--type", help="Name of this type of device in cluster files; default: the device's.")
     ] = ""
 
 
@@ -74,7 +73,7 @@ def profile_command(options: ProfileOptions) -> None:
 def profile_rank(
     config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
-    """Measure on this rank; return the profile and the number of ranks."""
+    """Return this rank's measurements and the number of ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

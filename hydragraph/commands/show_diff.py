@@ -18,7 +18,7 @@ _LONG = 4000  # lines; longer files are compared as wholes
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    """Yield differences of two folders' models, graphs, strategies and programs."""
+    """Yield differences of two folders."""
     differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
     yield from shortened(differences or ["  the same model, graphs, strategies and programs"], rows=60)
@@ -72,7 +72,7 @@ def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 
 
 def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield differences of two strategies' facts and ranks."""
+    """Yield differences of two strategies."""
     yield f"{one.name} -> {other.name}"
     differences = [*_facts(one, other), *_places(one, other)]
     yield from shortened(differences or ["  the same places, micro-batches and programs"], rows=40)

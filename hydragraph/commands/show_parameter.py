@@ -16,11 +16,7 @@ from hydragraph.report.number_text import bytes_text
 def parameter_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
 ) -> Iterator[str]:
-    """Yield the owners and users of a parameter, for one rank if given.
-
-    Raises:
-        ValueError: the model has no such parameter.
-    """
+    """Yield a parameter's owners and users, or a ValueError if the model has none of that name."""
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"

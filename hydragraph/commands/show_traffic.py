@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hydragraph.commands.compile_data import at, placed_layouts
 from hydragraph.commands.show_folder import ShownFolder, ShownStrategy, shortened, table
@@ -108,20 +109,23 @@ def _of_rank(by_kind: Mapping[str, Traffic], rank: int) -> Iterator[str]:
     yield from table(rows)
 
 
-def _matrix(each: Traffic, count: int, node: int) -> Iterator[str]:
+def _sums(each: Traffic, count: int, node: int) -> NDArray[np.int64]:
     sums = np.zeros((count, count), np.int64)
     np.add.at(sums, (each.src // node, each.dst // node), each.size)
+    return sums
+
+
+def _matrix(each: Traffic, count: int, node: int) -> Iterator[str]:
     head = ("", *map(str, range(count)))
-    rows = [(str(i), *(bytes_text(size) if size else "." for size in row)) for i, row in enumerate(sums.tolist())]
-    yield from table([head, *rows])
+    sums = _sums(each, count, node).tolist()
+    yield from table([head, *((str(i), *(bytes_text(n) if n else "." for n in row)) for i, row in enumerate(sums))])
 
 
 def _nodes(each: Traffic, count: int, node: int) -> Iterator[str]:
     if count <= FEW:
         yield from _matrix(each, count, node)
         return
-    sums = np.zeros((count, count), np.int64)
-    np.add.at(sums, (each.src // node, each.dst // node), each.size)
+    sums = _sums(each, count, node)
     within = np.diag(sums).copy()
     np.fill_diagonal(sums, 0)
     rows = [("node", "ranks", "within", "sends", "receives", "most to node")]

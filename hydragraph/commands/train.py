@@ -17,15 +17,7 @@ from rich.text import Text
 
 from hydragraph.cluster.processes.stop_requests import Interrupted, Overdue, Relay, Requests, Stopping
 from hydragraph.commands.config_or_data import config_of
-from hydragraph.commands.launch_process import (
-    first_seen,
-    launched,
-    leads,
-    may_be_restarted,
-    on_ranks,
-    quieten,
-    restarted,
-)
+from hydragraph.commands.launch_process import first_seen, launched, leads, on_ranks, quieten, restarts_by_torchrun
 from hydragraph.commands.options import CommonOptions, Set, verb
 from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
@@ -80,8 +72,7 @@ class TrainOptions(CommonOptions):
         typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
     ] = None
     trust: Annotated[
-        bool,
-        typer.Option("--trust", help="Also load Inductor's code from that folder; it runs with your permissions."),
+        bool, typer.Option("--trust", help="Also load Inductor's code from that folder; it runs with your permissions.")
     ] = False
     trace: Annotated[
         bool,
@@ -174,8 +165,7 @@ def train_command(options: TrainOptions) -> None:
 def surviving(config: TrainConfig) -> TrainConfig:
     """Return the config with the default of runs that plan for themselves: they continue when a rank is lost.
 
-    A launcher that starts every rank ends all of them when one is lost, so such a run stays as it is. A process that is
-    alone on its machine starts the ranks itself.
+    A launcher that starts every rank ends all of them when one is lost, so such a run stays as it is.
     """
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
@@ -242,7 +232,7 @@ def _train(
     before = folder.began if before is None else before
     if nodes is not None and nodes.handed is not None:
         begin, step = folder.again(begin, before, step)  # if none of its ranks remains
-    elif may_be_restarted() and restarted() <= restarts and restarts:
+    elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
     elif relay is not None or not launched():
@@ -295,7 +285,6 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
 
 
 def _electing(config: TrainConfig, nodes: Nodes, store: str) -> Nodes:
-    """Return the machines of a run whose leader is elected."""
     from hydragraph.cluster.interface import own_address
     from hydragraph.cluster.supervision.election import Election
     from hydragraph.cluster.supervision.etcd_register import register_of

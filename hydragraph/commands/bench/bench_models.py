@@ -49,11 +49,7 @@ SHAPES = {
 
 
 def meta_model(text: str) -> nn.Module:
-    """Return a model without weights.
-
-    Args:
-        text: one of SHAPES, or the YAML file of a run.
-    """
+    """Return a model without weights: one of SHAPES, or of a run's YAML file."""
     if text in SHAPES:
         return SHAPES[text].build("meta")
     if not Path(text).is_file():
@@ -94,7 +90,7 @@ def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float
     and twice that backward; a causal mask leaves half of it. Recomputation and elementwise work do not count.
 
     Args:
-        model: a Hugging Face model with a config like Llama's, on any device.
+        model: a Hugging Face model with a config like Llama's.
         lengths: tokens of every sequence.
     """
     config = model.config

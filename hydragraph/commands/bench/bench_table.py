@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """One bar of a report's picture, of a side in a group."""
+    """A side's bar in a group."""
 
     group: str
     side: str
@@ -105,7 +105,7 @@ class BenchReport:
 
 
 def shown(cell: Cell) -> str:
-    """Return a cell as text: four digits of a number, "-" for none."""
+    """Format a cell: four digits, "-" for none."""
     if isinstance(cell, str):
         return cell
     if math.isnan(cell):

@@ -15,13 +15,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A device's limits.
-
-    Attributes:
-        copy_bytes_per_s: bytes/s of one copy, read and written.
-        product_flops_per_s: FLOP/s of one square matrix product.
-        nominal_flops_per_s: from the datasheet, if the device is known.
-    """
+    """A device's limits, by one copy, read and written, by one square matrix product, and by a known datasheet."""
 
     device: str
     dtype: torch.dtype
@@ -69,11 +63,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device; default: a GPU if available.
-
-    Raises:
-        ValueError: it does not exist.
-    """
+    """Return the named device; default: a GPU if available; a ValueError if it does not exist."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

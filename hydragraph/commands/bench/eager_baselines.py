@@ -63,11 +63,7 @@ def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A plain model and its step.
-
-    Attributes:
-        model: model with fp32 weights, perhaps shared with other baselines.
-    """
+    """A plain model with fp32 weights, perhaps shared with other baselines, and its step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -83,7 +79,7 @@ class Baseline:
         return loss
 
     def backward(self, sequences: Sequence[Tensor]) -> float:
-        """Add up the gradients of one mini-batch; return the mean loss over its targets."""
+        """Add up the gradients of one mini-batch; return the mean loss."""
         targets = sum(len(s) - 1 for s in sequences)
         losses = []
         for batch in self.batches(sequences):
@@ -160,10 +156,7 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend within packed sequences, in the values' dtype.
-
-    Under autocast a Llama rotates queries and keys in fp32; transformers' flash attention also casts them back.
-    """
+    """Attend within packed sequences, in the values' dtype: under autocast a Llama rotates queries and keys in fp32."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 
@@ -181,7 +174,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile every layer and the loss, with dynamic sizes, as torchtitan does.
+    """Compile every layer and the loss, with dynamic sizes.
 
     One graph of 16 layers takes more than two minutes to compile on an H100; layers share one compilation.
     """

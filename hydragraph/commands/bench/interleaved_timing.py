@@ -58,7 +58,7 @@ def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> floa
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return the bytes that a call allocates at its peak; NaN on the CPU."""
+    """Return a call's peak allocation; NaN on the CPU."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.synchronize(device)

@@ -82,11 +82,7 @@ def _left_out(sweep: Sweep) -> Iterator[str]:
 
 
 def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
-    """Check a case's sides, and time them in turn; return rows and why sides refused.
-
-    Raises:
-        ValueError: a side differs from the first.
-    """
+    """Time a case's sides in turn; return rows and why sides refused. A ValueError if a side differs from the first."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
@@ -126,9 +122,6 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
             )
         sides[name] = call
     return sides, refused
-
-
-# The targets are for an H200.
 
 
 def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:

@@ -42,12 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Device and sizes.
-
-    Attributes:
-        device, dtype: those of computations not bound to fp32.
-        full: sizes for a GPU, not a CPU.
-    """
+    """Device and sizes; `full`: those for a GPU, not a CPU."""
 
     device: torch.device
     dtype: torch.dtype

@@ -30,11 +30,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """One direction under one strategy, on one rank.
-
-    Attributes:
-        sent: bytes that this rank sent to others in one step.
-    """
+    """Bytes sent to other ranks in one step, and overlap, of one direction under one strategy, on one rank."""
 
     sent: int
     overlap: Overlap

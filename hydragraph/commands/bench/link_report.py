@@ -42,7 +42,7 @@ class LinkSettings:
         source: strategy whose gradients are pushed; "home": no push.
         target: strategy whose weights are pulled; "home": no pull.
         cluster: to simulate; None: `default_cluster`.
-        tokens: tokens of one simulated micro-batch; micro_batches: their number in every pipeline.
+        tokens: of one simulated micro-batch; micro_batches: their number in every pipeline.
         measure: also run it, on local ranks over gloo.
     """
 

@@ -38,11 +38,10 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of the benchmark.
+    """Settings of the benchmark, which computes in bf16 on CUDA, fp32 on the CPU.
 
     Attributes:
-        tokens: tokens of one mini-batch; longest, shortest: tokens of its sequences.
-        device: computes in bf16 on CUDA, fp32 on the CPU.
+        tokens: of one mini-batch; longest, shortest: of its sequences.
     """
 
     shape: LlamaShape

@@ -20,10 +20,9 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
         starts: [N + 1] int32.
-        longest: tokens of the longest sequence.
 
     Raises:
-        Unsupported: not on CUDA, or no such function.
+        Unsupported: not on CUDA.
     """
     if q.device.type != "cuda":
         raise Unsupported("tensors on the CPU", where="varlen_attn", remedy="use a CUDA device")
@@ -51,9 +50,6 @@ def arguments(
 
 @cache
 def _function() -> tuple[Any, frozenset[str]]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        why = f"torch.nn.attention.varlen: {error}"
-        raise Unsupported(why, where="varlen_attn", remedy="use PyTorch 2.10 or later") from error
+    from torch.nn.attention.varlen import varlen_attn
+
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
