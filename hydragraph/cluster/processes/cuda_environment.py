@@ -1,4 +1,4 @@
-"""Environment variables that CUDA and PyTorch's NCCL groups read once."""
+"""Environment variables that CUDA, and PyTorch's allocator and NCCL groups, read once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
@@ -20,6 +21,8 @@ def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
       even if survivors could continue. The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
     - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
+    - `PYTORCH_ALLOC_CONF=expandable_segments:True`: micro-batches of different sizes otherwise leave gaps that no later
+      one fits.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
     if chosen is None:
@@ -33,3 +36,5 @@ def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
             _NO_HANDLING,
         )
     environment.setdefault(_CONNECTIONS, "32")
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
