@@ -119,7 +119,7 @@ def _strategy(draw: random.Random, layers: int) -> str:
         left = left[tp:]
     texts = []
     for groups in pipelines:
-        of_group = {str(group): draw.choice(["", "s", "r", "sr", "r0.5", "sr0.25"]) for group in groups}
+        of_group = {str(group): draw.choice(["", "s", "r", "sr", "r0.5", "sr0.25", "p", "rp"]) for group in groups}
         stages = list(of_group)
         while len(of_group) > 1 and len(stages) < layers and draw.random() < 0.5:  # interleaved stages
             stages.append(draw.choice([group for group in of_group if group != stages[-1]]))

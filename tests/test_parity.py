@@ -38,11 +38,13 @@ LOPSIDED = [
     "<[2,0]x2sr,[1,3]x2s>",
     "2*<tp1,pp2>",
     "<[3]x1,[0,1]x2s,[2]x1r> zb-h1",
+    "<[0,2]x2p,[3,1]x2r0.5p> zb-h1",  # sums in pieces
 ]
 
 
-# Unequal degrees and depths, stages in odd order, equal shards, GPipe, sequence parallelism, recomputation, idle ranks.
-EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6], LOPSIDED[-1]]
+# Unequal degrees and depths, stages in odd order, equal shards, GPipe, sequence parallelism, recomputation, idle ranks,
+# sums in pieces.
+EVERY_FEATURE = [*LOPSIDED[:2], *LOPSIDED[3:6], *LOPSIDED[-2:]]
 
 homes = pytest.mark.parametrize(
     ("model", "options"),
@@ -132,7 +134,7 @@ OFFLOADED = [
     "2*<tp1,pp1>o",
     "<[0,1]x3sro,[2]x1wo> + <[3]x4r0.5o>",  # uneven, with sequence parallelism, streaming and recomputation in part
     "<[1]x1o,[0]x1,[1]x1o,[0]x1>",
-    "<[0,2]x1,[1]x3o> + <[3]x1,[1]x3o> gpipe",  # a shared stage
+    "<[0,2]x1op,[1]x3o> + <[3]x1,[1]x3o> gpipe",  # a shared stage, and sums in pieces
 ]
 
 
@@ -173,7 +175,7 @@ def test_stages_that_stream_equal_one_device() -> None:
 @homes
 def test_streaming_with_every_feature_equals_one_device(model: str, options: dict[str, Any]) -> None:
     strategies = [
-        "<[0,1]x3w,[2]x1> + <[3]x4w>",
+        "<[0,1]x3wp,[2]x1> + <[3]x4w>",
         "<[3]x1w,[0]x1,[2]x1w,[1]x1g>",
         "4*<tp1,pp1>w",
         "<[3]x1w,[0,1]x2w,[2]x1w> gpipe",
@@ -212,7 +214,7 @@ def any_strategy(draw: st.DrawFn) -> str:
             draw(st.lists(st.integers(1, LAYERS - 1), min_size=len(stages) - 1, max_size=len(stages) - 1, unique=True))
         )
         layers = [b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True)]
-        flags = [draw(st.sampled_from(["", "s", "r", "sr0.5", "w", "sr0.25w", "g"])) for _ in stages]
+        flags = [draw(st.sampled_from(["", "s", "r", "sr0.5", "w", "sr0.25w", "g", "rp"])) for _ in stages]
         parts = (f"{s}x{n}{f}".replace(" ", "") for s, n, f in zip(stages, layers, flags, strict=True))
         text.append("<" + ",".join(parts) + ">")
     return " + ".join(text) + draw(st.sampled_from(["", " gpipe"]))

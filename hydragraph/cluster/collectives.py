@@ -14,6 +14,7 @@ from torch import Tensor
 from hydragraph.cluster.message_in_flight import Message, Staging
 from hydragraph.kernels.linear_cross_entropy import Exchange, combine, loss_and_gradients, target_of
 from hydragraph.kernels.linear_token_losses import losses_of
+from hydragraph.spec.stage_kind import PIECES
 
 Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
@@ -47,7 +48,36 @@ class Started:
     operands: object = None
 
 
-class StartsAtOnce:
+class SumsProducts:
+    """Mixin that computes products in pieces of their rows, and sums each piece while the next is computed."""
+
+    def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
+        """Start the sum over the stage of sum(x @ w), with x [T, K] and w [K, N]."""
+        whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
+        started = []
+        with torch.no_grad():
+            for piece, *rows in zip(*(x.tensor_split(PIECES) for x in (whole, *factors)), strict=True):
+                if not len(piece):
+                    continue
+                torch.mm(rows[0], weights[0], out=piece)
+                for x, w in zip(rows[1:], weights[1:], strict=True):
+                    piece.addmm_(x, w)
+                started.append(self._start_sum(piece))
+
+        def result() -> Tensor:
+            for each in started:
+                each.result()
+            return whole
+
+        return Started(result, whole)
+
+    def _start_sum(self, x: Tensor) -> Started:
+        """Start a sum over the stage that replaces `x`; other ranks may read the operand until they have their sum."""
+        started: Started = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
+        return Started(lambda: x.copy_(started.result()))
+
+
+class StartsAtOnce(SumsProducts):
     """Mixin for collectives that block."""
 
     def start_all_reduce(self, x: Tensor) -> Started:
@@ -96,7 +126,7 @@ def _exchange_of(collectives: Gathers) -> Exchange:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(SumsProducts):
     """Collectives within one stage.
 
     All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
@@ -133,12 +163,16 @@ class Collectives:
         """Start `all_reduce`."""
         if self._exchanges(x):
             return self._exchange([x] * self.size, _sum)
-        return self._native_all_reduce(x, dist.ReduceOp.SUM)
+        return self._native_all_reduce(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM)
+
+    def _start_sum(self, x: Tensor) -> Started:
+        return super()._start_sum(x) if self._exchanges(x) else self._native_all_reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum over the stage."""
         if self._exchanges(x):
             return self._exchange([x] * self.size, lambda parts: torch.stack(parts).amax(0)).result()
+        x = x.clone(memory_format=torch.contiguous_format)
         return self._native_all_reduce(x, dist.ReduceOp.MAX).result()
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -196,8 +230,7 @@ class Collectives:
         limit = _EXCHANGE_BYTES_PAIR if self.size == 2 else _EXCHANGE_BYTES
         return self.size == 1 or (not self.native and x.numel() * x.element_size() <= limit)
 
-    def _native_all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Started:
-        out = x.clone(memory_format=torch.contiguous_format)
+    def _native_all_reduce(self, out: Tensor, operation: dist.ReduceOp.RedOpType) -> Started:
         with torch.no_grad(), self.guard():
             work = dist.all_reduce(out, operation, group=self.group, async_op=True)
         return Started(lambda: self._ended([work], out))

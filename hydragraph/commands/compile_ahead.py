@@ -49,6 +49,7 @@ class VariantRecord:
     tp: int
     sequence_parallel: bool
     recompute: bool | float
+    sums_in_pieces: bool
     indices: tuple[int, ...]
     forward_nodes: int
     backward_nodes: int

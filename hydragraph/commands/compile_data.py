@@ -181,7 +181,7 @@ def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS
 
 def _kind(compiled: CompiledVariant) -> StageKind:
     record = compiled.record
-    return StageKind(record.tp, record.sequence_parallel, record.recompute)
+    return StageKind(record.tp, record.sequence_parallel, record.recompute, record.sums_in_pieces)
 
 
 def _block(compiled: CompiledVariant) -> BlockData:

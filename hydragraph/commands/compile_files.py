@@ -129,7 +129,10 @@ def _write_strategy(folder: Path, compiled: CompiledStrategy) -> None:
 def _title(record: VariantRecord) -> str:
     count = len(record.blocks)
     blocks = record.blocks[0] if count == 1 else f"{record.blocks[0]} and {count - 1} blocks like it"
-    kind = [f"tp {record.tp}", *StageKind(record.tp, record.sequence_parallel, record.recompute).marks]
+    kind = [
+        f"tp {record.tp}",
+        *StageKind(record.tp, record.sequence_parallel, record.recompute, record.sums_in_pieces).marks,
+    ]
     where = "" if record.tp == 1 or len(record.indices) == record.tp else f" at {list(record.indices)} of the stage"
     return f"Template {record.template}, {blocks}{where}; {', '.join(kind)}"
 

@@ -42,6 +42,9 @@ class ProfileOptions(ConfigOptions):
         bool, typer.Option("--sequence-parallel", help="Also measure stages with sequence parallelism.")
     ] = False
     recompute: Annotated[bool, typer.Option("--recompute", help="Also measure stages that recompute.")] = False
+    sums_in_pieces: Annotated[
+        bool, typer.Option("--sums-in-pieces", help="Also measure tensor-parallel stages with sums in pieces.")
+    ] = False
     longest: Annotated[
         int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
     ] = None
@@ -129,6 +132,8 @@ def _kinds(
     for tp in dict.fromkeys(tp for tp, _ in schemes):
         parallel = [False, True] if options.sequence_parallel and tp > 1 else [False]
         kinds += [StageKind(tp, split, recompute) for split in parallel for recompute in again]
+        if options.sums_in_pieces and tp > 1:
+            kinds += [StageKind(tp, False, recompute, sums_in_pieces=True) for recompute in again]
     return tuple(kinds)
 
 

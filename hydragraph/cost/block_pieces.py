@@ -53,6 +53,8 @@ class BlockPiece:
             sums.
         during_sums: for each tensor-parallel sum of the backward, seconds per token of the weight gradients that are
             computed while it runs (`passes/overlap_collectives.py`).
+        before_sums: for each of these sums, first those of the forward, seconds per token of the products that it adds
+            up over the ranks; 0 if it adds up something else.
         held: its memory in more detail, if known.
     """
 
@@ -66,6 +68,7 @@ class BlockPiece:
     backward: Curve | None = None
     reduced: tuple[int, int] = (0, 0)
     during_sums: tuple[float, ...] = ()
+    before_sums: tuple[float, ...] = ()
     held: MemoryLines | None = None
 
     @classmethod

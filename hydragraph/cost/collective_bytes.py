@@ -12,7 +12,10 @@ from hydragraph.cost.footprint import MicroBatch, Sizes
 from hydragraph.passes.differentiate import Variant
 from hydragraph.spec.stage_kind import StagePart
 
-_TIMES = {"all_reduce_max": 2, "start_all_reduce": 2, "start_all_gather": 1, "start_reduce_scatter": 1}
+_TIMES = {
+    **dict.fromkeys(("all_reduce_max", "start_all_reduce", "start_all_reduce_product"), 2),
+    **dict.fromkeys(("start_all_gather", "start_reduce_scatter"), 1),
+}
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
@@ -26,5 +29,6 @@ def _moved(node: fx.Node, sizes: Sizes) -> int:
     """Return the bytes of a collective's whole tensor, twice for an all-reduce."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # A reduce-scatter's operand is whole, an all-gather's result. A start's value is both.
-    return _TIMES[str(node.target)] * max(*sizes.storages(node).values(), *sizes.storages(node.args[1]).values())
+    # A start's value is its result, then its operand. A reduce-scatter's operand is whole, otherwise the result.
+    result, *operand = sizes.storages(node).values()
+    return _TIMES[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

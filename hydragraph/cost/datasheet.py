@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,16 @@ from hydragraph.ir.graph_data import value_of
 from hydragraph.ir.placeholders import communicate
 from hydragraph.ir.program import Block, Program, Template
 from hydragraph.kernels.gated_delta_rule import CHUNK
-from hydragraph.passes.graph_node import ATTENDING, delta_rule, is_grouped, known_product, operands, shape, varlen
+from hydragraph.passes.graph_node import (
+    ATTENDING,
+    delta_rule,
+    is_grouped,
+    known_product,
+    operands,
+    product,
+    shape,
+    varlen,
+)
 from hydragraph.private.tracing import hint_of
 from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.known_devices import reached
@@ -156,6 +165,9 @@ class _Rates:
         moved = (n + k) * self.itemsize / (self.bytes_per_s * ROOFLINE.memory)
         return seconds * (1 + ROOFLINE.half / n) * (1 + ROOFLINE.half / k) + moved
 
+    def products(self, products: Iterable[Product]) -> float:
+        return sum(times * self.product(n, k) for times, n, k in products)
+
     @property
     def attention(self) -> float:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
@@ -180,7 +192,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
     except Unsupported:  # this degree does not divide the block; lowering reports it
         work = operations(program, block, 1).divided(kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
-    b = sum(times * rates.product(n, k) for times, n, k in work.products)
+    b = rates.products(work.products)
     c = rates.launches(len(work.products))
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
@@ -191,7 +203,8 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         parameters=work.parameters,
         frozen=work.frozen,
         reduced=_sums(program, block) if kind.tp > 1 else (0, 0),
-        during_sums=tuple(sum(times * rates.product(n, k) for times, n, k in each) for each in work.during_sums),
+        during_sums=tuple(map(rates.products, work.during_sums)),
+        before_sums=tuple(map(rates.products, work.before_sums)),
     )
 
 
@@ -205,6 +218,7 @@ class Operations:
         parameters, frozen: elements of all and of frozen weights.
         during_sums: for each tensor-parallel sum of the backward, the products whose weight gradients are computed
             while it runs: those that follow its place in the forward.
+        before_sums: for each sum, first those of the forward, the products that it adds up over the ranks.
     """
 
     attention: Mapping[Reach, float]
@@ -212,6 +226,7 @@ class Operations:
     parameters: int
     frozen: int
     during_sums: tuple[tuple[Product, ...], ...] = ()
+    before_sums: tuple[tuple[Product, ...], ...] = ()
 
     @property
     def linear(self) -> float:
@@ -221,10 +236,13 @@ class Operations:
     def divided(self, parts: int) -> Operations:
         """Return an equal part of the work."""
         attention = {reach: per_pair / parts for reach, per_pair in self.attention.items()}
-        products, *during_sums = (
-            tuple((times / parts, n, k) for times, n, k in each) for each in (self.products, *self.during_sums)
+        products, *at_sums = (
+            tuple((times / parts, n, k) for times, n, k in each)
+            for each in (self.products, *self.during_sums, *self.before_sums)
         )
-        return Operations(attention, products, self.parameters // parts, self.frozen // parts, tuple(during_sums))
+        during, before = at_sums[: len(self.during_sums)], at_sums[len(self.during_sums) :]
+        sizes = (self.parameters // parts, self.frozen // parts)
+        return Operations(attention, products, *sizes, tuple(during), tuple(before))
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
@@ -234,6 +252,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     rows = _rows_of_experts(graph)
     products: list[Product] = []
+    by_weight: dict[fx.Node, Product] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
     during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first: before any
@@ -245,6 +264,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
         frozen += 0 if name in program.learning else math.prod(local)
         if len(local) > 1 and node.name not in looked_up:
             products.append((rows.get(node.name, math.prod(local[:-2])), local[-2], local[-1]))
+            by_weight[node] = products[-1]
             # The head computes its weight's gradient before the sum.
             if name in program.learning and block is not program.blocks[-1]:
                 during_sums[bisect_left(entered, min(places[user] for user in node.users))].append(products[-1])
@@ -256,7 +276,19 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
     parts = {reach: per_pair / tp for reach, per_pair in attention.items()}
-    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, during_sums[1:])))
+    # The head's products are part of an operator.
+    before_sums = tuple(_before_sums(graph, {} if block is program.blocks[-1] else by_weight))
+    return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, during_sums[1:])), before_sums)
+
+
+def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Iterator[tuple[Product, ...]]:
+    """Yield the products that `passes/sums_in_pieces.py` computes in pieces before each sum."""
+    for where in ("exit", "enter"):
+        for node in (n for n in graph.nodes if n.target is communicate and n.args[1] == where):
+            results = [operands(node)[0]] if where == "exit" else list(node.users)
+            found = [None if is_grouped(result) else product(result) for result in results]
+            weights = [parts.weight for parts in found if parts is not None and parts.weight in by_weight]
+            yield tuple(by_weight[weight] for weight in weights) if len(weights) == len(results) else ()
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:

@@ -187,7 +187,8 @@ class Profile:
 
     def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
         """Return the part for one of `cuts`."""
-        pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel) == (tp, sequence_parallel)}
+        cut = (tp, sequence_parallel, False)
+        pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel, k.sums_in_pieces) == cut}
         schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
         others = tuple(other.of_cut(tp, sequence_parallel) for other in self.others)
         return replace(self, pieces=pieces, schemes=schemes, others=others)

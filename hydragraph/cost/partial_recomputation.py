@@ -67,6 +67,7 @@ def _within(plain: BlockPiece, full: BlockPiece, budget: float, share: float) ->
         frozen=plain.frozen,
         reduced=plain.reduced,
         during_sums=plain.during_sums,
+        before_sums=plain.before_sums,
         held=memory_lines,
     )
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 
 from hydragraph.cost.accounts import TRANSFERS, TimeKind
 from hydragraph.cost.block_pieces import AUX, BlockPiece
@@ -30,7 +30,7 @@ from hydragraph.spec.cluster import Cluster, Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.pipeline import Pipeline, Stage
-from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.stage_kind import PIECES, StageKind
 from hydragraph.spec.strategy import Strategy
 
 MESSAGE_BYTES = 1 << 20  # size of a typical message, for comparing links
@@ -150,6 +150,8 @@ class Pricing:
             Unsupported: the kind was not measured, or its fit failed.
         """
         profile = self._of_type[type_]
+        if kind not in profile.pieces and kind.sums_in_pieces:
+            return self.pieces(type_, kind._replace(sums_in_pieces=False))
         if kind not in profile.pieces and not isinstance(kind.recompute, bool):
             return self._within_budget(type_, kind)
         if kind not in profile.pieces:
@@ -223,7 +225,8 @@ class Pricing:
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
         """Return the rings of these sums in forward and backward; None without sums.
 
-        Each of the backward's sums runs while weight gradients are computed (`passes/overlap_collectives.py`).
+        Each of the backward's sums runs while weight gradients are computed (`passes/overlap_collectives.py`), and of
+        sums in pieces all pieces but the last while a product is (`passes/sums_in_pieces.py`).
         """
         if stage.tp == 1:
             return None
@@ -233,8 +236,22 @@ class Pricing:
         size = self.sizes.hidden_bytes
         link = self.slowest_link(stage.devices, size * RING_TOKENS / stage.tp)
         one = Ring(stage.tp, 1, size, link).token_seconds(1 / link.bytes_per_s)
-        hidden = sum(min(one, product_s) for piece in self._blocks(stage, span) for product_s in piece.during_sums)
-        return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
+        if not stage.kind.sums_in_pieces:
+            hidden = sum(min(one, product_s) for piece in self._blocks(stage, span) for product_s in piece.during_sums)
+            return Ring(stage.tp, forward, size, link), Ring(stage.tp, backward, size, link, hidden)
+        before: tuple[Counter[float], Counter[float]] = (Counter(), Counter())
+        hidden = 0.0
+        for piece in self._blocks(stage, span):
+            forward_s, backward_s = piece.before_sums[: piece.reduced[0]], piece.before_sums[piece.reduced[0] :]
+            before[0].update(forward_s)
+            before[1].update(backward_s)
+            for product_s, during_s in zip_longest(backward_s, piece.during_sums, fillvalue=0.0):
+                hidden += min(one - min(one, product_s) * (1 - 1 / PIECES), during_s)
+        besides = [tuple((times, product_s) for product_s, times in each.items()) for each in before]
+        return (
+            Ring(stage.tp, forward, size, link, pieces=PIECES, beside=besides[0]),
+            Ring(stage.tp, backward, size, link, hidden, PIECES, besides[1]),
+        )
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
         """Return the messages from a stage to a neighbouring one."""

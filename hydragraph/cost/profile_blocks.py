@@ -42,7 +42,7 @@ class ProfileBlocks:
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
         # Not every kind of stage was measured on each type.
-        kind = part.kind if isinstance(part.recompute, bool) else part.kind._replace(recompute=True)
+        kind = part.kind._replace(recompute=bool(part.recompute), sums_in_pieces=False)
         measured = (name for name in self._types if kind in self._profile.of(name).pieces)
         return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]
 

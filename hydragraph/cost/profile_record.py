@@ -84,7 +84,7 @@ def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
             k: tuple(v) if isinstance(v, list) else v for k, v in record.items()
         }
     )
-    pairs = {name: tuple(data[name]) for name in ("reduced", "during_sums") if name in data}
+    pairs = {name: tuple(data[name]) for name in ("reduced", "during_sums", "before_sums") if name in data}
     rest = {"seconds": read_constants(data["seconds"]), "held": details}
     return BlockPiece(**{**data, **rest, **pairs, **curves})
 

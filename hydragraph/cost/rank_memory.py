@@ -202,7 +202,8 @@ class CompiledBlocks:
 
     def repeated(self, block: str, kind: StageKind) -> float:
         """See `PricedBlocks`; of the stage's first rank."""
-        kinds = (kind._replace(recompute=False), kind, kind._replace(recompute=True))
+        whole = kind._replace(sums_in_pieces=False)
+        kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
         plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
         return repeated(plain, partial, full)
 

@@ -23,6 +23,9 @@ class Ring:
         times: number of summed hidden states per micro-batch.
         link: the slowest link between neighbours.
         hidden: seconds per token that overlap with weight gradients; latencies never do.
+        pieces: number of parts of the tokens that are summed one after the other.
+        beside: (number of sums, seconds per token of the product before each), for sums in several pieces: all but the
+            last run while the product of the next piece is computed.
     """
 
     ranks: int
@@ -30,28 +33,41 @@ class Ring:
     token_bytes: int
     link: Interconnect
     hidden: float = 0.0
+    pieces: int = 1
+    beside: tuple[tuple[float, float], ...] = ()
 
     @property
     def exposed(self) -> Ring:
-        """These sums if they overlap with nothing."""
+        """These sums if they do not overlap with weight gradients."""
         return replace(self, hidden=0.0)
+
+    def slower(self, factor: float) -> Ring:
+        """Return the sums slowed down by a factor."""
+        beside = tuple((factor * times, product_s) for times, product_s in self.beside)
+        return replace(self, times=factor * self.times, hidden=factor * self.hidden, beside=beside)
 
     @property
     def latency_s(self) -> float:
-        """Seconds for empty messages."""
+        """Seconds for empty messages, of the last piece of each sum."""
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
         """Return the exposed seconds for a micro-batch."""
         if not self.times:
             return 0.0
-        sent = self.times * 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks)
+        each = 2 * (self.ranks - 1) * self.link.seconds(tokens * self.token_bytes / self.ranks / self.pieces)
+        sent = self.times * self.pieces * each - self._beside_products(each, tokens)
         return max(self.latency_s, sent - tokens * self.hidden)
 
     def token_seconds(self, per_byte: float) -> float:
         """Return the exposed seconds per token, without latencies, at `per_byte` seconds per byte."""
-        sent = self.times * 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
-        return max(0.0, sent - self.hidden)
+        each = 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
+        return max(0.0, self.times * each - self._beside_products(each / self.pieces, 1) - self.hidden)
+
+    def _beside_products(self, each: float, tokens: int) -> float:
+        """Return the seconds of pieces, of `each` seconds, that run while the product of the next one is computed."""
+        further = self.pieces - 1
+        return sum(times * further * min(each, tokens * product_s / self.pieces) for times, product_s in self.beside)
 
 
 @dataclass(frozen=True)
@@ -103,10 +119,7 @@ class StageCost:
             tuple(tuple((factor * n, curve) for n, curve in parts) for parts in every)
             for every in (self.forward, self.backward, self.aux)
         )
-        rings = self.rings and (
-            replace(self.rings[0], times=factor * self.rings[0].times),
-            replace(self.rings[1], times=factor * self.rings[1].times, hidden=factor * self.rings[1].hidden),
-        )
+        rings = self.rings and (self.rings[0].slower(factor), self.rings[1].slower(factor))
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:

@@ -3,7 +3,7 @@
 Template   a captured block, cleaned and annotated
   shard, fuse_head
 Sharded    a rank's own forward graph
-  differentiate, accumulate, overlap_collectives, compile
+  differentiate, accumulate, sums_in_pieces, overlap_collectives, compile
 Variant    its forward and its backward
 """
 
@@ -24,6 +24,7 @@ from hydragraph.passes.differentiate import Variant, differentiate
 from hydragraph.passes.fuse_head import fuse_head
 from hydragraph.passes.overlap_collectives import overlap_collectives
 from hydragraph.passes.shard import ShardedTemplate, shard
+from hydragraph.passes.sums_in_pieces import sums_in_pieces
 from hydragraph.passes.variant_spec import COMPILE, VariantSpec
 from hydragraph.spec.stage_kind import StagePart
 
@@ -77,6 +78,12 @@ def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
     return accumulate(graphs)
 
 
+def _sums_in_pieces(spec: VariantSpec, graphs: Graphs) -> Graphs:
+    """Compute products in pieces of the tokens, and sum each piece over the ranks while the next is computed."""
+    assert isinstance(graphs, Variant)
+    return sums_in_pieces(graphs)
+
+
 def _overlap_collectives(spec: VariantSpec, graphs: Graphs) -> Graphs:
     """Start collectives early and end them late, so that they overlap with weight gradients."""
     assert isinstance(graphs, Variant)
@@ -95,6 +102,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
     GraphPass("fuse_head", "fused head, uncut vocabulary", _fuse_head),
     GraphPass("differentiate", "always", _differentiate),
     GraphPass("accumulate", "eager graphs in fp32", _accumulate),
+    GraphPass("sums_in_pieces", "sums in pieces", _sums_in_pieces),
     GraphPass("overlap_collectives", "tensor parallelism", _overlap_collectives),
     GraphPass(COMPILE, "backend inductor", _compile),
 )

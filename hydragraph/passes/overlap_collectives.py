@@ -17,8 +17,9 @@ from torch import fx
 
 from hydragraph.ir.graph_data import value_of
 from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.sums_in_pieces import SUMMED
 
-STARTS = {name: f"start_{name}" for name in ("all_reduce", "all_gather", "reduce_scatter")}
+STARTS = {name: f"start_{name}" for name in ("all_reduce", SUMMED, "all_gather", "reduce_scatter")}
 RESULT = "result"
 
 
@@ -66,7 +67,7 @@ def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node
 def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
     """Turn a call into one that only starts; its value keeps the operand and the result in memory."""
     call.target = STARTS[str(collective.target)]
-    call.meta = {"val": (value_of(collective), value_of(collective.args[1]))}
+    call.meta = {"val": (value_of(collective), value_of(collective.all_input_nodes[1]))}
     return call
 
 

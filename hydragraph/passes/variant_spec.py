@@ -51,6 +51,7 @@ class VariantSpec:
             "differentiate": True,
             # Gradient sums are in fp32, so products must be; Inductor fuses its own sums.
             "accumulate": self.added and eager and self.dtype is torch.float32,
+            "sums_in_pieces": self.part.kind.sums_in_pieces,
             "overlap_collectives": self.part.tp > 1,
             COMPILE: self.backend == "inductor",
         }

@@ -203,9 +203,7 @@ class Yard:
         for group in groups:
             waiting.setdefault(self._forms[group.form], []).append(group)
         stages = zip(laid.order, laid.layers, laid.kinds, strict=True)
-        return Pipeline(
-            tuple(Stage(waiting[i].pop(0).devices, n, k.sequence_parallel, k.recompute) for i, n, k in stages)
-        )
+        return Pipeline(tuple(Stage.of(waiting[i].pop(0).devices, n, kind) for i, n, kind in stages))
 
 
 def climbed(

@@ -59,7 +59,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
         for kind in costs.profile.of(site.type).pieces:
             if kind.tp > largest[site] or not costs.sizes.allows(kind.tp):
                 continue
-            stage = Stage(example[site][: kind.tp], 1, kind.sequence_parallel, kind.recompute)
+            stage = Stage.of(example[site][: kind.tp], 1, kind)
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))

@@ -179,7 +179,7 @@ def plan(
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
         schedules: that the run can use instead of "1f1b", if they are faster. "zb-h1" needs a run with
             `backend="eager"`.
-        streaming: whether "auto" may propose stages that stream, which a deterministic run cannot use.
+        streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
 
     Returns:
         the plan.
@@ -372,7 +372,7 @@ def _extended(
         looked = replace(looked, settled=looked.settled + settled, short=looked.short + short)
     if schedules is not None:
         able = [candidate for candidate in looked.settled if math.isfinite(candidate.seconds)]
-        looked = replace(looked, settled=(*looked.settled, *refined(costs, able, schedules, until)))
+        looked = replace(looked, settled=(*looked.settled, *refined(costs, able, schedules, until, streaming)))
     return looked
 
 

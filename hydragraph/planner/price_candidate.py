@@ -141,7 +141,7 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
     pipelines = []
     for p, layout in enumerate(laid):
         stages = tuple(
-            Stage(chosen[p, s].devices, layers, kind.sequence_parallel, kind.recompute)
+            Stage.of(chosen[p, s].devices, layers, kind)
             for s, (layers, kind) in enumerate(zip(layout.layers, layout.kinds, strict=True))
         )
         pipelines.append(Pipeline(stages))

@@ -3,6 +3,7 @@
 memory budgets   the largest that fit, for stages that recompute, the later ones first
 schedules        another schedule that the run can use, such as zb-h1
 interleaving     each device runs several stages, with owners chosen again
+sums in pieces   for stages whose ranks then wait less for each other, given their micro-batches
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ LEAST = 3 / 4
 
 
 def refined(
-    costs: Costs, plans: Sequence[Settled], schedules: Collection[str] = (), until: float | None = None
+    costs: Costs,
+    plans: Sequence[Settled],
+    schedules: Collection[str] = (),
+    until: float | None = None,
+    in_pieces: bool = True,
 ) -> list[Settled]:
     """Return plans that fit and are faster than those that they come from.
 
     Args:
         schedules: that the run can use.
         until: deadline (of `time.monotonic`); None: none.
+        in_pieces: whether stages may sum in pieces.
     """
     if is_late(until):
         return []
@@ -52,7 +58,33 @@ def refined(
             fits = _fitting(costs, fastest, strategy)
             further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
         further_plans += _interleaved(costs, min([fastest, *further_plans], key=lambda each: each.seconds), until)
+    if fastest is not None and in_pieces and not is_late(until):
+        fastest = min([fastest, *further_plans], key=lambda each: each.seconds)
+        strategy = _summed_in_pieces(costs, fastest)
+        fits = _fitting(costs, fastest, strategy)
+        further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
     return further_plans
+
+
+def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
+    """Return a plan's strategy with sums in pieces where a stage's micro-batches then take less time."""
+    schedule = plan.strategy.schedule
+
+    def seconds(stage: Stage, span: tuple[int, int], micro_batches: Sequence[Sequence[int]]) -> float:
+        cost = costs.stage(stage, span).under(schedule)
+        return math.fsum(math.fsum(cost.seconds(lengths)) for lengths in micro_batches)
+
+    def chosen(stage: Stage, span: tuple[int, int], micro_batches: Sequence[Sequence[int]]) -> Stage:
+        if stage.tp == 1 or stage.sequence_parallel:
+            return stage
+        options = (stage, replace(stage, sums_in_pieces=True))
+        return min(options, key=lambda option: seconds(option, span, micro_batches))
+
+    pipelines = (
+        Pipeline(tuple(chosen(s, span, batches) for s, span in zip(p.stages, costs.spans(p), strict=True)))
+        for p, batches in zip(plan.strategy.pipelines, plan.assignments[0].tokens, strict=True)
+    )
+    return replace(plan.strategy, pipelines=tuple(pipelines))
 
 
 def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settled]:

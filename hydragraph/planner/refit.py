@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from hydragraph.errors import Unsupported
 from hydragraph.spec.pipeline import Pipeline, Stage
@@ -74,7 +75,7 @@ def _built(sizes: Sequence[int], degree: int, layers: int, like: Stage, schedule
         for share in shares:
             devices = tuple(range(first, first + degree))
             sequence_parallel = like.sequence_parallel and degree > 1
-            stages.append(Stage(devices, share, sequence_parallel, like.recompute, like.stream, like.offload))
+            stages.append(replace(like, devices=devices, layers=share, sequence_parallel=sequence_parallel))
             first += degree
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines), schedule)

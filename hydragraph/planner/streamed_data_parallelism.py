@@ -112,7 +112,7 @@ def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ..
 def _strategies(costs: Costs) -> Iterator[Strategy]:
     for kind, groups in groups_by_kind(costs):
         for stream in (GRADIENTS, True):
-            stages = (Stage(g, costs.outline.layers, kind.sequence_parallel, kind.recompute, stream) for g in groups)
+            stages = (Stage.of(g, costs.outline.layers, kind, stream) for g in groups)
             yield Strategy(tuple(Pipeline((stage,)) for stage in stages))
 
 

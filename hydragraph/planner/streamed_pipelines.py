@@ -72,12 +72,7 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
             for stream in (GRADIENTS, True):
                 yield Strategy(
                     tuple(
-                        Pipeline(
-                            tuple(
-                                Stage(group, n, kind.sequence_parallel, kind.recompute, stream)
-                                for group, n in zip(row, counts, strict=True)
-                            )
-                        )
+                        Pipeline(tuple(Stage.of(group, n, kind, stream) for group, n in zip(row, counts, strict=True)))
                         for row, counts in zip(rows, layers, strict=True)
                     )
                 )

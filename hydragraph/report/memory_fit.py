@@ -268,7 +268,12 @@ def wider(
         pipelines = tuple(
             Pipeline(
                 tuple(
-                    replace(s, devices=(*s.devices, *t.devices), sequence_parallel=sequence_parallel)
+                    replace(
+                        s,
+                        devices=(*s.devices, *t.devices),
+                        sequence_parallel=sequence_parallel,
+                        sums_in_pieces=s.sums_in_pieces and not sequence_parallel,
+                    )
                     for s, t in zip(one.stages, other.stages, strict=True)
                 )
             )

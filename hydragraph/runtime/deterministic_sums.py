@@ -66,8 +66,8 @@ class Deterministic:
         """Check that all stages are cut alike, in these and all other strategies.
 
         Raises:
-            Unsupported: two differ, a stage streams, or one of more than two devices does not name them in ascending
-                order.
+            Unsupported: two differ, a stage streams or has sums in pieces, or one of more than two devices does not
+                name them in ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -87,6 +87,13 @@ class Deterministic:
                         "after every micro-batch",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="leave out stream (w and g in a text), or train without deterministic",
+                    )
+                if stage.kind.sums_in_pieces:
+                    raise Unsupported(
+                        f"a stage on devices {list(stage.devices)} with sums in pieces: products of other numbers of "
+                        "tokens may have other bits",
+                        where=f"{_WHERE}, strategy {strategy}",
+                        remedy="leave out sums_in_pieces (p in a text), or train without deterministic",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(

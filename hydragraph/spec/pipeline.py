@@ -25,6 +25,8 @@ class Stage:
         stream: True: pull weights before each use of a block, free them after it, and push gradients after each
             backward; "gradients": only push gradients like this. False: pull and push once per iteration.
         offload: keep what forwards save in host memory until shortly before their backwards.
+        sums_in_pieces: compute products whose results are summed over the devices in `PIECES` pieces of the tokens, and
+            sum each piece while the next is computed. Not with sequence_parallel, whose sums are scattered.
     """
 
     devices: tuple[int, ...]
@@ -33,6 +35,7 @@ class Stage:
     recompute: bool | float = False
     stream: bool | str = False
     offload: bool = False
+    sums_in_pieces: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", as_tuple("devices", self.devices))
@@ -45,7 +48,7 @@ class Stage:
                 raise ValueError(f"devices has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
             raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
-        for name in ("sequence_parallel", "offload"):
+        for name in ("sequence_parallel", "offload", "sums_in_pieces"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
         if not isinstance(self.recompute, bool) and not is_budget(self.recompute):
@@ -55,11 +58,19 @@ class Stage:
             )
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
+        if self.sums_in_pieces and self.sequence_parallel:
+            raise ValueError("sums_in_pieces with sequence_parallel, whose sums are scattered: set one of them")
+
+    @classmethod
+    def of(cls, devices: tuple[int, ...], layers: int, kind: StageKind, stream: bool | str = False) -> Stage:
+        """Return a stage of a kind."""
+        return cls(devices, layers, *kind[1:3], stream=stream, sums_in_pieces=kind.sums_in_pieces)
 
     @property
     def kind(self) -> StageKind:
         """See `StageKind`."""
-        return StageKind(self.tp, self.sequence_parallel and self.tp > 1, self.recompute)
+        several = self.tp > 1
+        return StageKind(self.tp, self.sequence_parallel and several, self.recompute, self.sums_in_pieces and several)
 
     @property
     def tp(self) -> int:

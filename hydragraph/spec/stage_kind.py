@@ -12,41 +12,50 @@ class StageKind(NamedTuple):
 
     Attributes:
         tp: the tensor-parallel degree.
-        sequence_parallel, recompute: as in `Stage`.
+        sequence_parallel, recompute, sums_in_pieces: as in `Stage`.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
     recompute: bool | float = False
+    sums_in_pieces: bool = False
 
     @property
     def text(self) -> str:
-        """A short name: tp2, tp2s (sequence parallel), tp2sr (also recomputed), tp2sr0.5 (within a memory budget)."""
-        return f"tp{self.tp}{'s' * self.sequence_parallel}{recompute_flag(self.recompute)}"
+        """A name: tp2, tp2s (sequence-parallel), tp2sr (recomputed), tp2sr0.5 (in part), tp2p (sums in pieces)."""
+        flags = "s" * self.sequence_parallel + recompute_flag(self.recompute) + "p" * self.sums_in_pieces
+        return f"tp{self.tp}{flags}"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Its options in words: "sequence parallel", "recomputed within a memory budget of 0.5"."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
-        return (*["sequence parallel"] * self.sequence_parallel, *[f"recomputed{budget}"] * bool(self.recompute))
+        return (
+            *["sequence parallel"] * self.sequence_parallel,
+            *[f"recomputed{budget}"] * bool(self.recompute),
+            *["sums in pieces"] * self.sums_in_pieces,
+        )
 
     @classmethod
     def parse(cls, text: str) -> StageKind:
         """Parse a name such as tp2sr; raise a ValueError for another form."""
-        match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)(0\.\d\d?)?", text)
+        match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)(0\.\d\d?)?(p?)", text)
         budget = float(match[4]) if match and match[4] else None
         if match is None or (budget is not None and not (match[3] and is_budget(budget))):
             raise ValueError(
-                f"{text!r} is not a kind of stage: write tp2, tp2s (sequence parallel), tp2sr (recomputed) or tp2sr0.5 "
-                "(recomputed within a memory budget)"
+                f"{text!r} is not a kind of stage: write tp2, tp2s (sequence parallel), tp2sr (recomputed), tp2sr0.5 "
+                "(recomputed within a memory budget) or tp2p (sums in pieces)"
             )
-        return cls(int(match[1]), bool(match[2]), bool(match[3]) if budget is None else budget)
+        return cls(int(match[1]), bool(match[2]), bool(match[3]) if budget is None else budget, bool(match[5]))
 
     def parts(self) -> tuple[StagePart, ...]:
         """Return the parts of all its ranks, in order."""
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
+# Pieces of each sum of a stage with `sums_in_pieces`. More would hide more of a sum, but each takes the latency of all
+# its messages, and products of few tokens are less efficient.
+PIECES = 2
 # Proposed memory budgets. Few, because the graphs of each are compiled to know its memory.
 BUDGETS = (0.75, 0.5, 0.25)
 

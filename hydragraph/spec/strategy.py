@@ -267,7 +267,8 @@ class Strategy:
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Leave out options that are off and newer than fingerprints."""
-    return {name: value for name, value in items if (name, value) not in (("stream", False), ("offload", False))}
+    newer = ("stream", "offload", "sums_in_pieces")
+    return {name: value for name, value in items if name not in newer or value is not False}
 
 
 def _difference(one: tuple[int, Stage], other: tuple[int, Stage]) -> str:

@@ -4,8 +4,8 @@
     term     = [ count "*" ] "<" "tp" int "," "pp" int [ "," "v" int ] ">" [ flags ]  |  "<" stage { "," stage } ">"
     stage    = "[" int { "," int } "]" "x" layers [ flags ]
     flags    = letters, each at most once: s = sequence parallel, r = recompute, w = stream weights and gradients,
-               g = stream gradients (not with w), o = offload activations; a memory budget may follow r, as in
-               sr0.5w
+               g = stream gradients (not with w), o = offload activations, p = sums in pieces (not with s); a memory
+               budget may follow r, as in sr0.5w
 
 A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly.
 `<tpT,ppP,vV>` splits them into P*V stages, which the P groups of devices run in turn (interleaved).
@@ -32,8 +32,10 @@ _FLAGS = {
     "w": "streaming of weights and gradients",
     "g": "streaming of gradients",
     "o": "offloading of activations",
+    "p": "sums in pieces",
 }
 _STREAMED: dict[str, bool | str] = {"w": True, "g": "gradients"}
+_SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ def _format_stage(stage: Stage) -> str:
 def _flags(stage: Stage) -> str:
     flags = "s" * stage.sequence_parallel + recompute_flag(stage.recompute)
     flags += "".join(letter for letter, stream in _STREAMED.items() if stage.stream == stream)
-    return flags + "o" * stage.offload
+    return flags + "o" * stage.offload + "p" * stage.sums_in_pieces
 
 
 class _Token(NamedTuple):
@@ -225,14 +227,15 @@ def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
         letters += reader.take().text if _are_flags(reader.peek()) else ""
     if not _are_flags(letters):
         meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
-        what = f"a stage's flags are {meanings}, each at most once, and one of w and g"
+        what = f"a stage's flags are {meanings}, each at most once, and one of w and g, and of s and p"
         raise reader.error(what, start)
     stream = next((_STREAMED[letter] for letter in letters if letter in _STREAMED), False)
     recompute = "r" in letters if budget is None else budget
-    return {"sequence_parallel": "s" in letters, "recompute": recompute, "stream": stream, "offload": "o" in letters}
+    switches = {name: letter in letters for letter, name in _SWITCHES.items()}
+    return {"recompute": recompute, "stream": stream, **switches}
 
 
 def _are_flags(letters: str) -> bool:
     distinct = set(letters)
     once = len(distinct) == len(letters) > 0
-    return once and distinct <= _FLAGS.keys() and not distinct >= _STREAMED.keys()
+    return once and distinct <= _FLAGS.keys() and not any(distinct >= pair for pair in ({*_STREAMED}, {"s", "p"}))

@@ -148,6 +148,8 @@ def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
         x = value(rank, 4, size // 4) if size % 4 == 0 else value(rank, size)
         out[f"sum {size}"] = collectives.all_reduce(x)
         out[f"max {size}"] = collectives.all_reduce_max(x)
+        rows = x.reshape(-1, 1)
+        out[f"products {size}"] = collectives.start_all_reduce_product([rows, rows], [torch.ones(1, 2)] * 2).result()
         out[f"gather {size}"] = collectives.all_gather(x, x.dim() - 1)
     for size in (12, 12 * 6000):
         out[f"scatter {size}"] = collectives.reduce_scatter(value(rank, 2, size), 1)
@@ -159,6 +161,7 @@ def collect(collectives: AnyCollectives, sizes: list[int]) -> Results:
         out[what] = found
     out["token losses"], _ = collectives.head_token_losses(hidden, rows, labels(collectives.size), start, -100, ROWS)
     out["strided"] = collectives.all_reduce(value(rank, 6, 4).t())
+    out["no rows"] = collectives.start_all_reduce_product([torch.empty(0, 3)], [torch.ones(3, 2)]).result()
     return out
 
 
@@ -176,6 +179,9 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
             assert torch.equal(result[f"sum {size}"], results[0][f"sum {size}"])
             assert torch.equal(result[f"max {size}"], inputs.amax(0))
             assert torch.equal(result[f"gather {size}"], torch.cat(list(inputs), -1))
+            products = inputs.sum(0).reshape(-1, 1).expand(-1, 2)
+            torch.testing.assert_close(result[f"products {size}"], 2 * products)
+            assert torch.equal(result[f"products {size}"], results[0][f"products {size}"])
     for size in (12, 12 * 6000):
         total = values(lambda rank, size=size: value(rank, 2, size)).sum(0)  # type: ignore[misc]
         scattered = torch.cat([result[f"scatter {size}"] for result in results], 1)
@@ -183,6 +189,7 @@ def check_collectives(ranks: tuple[int, ...], results: list[Results], sizes: lis
     check_head(ranks, results)
     exact = values(lambda rank: value(rank, 64, dtype=torch.bfloat16)).float().sum(0)
     for result in results:
+        assert result["no rows"].shape == (0, 2)
         torch.testing.assert_close(result["half"], exact.bfloat16(), rtol=0, atol=0)
         torch.testing.assert_close(result["strided"], values(lambda rank: value(rank, 6, 4).t()).sum(0))
 

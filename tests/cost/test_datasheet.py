@@ -115,6 +115,25 @@ def test_sums_of_the_backward_run_while_weight_gradients_are_computed(bytes_per_
     assert found.seconds[Op.BACKWARD, "layer.0", 0, 0] == pytest.approx(2 * forward + exposed)
 
 
+@pytest.mark.parametrize("bytes_per_s", [1.0, 300.0, 1e4])
+def test_pieces_of_sums_run_while_the_next_piece_of_their_product_is_computed(bytes_per_s: float) -> None:
+    devices = Cluster(cluster(2, 4.0, 4.0).devices, Interconnect(bytes_per_s, 0.5), Interconnect(bytes_per_s, 0.5))
+    found = work(Strategy.parse("<tp2,pp1>p", 2), [TOKENS], devices)
+    piece = 2 * (0.5 + HIDDEN_BYTES / 2 / 2 / bytes_per_s)
+
+    def left(*matrices: int) -> float:
+        return 2 * piece - min(piece, 2 * TOKENS * sum(matrices) / 2 / 4 / 2)
+
+    forward = FORWARD / 2 / 4
+    assert found.seconds[Op.FORWARD, "layer.0", 0, 0] == pytest.approx(forward + left(64 * 64) + left(102 * 64))
+    attention, mlp = left(64 * 64, 2 * 32 * 64), left(2 * 102 * 64)
+    # The rest of the backward's sums overlaps with weight gradients, except a latency of each.
+    exposed = found.seconds[Op.BACKWARD, "layer.0", 0, 0] - 2 * forward
+    assert 2 * 2 * 0.5 <= exposed <= attention + mlp
+    halves = work(Strategy.parse("<[0,1]x1p,[2]x1> zb-h1", 2), [TOKENS], cluster(3, 4.0, 4.0))
+    assert halves.seconds
+
+
 def test_recomputation_runs_the_forward_again() -> None:
     strategy = Strategy((Pipeline((Stage((0,), 1, recompute=True), Stage((1,), 1))),))
     found = work(strategy, [TOKENS], cluster(2))

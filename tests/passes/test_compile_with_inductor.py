@@ -98,6 +98,7 @@ CASES = {
     "llama, two ranks with their tokens": ("llama", StagePart(StageKind(2, True), 0), torch.float32, (1,)),
     "llama, two ranks: embed and head": ("llama", StagePart(StageKind(2, True), 0), torch.float32, (0, 3)),
     "gpt2, two ranks": ("gpt2", StagePart(StageKind(2), 0), torch.float32, (1,)),
+    "llama, sums in pieces": ("llama", StagePart(StageKind(2, False, True, True), 0), torch.float32, (1,)),
     "llama in bfloat16, recomputed": ("llama", StagePart(StageKind(recompute=True)), torch.bfloat16, (1,)),
 }
 KEPT = ()  # test_ranks_that_compile_equal_one_device compiles them too

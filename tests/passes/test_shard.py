@@ -106,8 +106,21 @@ def test_sharded_graphs_equal_the_whole_template(name: str, tp: int, sequence_pa
         check(program, model, block, tp, sequence_parallel)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sums_in_pieces_equal_the_whole_template(name: str) -> None:
+    program, model = captured(name)
+    for block in program.blocks:
+        check(program, model, block, 3, sequence_parallel=False, in_pieces=True)
+
+
 def check(
-    program: Program, model: nn.Module, block: Block, tp: int, sequence_parallel: bool, fused_head: bool = False
+    program: Program,
+    model: nn.Module,
+    block: Block,
+    tp: int,
+    sequence_parallel: bool,
+    fused_head: bool = False,
+    in_pieces: bool = False,
 ) -> None:
     template = program.templates[block.template]
     whole = values(program, model, block)
@@ -117,7 +130,8 @@ def check(
     described = {n: program.parameters[c] for n, c in zip(template.parameters, block.parameters, strict=True)}
 
     ranks = variants(program, fused_head=fused_head)
-    compiled = [ranks.get(block, StagePart(StageKind(tp, sequence_parallel), index)) for index in range(tp)]
+    form = StageKind(tp, sequence_parallel, sums_in_pieces=in_pieces)
+    compiled = [ranks.get(block, part) for part in form.parts()]
     generate_code(compiled)
 
     def rank(collectives: object) -> tuple[Tensor, dict[str, Tensor]]:

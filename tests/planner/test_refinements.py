@@ -11,7 +11,7 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.price_candidate import Settled, settle, simulated
 from hydragraph.planner.refinements import interleaved, refined
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.stage_kind import BUDGETS
+from hydragraph.spec.stage_kind import BUDGETS, StageKind
 from tests.cost import priced
 
 LENGTH = 1000
@@ -28,9 +28,9 @@ def with_memory(costs: Costs, size: float) -> Costs:
     return costs.changed(cluster=replace(costs.cluster, devices=devices))
 
 
-def plan_of(costs: Costs, text: str, micro_batches: int = 8) -> Settled:
+def plan_of(costs: Costs, text: str, micro_batches: int = 8, length: int = LENGTH) -> Settled:
     strategy = hg.Strategy.parse(text, costs.outline.layers)
-    assignment = Assignment.even([micro_batches] * len(strategy.pipelines), [LENGTH] * len(strategy.pipelines))
+    assignment = Assignment.even([micro_batches] * len(strategy.pipelines), [length] * len(strategy.pipelines))
     found = settle(costs, strategy, assignment, "search", 1.0)
     assert isinstance(found, Settled)
     return simulated(costs, found)
@@ -110,10 +110,42 @@ def test_layers_are_cut_into_turns(text: str, visits: int, expected: str | None)
     assert (found and found.name) == expected
 
 
+def test_sums_run_in_pieces_where_products_hide_more_than_the_latencies_cost() -> None:
+    profile = priced.profile(8, "fast")
+    pieces = {
+        kind: {**of, "layer": replace(of["layer"], reduced=(2, 2), before_sums=(1e-9,) * 4)}
+        for kind, of in profile.pieces.items()
+    }
+    costs = Costs(replace(profile, pieces=pieces), priced.cluster(4))
+    before = plan_of(costs, "2*<tp2,pp1>")
+    (after,) = refined(costs, [before])
+    assert after.strategy.name == "2*<tp2,pp1>p"
+    owned = costs.changed(home=after.home)
+    simulated_s = [owned.simulate(plan.strategy, plan.assignments[0]).seconds for plan in (before, after)]
+    assert after.seconds == pytest.approx(simulated_s[1])
+    # Of each sum one of two pieces, of 8 micro-batches and 8 layers, waits for nothing.
+    piece_s = 2 * (priced.FAST.latency_s + LENGTH * priced.HIDDEN / 4 / priced.FAST.bytes_per_s)
+    latency_s = 2 * priced.FAST.latency_s
+    assert simulated_s[0] - simulated_s[1] == pytest.approx(8 * 8 * 4 * (piece_s - latency_s))
+    assert refined(costs, [before], in_pieces=False) == []
+    assert refined(costs, [plan_of(costs, "2*<tp2,pp1>", length=10)]) == []
+
+
 def test_no_time_is_spent_after_the_deadline() -> None:
     costs = costs_of()
     before = plan_of(costs, "<tp1,pp4>r")
     assert refined(costs, [before], until=0.0) == []
+
+
+@pytest.mark.parametrize("faster", [0.9, 1.1])
+def test_plans_sum_in_pieces_where_that_was_measured_as_faster(faster: float) -> None:
+    profile = priced.profile(8, "fast")
+    of = profile.pieces[StageKind(2)]
+    layer = replace(of["layer"], forward=of["layer"].forward_only.times(faster))  # type: ignore[union-attr]
+    pieces = {StageKind(2): of, StageKind(2, sums_in_pieces=True): {**of, "layer": layer}}
+    found = hg.plan(Costs(replace(profile, pieces=pieces), priced.cluster(4)), WORKLOAD)
+    stages = [stage for pipeline in found.strategy.pipelines for stage in pipeline.stages]
+    assert {stage.sums_in_pieces for stage in stages} == {faster < 1}
 
 
 def test_plans_propose_budgets() -> None:

@@ -255,6 +255,8 @@ def test_what_would_have_other_bits_is_refused() -> None:
         rules.check([hg.Strategy.parse("<tp2,pp1> + <tp1,pp1>", 2)])
     with pytest.raises(hg.Unsupported, match="with sequence parallelism where others"):
         rules.check([hg.Strategy.parse("<[0,1]x2s>", 2)])
+    with pytest.raises(hg.Unsupported, match="with sums in pieces"):
+        rules.check([hg.Strategy.parse("<tp2,pp1>p", 2)])
     with pytest.raises(hg.Unsupported, match="ascending order"):
         Deterministic("a device").check([hg.Strategy.parse("<[1,0,2,3]x2>", 2)])
     with pytest.raises(hg.Unsupported, match="exact for at most 16384"):

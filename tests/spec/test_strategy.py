@@ -128,6 +128,7 @@ def test_every_field_changes_the_fingerprint() -> None:
         replace(stage, stream=True),
         replace(stage, stream="gradients"),
         replace(stage, offload=True),
+        replace(stage, sums_in_pieces=True),
     ]
     made = [Strategy((Pipeline((each,)),)) for each in (stage, *changed)]
     made.append(replace(made[0], schedule="gpipe"))
@@ -399,6 +400,16 @@ def test_yaml_errors_name_the_file_and_the_field(text: str, message: str, tmp_pa
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Strategy.load(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_sums_in_pieces_are_of_tensor_parallel_stages_without_sequence_parallelism() -> None:
+    stage = Stage((0, 1), 2, sums_in_pieces=True)
+    assert stage.kind.sums_in_pieces
+    assert not Stage((0,), 2, sums_in_pieces=True).kind.sums_in_pieces
+    with pytest.raises(ValueError, match="sums_in_pieces with sequence_parallel"):
+        replace(stage, sequence_parallel=True)
+    with pytest.raises(ValueError, match="sums_in_pieces is 1: use true or false"):
+        replace(stage, sums_in_pieces=1)  # type: ignore[arg-type]
 
 
 def test_an_offloading_stage_is_the_same_as_text_and_as_yaml(tmp_path: Path) -> None:

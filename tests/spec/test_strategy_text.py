@@ -29,12 +29,14 @@ def explicit_pipelines(draw: st.DrawFn, layers: int, first: int) -> Pipeline:
         Stage(
             tuple(pool[at : at + size]),
             count,
-            draw(st.booleans()),
+            sums == "scattered",
             draw(recomputations),
             draw(streams),
             draw(st.booleans()),
+            sums == "in pieces",
         )
         for at, size, count in zip(starts, sizes, counts, strict=True)
+        for sums in [draw(st.sampled_from(["", "scattered", "in pieces"]))]
     )
     return Pipeline(stages)
 
@@ -116,6 +118,7 @@ def test_a_regular_text_takes_devices_in_order_and_layers_evenly(
         ("<[0,1]x8rs>", "<tp2,pp1>sr"),
         ("<[0,1]x8wrs>", "<tp2,pp1>srw"),
         ("<[0,1]x8owr0.5s>", "<tp2,pp1>sr0.5wo"),
+        ("<[0,1]x8por0.5>", "<tp2,pp1>r0.5op"),
         ("<tp1,pp1>w + <tp1,pp1>gr", "<tp1,pp1>w + <tp1,pp1>rg"),
         ("<[0,1]x5s,[2]x3r>gpipe", "<[0,1]x5s,[2]x3r> gpipe"),
         ("<tp1,pp2>zb-h1", "<tp1,pp2> zb-h1"),
@@ -149,6 +152,7 @@ def test_a_regular_pipeline_starts_after_the_highest_device_before_it() -> None:
         ("<tp1,pp1", "expected '>'", ""),
         ("<tp1,pp9>", "9 stages for 8 layers", "pp9"),
         ("<[0]x8wg>", "and one of w and g", "wg"),
+        ("<[0,1]x8sp>", "and of s and p", "sp"),
         ("0*<tp1,pp1>", "number of pipelines must be at least 1", "0"),
         ("2<tp1,pp1>", "expected '*'", "<"),
         ("2 * <[0]x8>", "cannot be repeated", "2 * <[0]x8>"),

@@ -80,6 +80,7 @@ ALLOWED = frozenset(
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
+    "start_all_reduce_product": 3,
     "head_token_losses": 7,
     "head_loss": 9,
 }

@@ -133,7 +133,7 @@ class Prices:
     def _option(self, site: DeviceSite, kind: StageKind) -> Option:
         costs = self.costs
         devices = self._ranks[site][: kind.tp]
-        stage = Stage(devices, 1, kind.sequence_parallel, kind.recompute)
+        stage = Stage.of(devices, 1, kind)
         templates = costs.profile.blocks
         pieces = costs.pieces(site.type, kind)
         seconds: dict[str, float] = {}

@@ -131,10 +131,7 @@ def _quickest(prices: Prices, groups: _Groups, degree: int) -> _Groups:
 def _strategy(groups: _Groups, order: NDArray[np.int64], laid: _Laid) -> Strategy:
     pipelines = (
         Pipeline(
-            tuple(
-                Stage(groups.ranks[g], n, kind.sequence_parallel, kind.recompute)
-                for g, n, kind in zip(row, laid.layers, laid.kinds, strict=True)
-            )
+            tuple(Stage.of(groups.ranks[g], n, kind) for g, n, kind in zip(row, laid.layers, laid.kinds, strict=True))
         )
         for row in order.tolist()
     )

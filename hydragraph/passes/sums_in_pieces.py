@@ -1,0 +1,69 @@
+"""Pass `sums_in_pieces`: compute products and the sum of their results over a stage's ranks in pieces of the tokens.
+
+    before     u = x W;  s = all_reduce(u)
+    after      s = all_reduce_product([x], [W])
+
+The runtime computes the product in pieces of rows and starts the sum of each before it computes the next
+(`cluster.collectives.start_all_reduce_product`), directly in the result's memory. A sum of products, such as the
+gradient of a value that several products read, is treated alike: u = x W + y V. Inputs and results keep their form, so
+forward and backward save and read the same values. What is not a product alone, such as a sum over experts, is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from hydragraph.ir.graph_data import value_of
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.graph_node import operands, shape
+from hydragraph.passes.operator_rules import SIZED_VIEWS
+
+aten = torch.ops.aten
+
+SUMMED = "all_reduce_product"
+
+
+def sums_in_pieces(variant: Variant) -> Variant:
+    """Return a variant that computes the products of its sums in pieces."""
+    return replace(variant, forward=_in_pieces(variant.forward), backward=_in_pieces(variant.backward))
+
+
+def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        products = _products(operands(node)[1]) if node.target == "all_reduce" else None
+        if products is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        factors = ([copies[operands(product)[i]] for product in products] for i in range(2))
+        copies[node] = graph.call_method(SUMMED, (copies[operands(node)[0]], *factors))
+        copies[node].meta = dict(node.meta)
+        if len(shape(node)) == 3:
+            copies[node].meta["val"] = value_of(node)[0]
+            copies[node] = graph.call_function(aten.unsqueeze.default, (copies[node], 0))
+            copies[node].meta = dict(node.meta)
+    for node in reversed(module.graph.nodes):
+        # Products and their views; inputs stay.
+        if node.op != "placeholder" and node.users and not copies[node].users:
+            graph.erase_node(copies[node])
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _products(node: fx.Node) -> list[fx.Node] | None:
+    """Return the products [T, N] that add up to a value, viewed as [1, T, N] or not, which one node reads, or None."""
+    if len(node.users) > 1:
+        return None
+    if node.target is aten.mm.default:
+        return [node]
+    if node.target in SIZED_VIEWS and len(shape(node)) == 3 and shape(node)[0] == 1:
+        source = operands(node)[0]
+        return _products(source) if [str(s) for s in shape(source)] == [str(s) for s in shape(node)[1:]] else None
+    if node.target is aten.add.Tensor and not node.kwargs:
+        parts = [_products(part) if isinstance(part, fx.Node) else None for part in operands(node)]
+        return None if None in parts else [product for part in parts for product in part or ()]
+    return None
