@@ -2,12 +2,13 @@
 
 From the source of its pipeline engine over NCCL: sends and receives are waited for by the stream that computes
 (runtime/pipe/p2p.py), a stage alternates with its neighbours (runtime/pipe/schedule.py, TrainSchedule), and gradients
-are reduced over the replicas of a stage at the end, in one bucket (_exec_reduce_grads); every replica then updates all
-of its weights.
+are reduced at the end: those of a weight that two stages use over these stages (_exec_reduce_tied_grads), then all over
+the replicas of a stage, in one bucket (_exec_reduce_grads). Every replica then updates all of its weights.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,16 +35,19 @@ class Stack:
             else each receiver gets it whole.
         buffer_bytes: maximum size of a message whose sender continues immediately: NCCL_BUFFSIZE, 4 MiB by default
             (NCCL's documentation of its environment variables).
+        mask_bytes: bytes of the attention mask that each rank sends with each hidden state (_exec_send_activations).
         staging: receivers first allocate a whole hidden state of zeros in pageable host memory, and copy it to the
             device over this link; None: it is allocated on the device.
     """
 
     parts: bool = True
     buffer_bytes: int = 4 << 20
+    mask_bytes: int = 0
     staging: Interconnect | None = None
 
 
 DEEPSPEED = Stack()
+PLAIN = Stack(parts=False)
 
 
 def deepspeed_s(costs: Costs, strategy: Strategy, assignment: Assignment, stack: Stack = DEEPSPEED) -> float:
@@ -59,23 +63,25 @@ def deepspeed_s(costs: Costs, strategy: Strategy, assignment: Assignment, stack:
             remedy="price it with costs.seconds, on hydragraph's own runtime",
         )
     ends = [
-        _pipeline_end(costs, pipeline, batches, stack)
+        _pipeline_end(costs, strategy, pipeline, batches, stack)
         for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True)
         if batches
     ]
-    return max(ends, default=0.0) + _all_reduce_s(costs, strategy)
+    return max(ends, default=0.0) + _tied_s(costs, strategy) + _all_reduce_s(costs, strategy)
 
 
-def _pipeline_end(costs: Costs, pipeline: Pipeline, batches: Sequence[Sequence[int]], stack: Stack) -> float:
+def _pipeline_end(
+    costs: Costs, strategy: Strategy, pipeline: Pipeline, batches: Sequence[Sequence[int]], stack: Stack
+) -> float:
     tokens = [sum(lengths) for lengths in batches]
     seconds = [[stage.seconds(lengths) for lengths in batches] for stage in costs.stages(pipeline)]
     forward = [[one for one, _ in row] for row in seconds]
     backward = [[two for _, two in row] for row in seconds]
     ahead, back, buffered = [], [], []
     for s, (stage, following) in enumerate(pairwise(pipeline.stages)):
-        there = _hop(costs, stage, following, stack)
-        here = _hop(costs, following, stage, stack)
-        ahead.append([there.seconds(n) for n in tokens])
+        there, here = (_hop(costs, strategy, *pair, stack) for pair in ((stage, following), (following, stage)))
+        mask_s = there.seconds(stack.mask_bytes / (there.token_bytes * there.part)) if stack.mask_bytes else 0.0
+        ahead.append([there.seconds(n) + mask_s for n in tokens])
         back.append([here.seconds(n) for n in tokens])
         buffered.append([(_size(there, n) <= stack.buffer_bytes, _size(here, n) <= stack.buffer_bytes) for n in tokens])
         # Work of receivers on messages counts as computing.
@@ -86,9 +92,18 @@ def _pipeline_end(costs: Costs, pipeline: Pipeline, batches: Sequence[Sequence[i
     return exchanged_end(forward, backward, ahead, back, buffered)
 
 
-def _hop(costs: Costs, stage: Stage, other: Stage, stack: Stack) -> Hop:
+def _hop(costs: Costs, strategy: Strategy, stage: Stage, other: Stage, stack: Stack) -> Hop:
+    """Return the messages between two stages; those of all pipelines are sent at the same time and share cards."""
     hop = costs.hop(stage, other)
-    return replace(hop, part=hop.part / stage.tp) if stack.parts else hop
+    at = next((p.stages.index(stage), p.stages.index(other)) for p in strategy.pipelines if stage in p.stages)
+    pairs = [
+        pair
+        for p in strategy.pipelines
+        if max(at) < len(p.stages)
+        for pair in zip(*(p.stages[i].devices for i in at), strict=False)
+    ]
+    uses = Counter(resource for pair in pairs for resource in costs.cluster.resources(*pair))
+    return replace(hop, sharing=max(uses.values()), part=hop.part / stage.tp if stack.parts else hop.part)
 
 
 def _size(hop: Hop, tokens: int) -> float:
@@ -105,6 +120,25 @@ def _receiving_s(costs: Costs, receiver: Stage, tokens: int, stack: Stack) -> fl
     return seconds
 
 
+def _tied_s(costs: Costs, strategy: Strategy) -> float:
+    """Return the seconds to add the gradients of weights that two stages of a pipeline use, in the compute dtype."""
+    slowest = 0.0
+    for pipeline in strategy.pipelines:
+        of_block = {
+            block: stage
+            for stage, (first, end) in zip(pipeline.stages, costs.spans(pipeline), strict=True)
+            for block in costs.outline.blocks[first:end]
+        }
+        seconds = 0.0
+        for bucket in costs.buckets:
+            one, *others = {of_block[block] for block in bucket.blocks}
+            for other in others:
+                hop = _hop(costs, strategy, one, other, PLAIN)
+                seconds += hop.seconds(bucket.size / one.tp * costs.sizes.itemsize / (hop.token_bytes * hop.part))
+        slowest = max(slowest, seconds)
+    return slowest
+
+
 def _all_reduce_s(costs: Costs, strategy: Strategy) -> float:
     """Return the seconds of a ring over the replicas of every block and the update of a whole stage, at the end.
 
@@ -119,6 +153,9 @@ def _all_reduce_s(costs: Costs, strategy: Strategy) -> float:
     for pipeline, stage, (first, end) in placed:
         pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
         elements = sum(pieces[t].parameters - pieces[t].frozen for t in costs.profile.blocks[first:end])
+        here = set(costs.outline.blocks[first:end])
+        for bucket in costs.buckets:  # a weight that several blocks use is reduced once
+            elements -= max(0, len(here.intersection(bucket.blocks)) - 1) * bucket.size // stage.tp
         size = 2 * (replicas - 1) / replicas * elements * GRADIENT_BYTES
         ring = 0.0  # as slow as its slowest link
         for other, replica, (begin, last) in placed:

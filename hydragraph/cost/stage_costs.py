@@ -85,7 +85,7 @@ class Hop:
     sharing: int = 1
     part: float = 1.0
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: float) -> float:
         """Return the seconds for a micro-batch."""
         size = tokens * self.token_bytes * self.part
         total = 0.0

@@ -52,6 +52,33 @@ def test_another_runtime_is_priced_by_hand() -> None:
     assert added == pytest.approx(2 * (0.5 + 100 * HIDDEN / 1e7))
 
 
+def test_messages_of_all_pipelines_share_a_card_and_masks_travel_beside_them() -> None:
+    where = cluster(4, per_node=2, cards=1, outer=Interconnect(1e6, 0.0))
+    found = Costs(profile(4, "fast"), where)
+    plain = Stack(parts=False, buffer_bytes=0)
+    for text, sharing in (("<[0]x2,[2]x2>", 1), ("<[0]x2,[2]x2> + <[1]x2,[3]x2>", 2)):
+        strategy, assignment = Strategy.parse(text, 4), Assignment.even([1] * sharing, 100)
+        without, masked = (deepspeed_s(found, strategy, assignment, replace(plain, mask_bytes=n)) for n in (0, 3000))
+        assert masked - without == pytest.approx(sharing * 3000 / 1e6)
+
+
+def test_gradients_of_a_weight_of_two_stages_are_added_up_first() -> None:
+    each = profile(4, "fast", elements=10**6)
+    assert each.sizes is not None
+    first, *others = each.sizes.buckets
+    tied = replace(each, sizes=replace(each.sizes, buckets=(replace(first, blocks=("embed", "head")), *others)))
+    where = cluster(4, per_node=1, outer=Interconnect(1e6, 0.0))
+
+    def added_s(text: str, replicas: int) -> float:
+        strategy, assignment = Strategy.parse(text, 4), Assignment.even([1] * replicas, 100)
+        one, other = (deepspeed_s(Costs(known, where), strategy, assignment) for known in (each, tied))
+        return other - one
+
+    assert added_s("<tp1,pp2>", 1) == pytest.approx(first.size * each.sizes.itemsize / 1e6)
+    once = first.size * (4 * 2 * (1 / 2) / 1e6 + 1e-9)  # on one stage it is reduced and updated once
+    assert added_s("2*<tp1,pp1>", 2) == pytest.approx(-once)
+
+
 def exchanged(forward: Rows, backward: Rows, ahead: Rows, back: Rows, buffered: list[list[tuple[bool, bool]]]) -> float:
     """Return when all programs end: each stage's own, in DeepSpeed's order, matched message by message."""
     stages, count = len(forward), len(forward[0])
