@@ -41,7 +41,7 @@ from hydragraph.passes.graph_node import (
 )
 from hydragraph.private.tracing import hint_of
 from hydragraph.spec.cluster import Cluster
-from hydragraph.spec.known_devices import reached
+from hydragraph.spec.known_devices import UNKNOWN, known
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
 
@@ -49,16 +49,16 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 class Roofline:
     """Fractions of a datasheet's rates that kernels reach.
 
-    The constants were tuned by hand on the published runs of `benchmarks/published_runs.py`.
-
     Attributes:
-        attention: attention's fraction of the speed of large matrix products (`spec.known_devices`).
-        half: length of a weight's dimension that halves the speed of its product.
-        memory: element-wise operators' fraction of the memory's bandwidth.
+        attention: attention's fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is
+            62 % of the peak, the middle of what FlashAttention-2 was measured to reach (Dao 2023).
+        half: length of a product's dimension, tokens included, that halves its speed; fitted by
+            `benchmarks/published_runs.py --fit`.
+        memory: element-wise operators' fraction of the memory's bandwidth, assumed, as is `launch_s`.
     """
 
-    attention: float = 0.6
-    half: int = 384
+    attention: float = 0.8
+    half: float = 450
     memory: float = 0.8
     launch_s: float = 4e-6
 
@@ -66,9 +66,9 @@ class Roofline:
 Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
 ROOFLINE = Roofline()
 KERNELS = 2  # per product of a forward: itself, and fused element-wise operators
-# Kind of run -> number of published runs, and the mean relative error of their predicted seconds
-# (`benchmarks/published_runs.py`, 2026-11-28).
-PUBLISHED = {"without pipelines": (28, 0.123), "with pipelines": (25, 0.115), "on mixed GPUs": (7, 0.145)}
+# Kind of run -> number of published runs on which no constant was fitted, and the mean error of their predicted seconds
+# (`benchmarks/published_runs.py`, 2026-11-29).
+PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
 # AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
 UPDATE_BYTES = 28
 
@@ -102,7 +102,8 @@ def _of_type(
     compiled: VariantOf | None,
 ) -> Profile:
     kind = cluster.types[name]
-    most = reached(kind.flops_per_s, kind.memory_bytes_per_s) if efficiency is None else efficiency
+    sheet = known(kind.flops_per_s, kind.memory_bytes_per_s)
+    most = efficiency if efficiency is not None else sheet.reached if sheet else UNKNOWN
     rates = _Rates(kind.flops_per_s * most, kind.memory_bytes_per_s, program.dtype.itemsize, efficiency is None)
     what = f"{most:.0%} of {kind.flops_per_s / 1e12:.4g} TFLOP/s"
     representatives = {block.template: block for block in program.blocks}
@@ -130,14 +131,19 @@ def _of_type(
         sizes=ModelSizes.of(program),
         update=(0.0, UPDATE_BYTES / kind.memory_bytes_per_s),
         efficiency=most,
-        notes=(_expected_error(len(cluster.types) > 1),) if efficiency is None else (),
+        notes=(_expected_error(cluster),) if efficiency is None else (),
     )
 
 
-def _expected_error(mixed: bool) -> str:
-    kinds = ["on mixed GPUs"] if mixed else ["without pipelines", "with pipelines"]
+def _expected_error(cluster: Cluster) -> str:
+    """Return the error on published runs of a cluster's kind, and that none was on its only type of device."""
+    mixed = len(cluster.types) > 1
+    kinds = ["on V100s mixed with T4s"] if mixed else ["without pipelines", "with pipelines"]
     errors = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
-    return f"the mean error of such predictions is {' and '.join(errors)}"
+    (name, first), *_ = cluster.types.items()
+    sheet = known(first.flops_per_s, first.memory_bytes_per_s)
+    none = "" if mixed or (sheet and sheet.published) else f", none of them on {name or 'these devices'}"
+    return f"the mean error of such predictions is {' and '.join(errors)}{none}"
 
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
@@ -163,7 +169,10 @@ class _Rates:
         if not self.roofline:
             return seconds
         moved = (n + k) * self.itemsize / (self.bytes_per_s * ROOFLINE.memory)
-        return seconds * (1 + ROOFLINE.half / n) * (1 + ROOFLINE.half / k) + moved
+        return seconds * self._slower(n, k) + moved
+
+    def _slower(self, n: int, k: int) -> float:
+        return (1 + ROOFLINE.half / n) * (1 + ROOFLINE.half / k)
 
     def products(self, products: Iterable[Product]) -> float:
         return sum(times * self.product(n, k) for times, n, k in products)
@@ -172,8 +181,12 @@ class _Rates:
     def attention(self) -> float:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
-    def launches(self, products: int) -> float:
-        return KERNELS * products * ROOFLINE.launch_s if self.roofline else 0.0
+    def fixed(self, products: Sequence[Product]) -> float:
+        """Return the seconds of products that do not depend on the tokens: launches, and `half` further tokens."""
+        if not self.roofline:
+            return 0.0
+        operations = sum(2 * times * n * k * self._slower(n, k) for times, n, k in products)
+        return KERNELS * len(products) * ROOFLINE.launch_s + ROOFLINE.half * operations / self.flops_per_s
 
 
 def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLines | None:
@@ -193,7 +206,7 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
         work = operations(program, block, 1).divided(kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = rates.products(work.products)
-    c = rates.launches(len(work.products))
+    c = rates.fixed(work.products)
     forward = Constants(attention.get(WHOLE, 0.0), b, c, ordered(attention))
     again = forward.times(1.0) if kind.recompute else Constants(0.0, 0.0, 0.0)
     backward = Constants.sum([(2, forward), (1, again)])

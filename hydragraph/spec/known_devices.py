@@ -17,8 +17,9 @@ class Datasheet:
     """A GPU; see `spec.cluster.Device`.
 
     Attributes:
-        reached: fraction of the peak reached by large products in training: from published runs for A100, H100, V100
-            and T4 (`benchmarks/published_runs.py`), for others assumed from similar GPUs.
+        reached: fraction of the peak reached by large products in training: of A100 and H100 fitted on published runs
+            (`benchmarks/published_runs.py --fit`), of others assumed.
+        published: published runs on this GPU were compared with predictions.
     """
 
     flops_per_s: float
@@ -26,32 +27,34 @@ class Datasheet:
     memory_bytes_per_s: float
     reached: float = UNKNOWN
     host_bytes_per_s: float = PCIE_4
+    published: bool = False
 
 
 KNOWN: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.75),
-        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.75),
-        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.64, host_bytes_per_s=PCIE_5),
-        "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.64, host_bytes_per_s=PCIE_5),
-        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.64, host_bytes_per_s=PCIE_5),
+        "a100-40gb": Datasheet(312e12, 40e9, 1.555e12, 0.795, published=True),
+        "a100-80gb": Datasheet(312e12, 80e9, 2.039e12, 0.795, published=True),
+        "h100-sxm": Datasheet(989e12, 80e9, 3.35e12, 0.615, host_bytes_per_s=PCIE_5, published=True),
+        "h100-96gb": Datasheet(989e12, 96e9, 2.4e12, 0.615, host_bytes_per_s=PCIE_5, published=True),  # HBM2e
+        "h100-pcie": Datasheet(756e12, 80e9, 2.0e12, 0.615, host_bytes_per_s=PCIE_5),
+        "h200": Datasheet(989e12, 141e9, 4.8e12, 0.615, host_bytes_per_s=PCIE_5),
         "b200": Datasheet(2250e12, 180e9, 8.0e12, 0.6, host_bytes_per_s=PCIE_5),
-        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3),
+        "v100-16gb": Datasheet(125e12, 16e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3, published=True),
         "v100-32gb": Datasheet(125e12, 32e9, 0.9e12, 0.5, host_bytes_per_s=PCIE_3),
-        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3),
+        "t4": Datasheet(65e12, 16e9, 0.32e12, 0.25, host_bytes_per_s=PCIE_3, published=True),
         "l4": Datasheet(121e12, 24e9, 0.3e12, 0.4),
         "a10g": Datasheet(70e12, 24e9, 0.6e12),
-        "rtx-3090": Datasheet(71e12, 24e9, 0.936e12, 0.75),
-        "rtx-4090": Datasheet(165e12, 24e9, 1.008e12, 0.75),
+        "rtx-3090": Datasheet(71e12, 24e9, 0.936e12, 0.795),
+        "rtx-4090": Datasheet(165e12, 24e9, 1.008e12, 0.795),
         "mi300x": Datasheet(1307e12, 192e9, 5.3e12, 0.45, host_bytes_per_s=PCIE_5),
     }
 )
 
 
-def reached(flops_per_s: float, memory_bytes_per_s: float) -> float:
-    """Return the fraction of its peak that a device of this peak and bandwidth reaches."""
+def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
+    """Return the datasheet of this peak and bandwidth, if there is one."""
     for sheet in KNOWN.values():
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):
-            return sheet.reached
-    return UNKNOWN
+            return sheet
+    return None

@@ -16,8 +16,8 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.pipeline import rank_programs
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.assignment import Assignment
-from hydragraph.spec.cluster import Cluster, Device, Interconnect
-from hydragraph.spec.known_devices import UNKNOWN
+from hydragraph.spec.cluster import Cluster, Device, Interconnect, Node, type_of_sheet
+from hydragraph.spec.known_devices import KNOWN, UNKNOWN
 from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
@@ -166,10 +166,14 @@ def test_a_whole_iteration_is_priced() -> None:
 
 def test_the_errors_that_predictions_state_are_those_of_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs/costs.md").read_text()
-    names = {"on mixed GPUs": "on V100s mixed with T4s"}
     for kind, (runs, error) in PUBLISHED.items():
-        assert f"| {names.get(kind, kind)} | {runs} | {100 * error:.1f} % |" in page
-    assert "is 14% on 7 published runs on mixed GPUs" in Costs(datasheet(llama(), MIXED), MIXED).source
+        assert f"| {kind} | {runs} | {100 * error:.1f} % |" in page
+    mixed = Costs(datasheet(llama(), MIXED), MIXED).source
+    runs, error = PUBLISHED["on V100s mixed with T4s"]
+    assert f"is {error:.0%} on {runs} published runs on V100s mixed with T4s" in mixed
+    for name, told in (("a100-80gb", False), ("rtx-4090", True)):
+        one = Cluster.of({name: type_of_sheet(KNOWN[name])}, (Node(name, 1, LINK, LINK),))
+        assert (f"with pipelines, none of them on {name}" in Costs(datasheet(llama(), one), one).source) == told
 
 
 def test_with_compiled_graphs_it_has_the_memory_of_blocks() -> None:
@@ -199,6 +203,8 @@ def test_a_roofline_is_slower_than_its_peak_and_nears_it_for_large_products() ->
     times = [rates.product(n, n) / (2 * n * n / 1e14) for n in (256, 4096, 65536)]
     assert times[0] > times[1] > times[2] > 1
     assert times[2] < 1.05
+    few, many = ((rates.fixed([(1, 4096, 4096)]) + n * rates.product(4096, 4096)) / n for n in (128, 65536))
+    assert few > 3 * many  # per token
 
 
 @pytest.mark.parametrize("tp", [1, 2])
