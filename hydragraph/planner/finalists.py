@@ -263,16 +263,29 @@ class _Queue:
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
         for proposal in estimates:
-            if not proposal.strategy.shares and not is_late(until):
-                best = promised(costs, proposal.strategy, proposal.assignment.lengths)
-                self._add(PROMISED * clock.seconds(proposal.strategy, best), proposal, uncut=True)
-        self._others = deque(others)
+            self._promise(proposal)
+        self._others = deque(sorted(others, key=lambda each: each.least_s))
 
     def _add(self, seconds: float, proposal: Proposal, uncut: bool = False) -> None:
         heappush(self._heap, (seconds, next(self._numbers), uncut, proposal))
 
+    def _promise(self, proposal: Proposal) -> None:
+        if not proposal.strategy.shares and not is_late(self._until):
+            best = promised(self._costs, proposal.strategy, proposal.assignment.lengths)
+            self._add(PROMISED * self._clock.seconds(proposal.strategy, best), proposal, uncut=True)
+
+    def _estimate_others(self, limit: float) -> None:
+        """Estimate proposals that the best estimate excluded: what is settled may take longer than that."""
+        while self._others and not math.isinf(limit) and not is_late(self._until):
+            if self._others[0].least_s >= min(limit, self._heap[0][0] if self._heap else limit):
+                break
+            for estimate in _estimate(self._clock, self._others.popleft()):
+                self._add(estimate.expected_s, estimate)
+                self._promise(estimate)
+
     def next(self, limit: float) -> Proposal | None:
         """Return the next proposal that may take less than `limit` seconds; `others` only without a limit."""
+        self._estimate_others(limit)
         while self._heap and self._heap[0][0] < limit:
             uncut, proposal = self._pop(limit)
             if not uncut:
@@ -283,6 +296,7 @@ class _Queue:
                 began = time.monotonic()
                 self._try(proposal)
                 self._cut_s = max(self._cut_s, time.monotonic() - began)
+            self._estimate_others(limit)
         return self._others.popleft() if self._others and math.isinf(limit) else None
 
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
@@ -355,15 +369,20 @@ def _estimated(
     for proposal in found:
         if estimates and (is_late(until) or proposal.least_s >= best * (1 + near)):
             continue
-        for strategy in (proposal.strategy, proposal.across):
-            if strategy is None:
-                continue
-            seconds = proposal.expected_s
-            if not strategy.shares:
-                seconds = clock.seconds(strategy, proposal.assignment)
-            estimates.append(replace(proposal, strategy=strategy, expected_s=seconds, across=None))
-            best = min(best, seconds)
+        both = _estimate(clock, proposal)
+        estimates += both
+        best = min([best, *(each.expected_s for each in both)])
     return estimates + _improved(costs, clock, estimates, until)
+
+
+def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
+    """Return a proposal, and the one with another placement, with estimated seconds."""
+    strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
+    seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
+    return [
+        replace(proposal, strategy=strategy, expected_s=expected_s, across=None)
+        for strategy, expected_s in zip(strategies, seconds, strict=True)
+    ]
 
 
 class _Clock:

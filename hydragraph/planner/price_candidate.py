@@ -236,7 +236,12 @@ def settle(
     """Choose the owners of a strategy for equal sequences."""
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
-        return choice
+        if strategy.streams or strategy.shares:
+            return choice
+        by_block = owners_by_block(costs, strategy, assignment)
+        if by_block is None:
+            return choice
+        choice = by_block
     home, memory = choice
     return Settled(strategy, home, (assignment,), (expected,), memory, origin, simulated=False)
 

@@ -23,6 +23,9 @@ from hydragraph.spec.strategy import Strategy
 BUDGETED = 2
 # Maximum groups of stages that get a budget one after the other.
 GROUPS = 4
+# Number of plans whose stages are interleaved, and the minimum fraction of an iteration that remains.
+INTERLEAVED = 2
+INTERLEAVED_LEAST = 0.93
 # Stages per device that are tried while that helps.
 VISITS = (2, 4)
 # Minimum fraction of an iteration without full recomputation, which adds a forward.
@@ -57,7 +60,10 @@ def refined(
             strategy = replace(fastest.strategy, schedule=schedule)
             fits = _fitting(costs, fastest, strategy)
             further_plans += [] if fits is None else _faster(costs, fastest, strategy, fits)
-        further_plans += _interleaved(costs, min([fastest, *further_plans], key=lambda each: each.seconds), until)
+    best = min((plan.seconds for plan in (*plans, *further_plans)), default=math.inf)
+    nearly = [plan for plan in (*plans, *further_plans) if INTERLEAVED_LEAST * plan.seconds < best]
+    for plan in sorted(nearly, key=lambda each: each.seconds)[:INTERLEAVED]:
+        further_plans += _interleaved(costs, plan, until)
     if fastest is not None and in_pieces and not is_late(until):
         fastest = min([fastest, *further_plans], key=lambda each: each.seconds)
         strategy = _summed_in_pieces(costs, fastest)

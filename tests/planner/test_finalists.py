@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,24 @@ def test_of_equally_good_plans_the_one_that_moves_least_is_looked_at_first() -> 
     assert first(0.005, of_first_rank) == some[1]
     # A slower strategy is not chosen just because it moves no state.
     assert first(0.005, lambda home: 1 - int(home == hg.Home((1, 1, 0, 0)))) in some[:2]
+
+
+def test_what_the_best_estimate_excluded_is_looked_at_if_its_plan_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners that fit in memory can delay a plan, which its estimate does not know."""
+    costs = priced.costs(6, priced.cluster(4))
+    some = [hg.Strategy.parse(text, 6) for text in ("4*<tp1,pp1>", "<tp1,pp4>", "<[0]x6> + <[1]x6>")]
+    found = proposals(costs, LENGTHS, [], [], [Simple(each, 1, 1.0) for each in some])
+    names = [each.strategy for each in found]
+    plain = finalists(costs, found, 0.0, None)
+    assert [each.strategy for each in plain.settled] == names[:1]
+    seconds = {each.strategy: each.expected_s for each in found}
+
+    def delayed(each: Settled) -> Settled:
+        exact = simulated(costs, each)
+        later = 1.01 * max(seconds.values()) if each.strategy == names[0] else exact.seconds
+        return replace(exact, by_batch=(later,))
+
+    assert {each.strategy for each in finalists(costs, found, 0.0, None, exactly=delayed).settled} >= set(names[:2])
 
 
 def test_what_cards_must_carry_is_expected() -> None:

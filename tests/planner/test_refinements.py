@@ -110,6 +110,15 @@ def test_layers_are_cut_into_turns(text: str, visits: int, expected: str | None)
     assert (found and found.name) == expected
 
 
+@pytest.mark.parametrize(("faster", "interleaves"), [(0.96, True), (0.9, False)])
+def test_the_second_plan_is_interleaved_too_if_it_takes_hardly_longer(faster: float, interleaves: bool) -> None:
+    costs = costs_of()
+    pipeline = plan_of(costs, "<tp1,pp4>", micro_batches=8)
+    first = replace(plan_of(costs, "4*<tp1,pp1>"), by_batch=(faster * pipeline.seconds,))
+    found = [plan.strategy.interleaved for plan in refined(costs, [first, pipeline])]
+    assert any(found) == interleaves
+
+
 def test_sums_run_in_pieces_where_products_hide_more_than_the_latencies_cost() -> None:
     profile = priced.profile(8, "fast")
     pieces = {
