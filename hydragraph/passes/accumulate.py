@@ -1,10 +1,9 @@
-"""Pass `accumulate`: let the product that computes a weight's gradient add it to those of earlier micro-batches.
+"""Pass `accumulate`: let the product that computes a weight's gradient add it to the sum of earlier micro-batches.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-This saves two thirds of the memory traffic, and a second gradient. `total` is the sum over micro-batches; `beta` is 1,
-or 0 for the first one. For dW = t(mm(a, b)), `total` is transposed instead.
+This saves two thirds of the memory traffic. `beta` is 0 for the first micro-batch, else 1.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds some gradients (`added`) to buffers, and returns the others.
-
-    A gradient qualifies if it is a matrix product, possibly transposed, without another reader.
-    """
+    """Return a variant whose backward adds gradients to buffers (`added`) if they are products with one reader."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
-    # The hidden state's gradient is sent once per micro-batch, so it is not summed.
+    # The hidden state's gradient is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # With the output in the graph, a gradient that only it returns has exactly one user.
+    # The output counts as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None
@@ -66,7 +62,6 @@ def _product(node: fx.Node) -> _Product | None:
 
 
 def _add(graph: fx.Graph, last: fx.Node, number: int, gradient: fx.Node, product: _Product) -> fx.Node:
-    """Make a product add to a new placeholder; return the placeholder of beta."""
     with graph.inserting_after(last):
         total = graph.placeholder(f"total_{number}")
     total.meta = dict(gradient.meta)

@@ -7,15 +7,8 @@
     communicate(y, "exit")        so the forward sums the parts here
     hidden + y
 
-Experts compute several rows per token, where communication would cost more. So "enter" precedes the choice of rows, or
-their repetition for each expert, and "exit" follows the sum over a token's rows.
-
-    communicate(x, "enter") -> index, w1, w2 -> y            each rank has a part of every row
-    y * communicate(weight, "enter")                         so the gradient of the router's weight is partial too
-    index, view, sum over a token's rows -> z
-    communicate(z, "exit")
-
-`shard` turns the placeholders into collectives, or removes them for degree 1.
+Experts compute several rows per token. To communicate less, "enter" precedes the choice or repetition of rows (and the
+router's weight has its own), and "exit" follows the sum over a token's rows.
 """
 
 from __future__ import annotations
@@ -40,13 +33,8 @@ _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.def
 
 
 def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden: fx.Node | None) -> fx.GraphModule:
-    """Return a copy with `communicate(x, "enter")` and `communicate(y, "exit")` around operators that may be cut.
-
-    "enter" precedes every use, by an operator with a cut or a partial result, of a replicated value that has a
-    gradient. "exit" follows every product that sums parts, or, for experts, what is linear in its result. A parameter
-    used whole needs neither, unless operators on replicated values use it too.
-    """
-    # `entered`: one placeholder per value, so that its gradient is summed once.
+    """Return a copy with `communicate(x, "enter")` before and `communicate(y, "exit")` after what may be cut."""
+    # One placeholder per value, so that its gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
@@ -67,8 +55,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # The push sums a parameter's partial gradient. Operators on whole values add a whole one, so the partial one is
-        # summed before.
+        # The push sums a parameter's partial gradient, except that of a mixed parameter, which is partly whole.
         whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
@@ -104,7 +91,7 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
 
 
 def _spreads(node: fx.Node) -> bool:
-    """Return whether a value contains a token's entries several times, such as the rows of several experts."""
+    """Return whether a value repeats tokens, such as the rows of several experts."""
     if _chooses_rows(node) or node.target is aten.repeat.default:
         return True
     inputs = node.all_input_nodes
@@ -117,7 +104,7 @@ def _chooses_rows(node: fx.Node) -> bool:
 
 
 def differentiable(graph: fx.Graph, parameters: set[fx.Node], hidden: fx.Node | None) -> set[fx.Node]:
-    """Return the nodes that get a gradient, as they depend on a parameter or the hidden state."""
+    """Return the nodes that get a gradient."""
     learning = parameters | ({hidden} if hidden is not None else set())
     for node in graph.nodes:
         depends = any(n in learning for n in node.all_input_nodes)
@@ -132,7 +119,6 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _whole_operands(node: fx.Node, cuts: Cuts) -> set[fx.Node]:
-    # A column-parallel product's weight and bias are cut with it.
     operands = {n for n in node.all_input_nodes if n not in cuts.cut}
     parts = product(node) if node in cuts.columns else None
     return operands - {parts.given, parts.bias} if parts else operands

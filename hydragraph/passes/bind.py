@@ -1,10 +1,4 @@
-"""Pass `bind`: move a graph's device constants to the device that it will run on.
-
-    before     _to_copy(x, dtype=torch.float32, device=cpu)      _tensor_constant0 on the CPU
-    after      _to_copy(x, dtype=torch.float32, device=cuda:0)   _tensor_constant0 on cuda:0
-
-Traced graphs name the CPU, in files and between processes. Fake values in `node.meta` stay those of the trace.
-"""
+"""Pass `bind`: move a graph's device constants to the device that it will run on."""
 
 from __future__ import annotations
 
@@ -22,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def bind(variant: Variant, device: torch.device) -> Variant:
-    """Return a variant with graphs for `device`; the CPU's is the variant itself."""
+    """Return a variant with graphs for `device`."""
     if device.type == "cpu":
         return variant
     return replace(variant, forward=bind_graph(variant.forward, device), backward=bind_graph(variant.backward, device))
 
 
 def bind_graph(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a graph with device constants and attached tensors on `device`; the CPU's is the graph itself."""
+    """Return a graph with device constants and attached tensors on `device`."""
     if device.type == "cpu":
         return module
     graph = copy_of(module)

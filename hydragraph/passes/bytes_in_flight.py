@@ -1,11 +1,6 @@
 """Limit on the bytes in flight: pulls and pushes wait for earlier ones that leave no room (`hg.compile(window=)`).
 
-With room for two equal blocks, on every rank:
-
-    pull     W.layer.0 = link home -> here
-    pull     W.layer.1 = link home -> here
-    pull     W.layer.2 = link home -> here                      after W.layer.0
-    pull     W.layer.3 = link home -> here                      after W.layer.1
+With room for two equal blocks, the pull of W.layer.2 comes `after W.layer.0`.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until it has room; a bucket that is alone always fits."""
+    """Make every pull or push wait until it has room; a lone bucket always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
@@ -43,10 +38,9 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work, with forwards between them that wait for no rank.
+    """Put pulls before a rank's work; after a pull that waits for a block's weights, put the block's forward.
 
-    A pull that waits for a block's weights is followed by the block's forward. Only a first stage computes between
-    pulls: a later one would wait for a hidden state.
+    Only a first stage computes between pulls: a later one would wait for a hidden state.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -76,10 +70,9 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work where it may wait for others' pushes, as no rank waits for it any more.
+    """Return the first index in a rank's work after which no rank waits for it, so it may wait for pushes.
 
-    On a first stage, it is the index after its last message; otherwise the end of the computation, since not all ranks
-    of a stage send.
+    On a first stage, that is after its last message; elsewhere after its work, since not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

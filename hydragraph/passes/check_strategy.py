@@ -23,14 +23,13 @@ REMEDY = "give its stages one device each (tensor-parallel degree 1)"
 
 
 def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
-    """Check that a strategy fits a model and a world; the result is the same on every rank.
+    """Check that a strategy fits a model and a world, with the same result on every rank.
 
     Raises:
         ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
         Unsupported: a stage's degree cannot shard a parameter, or does not shard any, or its schedule cannot stream.
     """
     refuse_streams(strategy)
-    # `intervals` rejects a degree regardless of the index in the stage.
     strategy.check(program.layers, ranks, program.heads)
     for tp in {stage.tp for pipeline in strategy.pipelines for stage in pipeline.stages} - {1}:
         for parameter in program.parameters.values():
@@ -39,9 +38,9 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 
 
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
-    """Check that tensor parallelism shards every layer; the result is the same on every rank.
+    """Check that tensor parallelism shards every layer.
 
-    Small whole parameters (norms, a router) and the head of a loss that needs all logits are repeated intentionally.
+    Small parameters (norms, a router) and the head of a loss that needs all logits may stay whole.
 
     Raises:
         Unsupported: a layer has experts, or an operator without a rule on a value that would be cut.
@@ -64,7 +63,6 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
-    """Return a parameter that cannot be sharded, and the reason."""
     # A third dimension is of experts, or of a convolution's taps; a size of 1 only aligns a vector.
     nodes = placeholders_of(template.graph)
     parameters = dict(zip(nodes, template.parameters, strict=False))

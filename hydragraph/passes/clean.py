@@ -21,12 +21,11 @@ NO_OPS = frozenset(
         *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
-# The export checks these for one example; `prove_sizes` proves the graph for all sizes.
+# They hold for one example; `prove_sizes` proves the graph for all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
 IMPURE = frozenset({"output", "placeholder"})
-# Aliases of operators -> the name that passes know.
 SYNONYMS = {
     "absolute": "abs",
     "divide": "div",
@@ -52,7 +51,7 @@ SYNONYMS = {
 
 
 def clean(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a cleaned copy of an exported functional graph, whose device constants become the CPU."""
+    """Return a cleaned copy of an exported functional graph."""
     result = fx.GraphModule(graph, copy_of(graph))
     inline_regions(result)
     for node in list(result.graph.nodes):
@@ -89,7 +88,7 @@ def copy_of(module: fx.GraphModule) -> fx.Graph:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Remove every node that no output needs, except placeholders, from a functional graph."""
+    """Remove unused nodes, except placeholders, from a functional graph."""
     for node in reversed(list(graph.nodes)):
         if node.op not in IMPURE and not node.users:
             graph.erase_node(node)
@@ -103,9 +102,9 @@ def _is_no_op(node: fx.Node) -> bool:
     after = value_of(node)
     if before is None or after is None:
         return False
-    # The trace chose the meta device.
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
+    # The trace chose the meta device.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 
@@ -115,7 +114,6 @@ def _fills(node: fx.Node) -> bool:
 
 
 def _count_floats(graph: fx.Graph, node: fx.Node) -> None:
-    """Make a histogram of integers count floats: the CPU supports no others."""
     counted: Any = operands(node)[0]
     dtype = value_of(counted).dtype
     if dtype.is_floating_point:
@@ -152,7 +150,7 @@ def inline_regions(module: fx.GraphModule) -> None:
             continue
         body, arguments = region(module, node)
         inline_regions(body)
-        # The first operand is the mode that the region sets: False for no_grad.
+        # The first operand is the mode: False for no_grad.
         detaches = GRAD_MODE in str(node.target) and not operands(node)[0]
         inputs = placeholders_of(body)
         with module.graph.inserting_before(node):

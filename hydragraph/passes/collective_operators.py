@@ -1,20 +1,16 @@
 """Tensor-parallel collectives as operators of the forward graph; each has its own backward.
 
-They have no implementation: after differentiation they become calls on the runtime's `collectives`, so one graph serves
-any group of ranks.
+They have no implementation: after differentiation they become calls on the runtime's `collectives`. States R (whole),
+P (partial) and S (by tokens) are as in `hydragraph.passes.shard`.
 
-    R    the same value on every rank of the stage
-    P    parts of a sum over ranks
-    S    each rank has its own tokens
-
-               forward             backward                      where
-    tp_enter   R -> R  no-op       P -> R  all_reduce            before sharded products
-    tp_sum     P -> R  all_reduce  R -> R  no-op                 after row-parallel products
-    tp_gather  S -> R  all_gather  P -> S  reduce_scatter        before sharded products, with sequence parallelism
-    tp_scatter P -> S  reduce_sc.  S -> R  all_gather            after row-parallel products, with sequence parallelism
-    tp_split   R -> S  split       S -> R  all_gather            from replicated values to tokenwise operators
-    tp_join    S -> R  all_gather  R -> S  split                 to operators that every rank repeats for all tokens
-    tp_max     R -> R  maximum     none                          of a sharded vocabulary's logits
+               forward             backward
+    tp_enter   R -> R  no-op       P -> R  all_reduce
+    tp_sum     P -> R  all_reduce  R -> R  no-op
+    tp_gather  S -> R  all_gather  P -> S  reduce_scatter
+    tp_scatter P -> S  reduce_sc.  S -> R  all_gather
+    tp_split   R -> S  split       S -> R  all_gather
+    tp_join    S -> R  all_gather  R -> S  split
+    tp_max     R -> R  maximum     none
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from torch.library import define, register_autograd, register_fake
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
 from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
-# Collectives that multiply or divide a dimension by the number of ranks -> their backwards.
+# Collectives that change a dimension by the number of ranks -> their backwards.
 _LONGER = {"tp_gather": "tp_scatter", "tp_join": "tp_split"}
 _SHORTER = {"tp_scatter": "tp_gather", "tp_split": "tp_join"}
 _HEAD = "Tensor hidden, Tensor weight, Tensor labels, Tensor start, SymInt ignored, SymInt rows"
@@ -44,7 +40,7 @@ define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) 
 define("hydragraph::tp_head_token_losses", f"({_HEAD}) -> (Tensor, Tensor)")
 
 
-# Received values are contiguous, regardless of the strides sent.
+# Received values are contiguous.
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -69,7 +65,7 @@ def _backward(name: str) -> Any:
     return backward
 
 
-# tp_max has no backward: its only use, the maximum of logits, cancels in the loss.
+# tp_max has no backward: the maximum of logits cancels in the loss.
 for _name in ("tp_enter", "tp_sum", "tp_max"):
     register_fake(f"hydragraph::{_name}", _like)
 for _name, _reverse in (_LONGER | _SHORTER).items():
@@ -85,7 +81,7 @@ register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses
 # Its backward does not communicate, and the gradient of hidden is this rank's part (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
-# Methods of the runtime's object that replace the operators after differentiation.
+# Runtime methods that replace the operators after differentiation.
 METHODS = {
     torch.ops.hydragraph.tp_sum.default: "all_reduce",
     torch.ops.hydragraph.tp_max.default: "all_reduce_max",

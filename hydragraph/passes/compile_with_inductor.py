@@ -1,18 +1,7 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that stay unchanged.
 
-Collectives stay in order. Operators that sum rows in thread-arrival order stay PyTorch's, because Inductor's are not
-deterministic.
-
-    run      consecutive nodes without any that must stay unchanged
-    piece    a run that is worth compiling (`GraphPiece`), for any number of tokens and sequences
-    outer    the remaining graph: pieces, collectives, operators that stay (`_Outer`)
-
-    pow, mean, rsqrt, mul       run of 4     -> piece_0(T, hidden, weight)
-    collectives.all_gather      stays        -> the same call
-    view, t, mm                 run of 3     -> unchanged: views and a matrix product have nothing to fuse
-    embedding_dense_backward    stays        -> the same operator
-
-Fake values have the device and the strides of a real run, which Inductor's code depends on.
+Collectives stay as they are. So do operators that sum rows in thread-arrival order, because Inductor's are not
+deterministic, and runs without enough to fuse, such as views and a matrix product.
 """
 
 from __future__ import annotations
@@ -50,21 +39,20 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# Number of tokens or sequences to tune kernels for.
+# Sizes to tune kernels for.
 TUNED = 2048
-# Maximum number of codes per piece: Inductor may distinguish small from large sizes, and 32-bit from 64-bit indices.
+# Per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
-# Operators that sum rows in thread-arrival order.
+# They sum rows in thread-arrival order.
 UNORDERED = frozenset(
     {
         *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Operators that do not make a piece worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK changes
-# no element.
+# Not worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK changes no element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
@@ -73,7 +61,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """Return "inductor" or "eager"; None selects Inductor on CUDA and eager elsewhere.
 
     Raises:
-        ValueError: `asked` is none of these.
+        ValueError: `asked` is another name.
         Unsupported: Inductor has no compiler here.
     """
     if asked is not None and asked not in BACKENDS:
@@ -86,7 +74,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def refuse_halves(strategy: Strategy) -> None:
-    """Raise Unsupported if a schedule splits backwards, which are compiled as one graph."""
+    """Raise Unsupported if a schedule splits backwards."""
     if strategy.schedule not in WHOLE_BACKWARD:
         raise Unsupported(
             f"schedule {strategy.schedule} with Inductor, which compiles whole backwards",
@@ -102,7 +90,7 @@ def compile_variant(
 
     Args:
         variant: traced on CPU with contiguous weights.
-        strides: parameter name -> strides of its shard, a view of a flat buffer. Other inputs are made contiguous.
+        strides: parameter name -> strides of its shard in a flat buffer. Other inputs are made contiguous.
         device: device of the inputs; 0-d integers are on the CPU.
 
     Raises:
@@ -134,7 +122,7 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
 def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    # Python reads numbers, such as the longest sequence, so they stay on the CPU.
+    # Python reads 0-d integers, so they stay on the CPU.
     number = value.dim() == 0 and not value.is_floating_point()
     return fake_like(value, torch.device("cpu") if number else device, strides)
 
@@ -143,8 +131,8 @@ class GraphPiece(nn.Module):
     """Part of a graph: takes the values of `symbols`, then the inputs; returns a tuple.
 
     Attributes:
-        graph: used for sizes of 0 and 1, and if Inductor distinguishes more than `CODES` ranges.
-        codes: the compiled codes, each with the sizes that it supports.
+        graph: used for sizes of 0 and 1, and once there are `CODES` codes.
+        codes: compiled codes, each with the sizes that it supports.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -158,8 +146,7 @@ class GraphPiece(nn.Module):
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
-        """Run compiled code, or the graph if there is none."""
-        # Sizes without suitable code trigger a compilation, up to a limit.
+        """Run code compiled for the sizes, or else the graph."""
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -176,9 +163,9 @@ class GraphPiece(nn.Module):
 class _Outer:
     module: fx.GraphModule
     graph: fx.Graph = field(default_factory=fx.Graph)
-    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # node of the module -> node here
-    values: dict[fx.Node, Any] = field(default_factory=dict)  # node of the module -> fake value
-    sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node here
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # node -> its copy
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # node -> its fake value
+    sizes: dict[Any, fx.Node] = field(default_factory=dict)  # symbol -> node
     parts: dict[str, Any] = field(default_factory=dict)
 
     def copy(self, node: fx.Node, value: Any) -> None:
@@ -199,7 +186,7 @@ def _compile(
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # In the graph's order, since all ranks must call collectives alike.
+    # In the graph's order: all ranks must call collectives alike.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -265,7 +252,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
-    # Calling a piece costs more than calling PyTorch, and a lone operator is not faster.
+    # Calling a piece costs more than calling a lone operator.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)

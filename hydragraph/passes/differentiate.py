@@ -1,9 +1,5 @@
 """Pass `differentiate`: split a sharded forward graph into a forward and a backward graph with explicit saved values.
 
-    primals    the inputs of the forward, in order: parameters, buffers, the template's inputs, vocabulary starts
-    tangents   the incoming gradients, one for each output
-    saved.i    the i-th value passed from the forward to the backward
-
 For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint graph and how "min_cut" splits it:
 
     joint      (W, x, dy) -> (y, dW = dy^t x, dx = dy W)      placeholders primals_1, primals_2, tangents_1
@@ -51,7 +47,7 @@ class Variant:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
         backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and a
             number beta: 0 to ignore the buffer's content, else 1. Returns one gradient per name of `gradients`.
-        inputs: parameter names, buffer names, template inputs, one start per name of `vocabulary`, and maybe
+        inputs: names of parameters, buffers and template inputs, one start per name of `vocabulary`, and maybe
             "collectives".
         needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
         gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
@@ -81,7 +77,7 @@ class Variant:
 
     def __getattr__(self, name: str) -> Any:
         if name in _GRAPHS:
-            with _DECODING:  # the check's threads request the same graphs concurrently
+            with _DECODING:  # the check's threads request graphs concurrently
                 if "_data" in vars(self):
                     vars(self).update(zip(_GRAPHS, decode(vars(self)["_data"]), strict=True))
                     del vars(self)["_data"]
@@ -91,7 +87,7 @@ class Variant:
 
 
 def saved_names(count: int) -> tuple[str, ...]:
-    """Return the names of saved values as inputs of a backward."""
+    """Return the names of saved values."""
     return tuple(f"saved.{i}" for i in range(count))
 
 
@@ -100,7 +96,7 @@ def saved_names(count: int) -> tuple[str, ...]:
 def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
     """Trace forward and backward of a sharded template together, and split them.
 
-    Without gradients, the forward saves nothing, and the backward is empty.
+    Without gradients, there are no saved values and the backward is empty.
 
     Raises:
         Unsupported: its graphs would hold only for some numbers of tokens.
@@ -144,7 +140,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
 
 
 def start_of(table: str) -> str:
-    """Return the name of the input with the index of a rank's first row of a parameter (0-d int64)."""
+    """Return the name of the input with a rank's first row of a parameter (0-d int64)."""
     return f"vocabulary_start.{table}"
 
 
@@ -154,7 +150,7 @@ def _output(graph: fx.GraphModule, values: list[fx.Node]) -> None:
 
 
 def _given(collective: fx.Node) -> list[Any]:
-    """Return a collective's arguments except the number of ranks, which the group knows."""
+    """Return a collective's arguments except the number of ranks."""
     assert is_operator(collective.target)
     return [argument.value for argument in arguments_of(collective) if argument.name != "ranks"]
 

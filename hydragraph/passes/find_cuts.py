@@ -2,24 +2,19 @@
 
 A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from it
 stays cut along the same units until a second product sums the parts (*row-parallel*). The walk starts with every
-product on a replicated input as a candidate, follows the cut dimension, and drops a candidate when an operator needs
-its whole dimension. The rest is the tensor-parallel plan, for any degree.
-
-A parameter is cut only if all its readers use the same cut.
+product on a replicated input as a candidate, and drops it when an operator needs its whole dimension. A parameter is
+cut only if all its readers use the same cut.
 
 In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
 
     q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one row of Wq
     view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
     q * cos                     [1, 4, T, 16]   (1, 16)   cos [1, 1, T, 16] is the same for every head
-    varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the origins of q, k and v are heads from now on
-    reshape                     [1, T, 64]      (2, 1)
-    linear(y, Wo)               [1, T, 64]      -         y is cut where Wo sums: the parts are summed here
+    varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the units of q, k and v are heads from now on
+    linear(y, Wo)               [1, T, 64]      -         the parts are summed here
 
-So Wq is cut along dimension 0 in 4 units of 16, and Wo along dimension 1.
-
-The walk is repeated until it changes nothing: no candidate is dropped (`banned`), no parameter must stay whole
-(`excluded`), and no unit is found late (`origins` outlive a walk).
+The walk is repeated until no candidate is dropped (`banned`), no parameter must stay whole (`excluded`), and no unit
+changes (`origins`).
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# A dimension with fewer units is not worth the communication, unless its units are heads.
+# Fewer units are not worth the communication, unless they are heads.
 NARROWEST = 16
 
 
@@ -65,11 +60,7 @@ class _Conflict(Exception):  # noqa: N818
 
 
 def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None, excluded: set[str]) -> Cuts:
-    """Analyse a forward graph.
-
-    Args:
-        excluded: names of parameters that must stay whole.
-    """
+    """Analyse a forward graph; parameters named in `excluded` stay whole."""
     excluded = excluded | {p.name for p in parameters if not all(_cuts(user, p) for user in p.users)}
     banned: set[fx.Node] = set()
     origins: dict[fx.Node, Origin] = {}
@@ -80,7 +71,7 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            # In graph order, because sets of nodes are ordered by address and all ranks must name the same problem.
+            # In graph order: all ranks must name the same problem.
             unknown |= {
                 n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
             }
@@ -106,7 +97,6 @@ def _known(origins: Mapping[fx.Node, Origin]) -> dict[fx.Node, tuple[int, int, b
 
 
 def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
-    """Return whether an operator can work on a part of a parameter."""
     if user.target is varlen:
         return sink(user) is parameter and operands(user).count(parameter) == 1
     if user.target is aten.embedding.default:
@@ -129,7 +119,6 @@ def _cuts(user: fx.Node, parameter: fx.Node) -> bool:
 
 
 def _unfinished(cuts: Cuts) -> set[fx.Node]:
-    # Other cuts would have to be gathered, which costs more than it saves.
     used = {o for cut in cuts.rows.values() for o in cut.origins}
     return {
         node
@@ -198,7 +187,7 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Cut parameters that a cut value meets one to one: biases, taps, and scales."""
+        """Cut parameters that a cut value meets elementwise: biases, taps, and scales."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
         # One segment of a fused product has other units than the whole.
@@ -215,8 +204,7 @@ class _Walk:
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """Return a value and its inputs up to a parameter, each with the place of a dimension in it.
 
-        The list is empty if the value is not made from one parameter, dimension by dimension, or if others read any of
-        them.
+        The list is empty if the value is not made from one parameter, or if others read any of them.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -238,7 +226,7 @@ class _Walk:
 
     def _prefer_wider(self, node: fx.Node) -> None:
         """If a cut value meets a result of narrower cut products, drop those."""
-        # LoRA: a layer's result [T, 4096] is cut, and its adapter's, from a row product over 8 columns, is whole.
+        # LoRA: a layer's result is cut, and its adapter's, from a row product over 8 columns, is whole.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
@@ -252,7 +240,7 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, _, outer, _ = known_product(node)
-        # A product ends a region (row-parallel), is inside one, or starts one (column-parallel).
+        # It ends a region (row-parallel), is inside one, or starts one (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -277,7 +265,6 @@ class _Walk:
         return Cut(len(shape(node)) - 1, 1, 0, int(shape(weight)[outer]), node, frozenset({node}))
 
     def _embedding(self, node: fx.Node) -> None:
-        # Tables of positions or types are small, and their indices are replicated.
         weight, ids = operands(node)[:2]
         while ids.target in VIEWS:
             ids = operands(ids)[0]
@@ -354,11 +341,11 @@ def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """Return the operator that reads a product's weight: the product, or its operand's transpose."""
+    """Return the product, or the transpose that reads its weight."""
     parts = known_product(node)
     return node if parts.given is parts.weight else parts.given
 
 
 def uncut_heads(graph: fx.Graph) -> int:
-    """Return the greatest common divisor of query head counts; 0 without attention."""
+    """Return the greatest common divisor of query head counts, or 0."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target in ATTENDING))

@@ -1,7 +1,6 @@
 """Search for the valid values of a batch's fields, which the indexed tables and the loss limit.
 
-A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47; indexing
-(`table[ids]`) also admits values from -52. Other computations on a field set no limit.
+A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Shifted = tuple[str, int]  # a field of the batch, and the number added to it
 
 
 def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
-    """Return a program's limits on the fields of its batches."""
+    """Return a program's limits on its batches' fields."""
     limits: set[FieldRange] = set()
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # aux may pass fields on, such as positions of each layer's own table.
+    # aux may pass fields on, such as positions.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
     seen = set()
@@ -61,7 +60,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
         }
         known_inputs |= {name: field for name, at in zip(others, block.aux, strict=True) if (field := shared[at])}
         limits.update(_lookups(template.graph, known_inputs, block, program, {}))
-    # Rotary embeddings have no table of positions, so the config gives their number.
+    # Rotary embeddings have no table, so the config limits positions.
     placed = any("position_ids" in template.inputs for template in program.templates.values())
     if program.positions is not None and placed and not any(limit.field == "position_ids" for limit in limits):
         most, setting = program.positions
@@ -76,7 +75,7 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[FieldRange]:
-    """Yield a block's limits; add values that are a known input plus a number to `fields`."""
+    """Yield a block's limits; add values that are an input plus a number to `fields`."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))

@@ -5,7 +5,7 @@
     becomes
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
-A loss that weighs tokens has cross_entropy(labels, "none") --> [T], which becomes head_token_losses(weight, labels).
+Losses by token, cross_entropy(labels, "none") --> [T], become head_token_losses(weight, labels).
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph with the fused operator, or the same graph without head and loss.
-
-    Args:
-        module: a forward graph over whole weights, from `shard` for tensor-parallel degree 1.
-    """
+    """Return a graph over whole weights with the fused operator, or the same graph without head and loss."""
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
@@ -66,10 +62,9 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return the head that ends in this node: the summed or token-wise cross-entropy of a product without a bias."""
+    """Return the head that ends in this node; None for class weights, a mean, a bias, or smoothing by token."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
-    # Not supported: class weights, a mean, smoothed losses by token, a bias.
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)
     logits, labels, *rest = loss.args
     weight, reduction, ignored, smoothing = tuple(rest) + defaults[len(rest) :]

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 varlen = torch.ops.hydragraph.varlen_attention.default
 attention_dropout = torch.ops.hydragraph.attention_dropout.default
 dropout = torch.ops.hydragraph.dropout.default
-# They mix tokens of one sequence only; their first seven arguments are the same.
+# Operators that mix tokens of one sequence; their first seven arguments are the same.
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
-# All operators that mix tokens, of one sequence only; their fourth argument is cu_seqlens.
+# Their fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# By name, since not all releases of transformers register theirs.
+# By name: not all releases of transformers register theirs.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 DRAWN = frozenset({dropout, attention_dropout})
 
@@ -77,20 +77,20 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node is a product of rows with the weight of their expert, grouped or [experts, rows, in]."""
+    """Return whether a node multiplies rows by their expert's weight, grouped or as [experts, rows, in]."""
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED
 
 
 def _untransposed(weight: fx.Node) -> fx.Node:
-    """Return the weights of experts whose matrices a node transposes, or the node itself."""
+    """Return the expert weights that a node transposes, or the node itself."""
     swaps = weight.target is aten.transpose.int and {d % 3 for d in operands(weight)[1:]} == {1, 2}
     return operands(weight)[0] if swaps else weight
 
 
 def known_product(node: fx.Node) -> Product:
-    """Return the operands of a node that must be a product."""
+    """Return a product's operands."""
     parts = product(node)
     assert parts is not None, node
     return parts

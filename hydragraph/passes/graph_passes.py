@@ -1,11 +1,4 @@
-"""Graph passes: the steps from a block's template to the graphs that one rank of a stage runs, in order.
-
-Template   a captured block, cleaned and annotated
-  shard, fuse_head
-Sharded    a rank's own forward graph
-  differentiate, accumulate, sums_in_pieces, overlap_collectives, compile
-Variant    its forward and its backward
-"""
+"""Graph passes: the steps from a block's template to a rank's forward graph (`shard`, `fuse_head`) and `Variant`."""
 
 from __future__ import annotations
 
@@ -33,7 +26,7 @@ Graphs = Template | ShardedTemplate | Variant
 
 @dataclass(frozen=True)
 class GraphPass:
-    """One step from a template to the graphs that a rank runs; `VariantSpec.passes` checks its condition `when`."""
+    """Step from a template to a rank's graphs; `VariantSpec.passes` checks its condition `when`."""
 
     name: str
     when: str
@@ -41,7 +34,7 @@ class GraphPass:
 
     @property
     def meaning(self) -> str:
-        """Its purpose, in a sentence."""
+        """Purpose, in a sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
@@ -112,7 +105,7 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
     """Run the passes that apply, in order, and yield the result of each.
 
     Args:
-        traced: variant that an earlier process made from an equal spec; then only `compile` runs.
+        traced: variant of an equal spec; then only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block.
@@ -131,9 +124,8 @@ def make_variant(
     """Run all passes that apply; return the graphs that a rank runs, and pass -> seconds.
 
     Args:
-        keep: called with the spec and its traced variant, unless that was given.
+        keep: called with the spec and its variant if that was traced now.
     """
-    # Graphs of a large block have thousands of nodes, so only the latest are kept.
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template
     last = [name for name in spec.passes if name != COMPILE][-1]
@@ -155,7 +147,7 @@ def modules_of(graphs: Graphs) -> dict[str, fx.GraphModule]:
 
 
 def shard_strides(parameter: Parameter, part: StagePart) -> tuple[int, ...]:
-    """Return the strides of a rank's shard, a view of a flat buffer."""
+    """Return the strides of a rank's shard in a flat buffer."""
     elements = sum(hi - lo for lo, hi in parameter.intervals(part.tp, part.index))
     flat = torch.empty(elements, device="meta")
     return tuple(parameter.natural(flat, part.tp, part.index).stride())

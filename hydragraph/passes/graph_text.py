@@ -1,4 +1,4 @@
-"""Readable text of FX graphs, with one operator per line and numbered values; and comparison of graphs."""
+"""Readable text of FX graphs, with one operator per line, and comparison of graphs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from torch import fx
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """Return a graph's operators, without names that depend on earlier traces.
-
-    A block's other tensor inputs are numbered, since releases of transformers differ in their number.
-    """
+    """Return a graph's operators, without names that depend on earlier traces."""
+    # Releases of transformers differ in the number of other inputs.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []
@@ -34,10 +32,7 @@ def graph_text(module: fx.GraphModule) -> str:
 
 
 def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
-    """Return a line with a graph's number of operators, and those added to or removed from another.
-
-    For example "21 operators: +2 hydragraph.tp_enter.default, -2 communicate"; "21 operators: unchanged".
-    """
+    """Return a graph's operator count and its changes, such as "21 operators: +2 hydragraph.tp_enter.default"."""
     old, new = (_operators(module) for module in (before, after))
     count = f"{new.total()} operator{'s' * (new.total() != 1)}"
     if before is not None and graph_text(before) == graph_text(after):
@@ -58,7 +53,7 @@ def operator_name(node: fx.Node) -> str:
 
 def _operators(module: fx.GraphModule | None) -> Counter[str]:
     nodes = module.graph.nodes if module is not None else ()
-    # hydragraph's functions are printed as "<function communicate".
+    # Our functions are printed as "<function communicate".
     return Counter(
         operator_name(node).removeprefix("<function ") for node in nodes if node.op not in ("placeholder", "output")
     )

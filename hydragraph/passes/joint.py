@@ -1,18 +1,12 @@
-"""Joint graph of a sharded template, forward and backward in one: traced once for all degrees if that is proven valid.
+"""Joint graph of a sharded template, forward and backward in one, traced once for all degrees if that is proven valid.
 
-Tracing dominates the cost of compiling a block, and traces of two degrees differ only in sizes. So a template is traced
-once with shares that are multiples of one large prime P, and each degree's graph is that trace with P replaced by 1 /
-degree:
-
-    of a Llama with 32 heads of 128        whole      in the trace     tp 2        tp 4
-    weight of the queries, rows            4096       4096 P           2048        1024
-    view(q, [1, -1, heads, 128])           32         32 P             16          8
-    elements of a token's queries          4096       4096 P           2048        1024
+Traces of two tensor-parallel degrees differ only in sizes. So a template is traced once with shares that are multiples
+of one large prime P, and each degree's graph is that trace with P replaced by 1 / degree: 32 heads are 32 P in the
+trace, and 16 for degree 2.
 
 Numbers of the model are less than P, and shares are multiples of P, also through sums and products (Kronecker's
 substitution). A degree gets its own trace if a number is not provably one or the other, if it does not divide a share,
-if a share becomes 1, which PyTorch specialises on, or under sequence parallelism. The trace's forward must equal the
-degree's own, and the derived graph is proven for other numbers of tokens.
+if a share becomes 1, which PyTorch specialises on, or under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -41,9 +35,9 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 _LOG = logging.getLogger(__name__)
 
 SHARE = 268_435_399  # P, a prime: numbers in models are smaller, and P times the elements of a weight fits 64 bits
-_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # "to the end" of a slice
-_KEPT = 16  # traces: a model has about three templates
-_WIDE = StagePart(StageKind(2))  # any rank of a stage with more than one
+_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # of a slice
+_KEPT = 16  # traces
+_WIDE = StagePart(StageKind(2))  # or any higher degree
 
 
 class _NotProvenError(Exception):
@@ -59,7 +53,7 @@ class _WideRule(ShardRule):
 
 
 def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor], int]:
-    """Return a rank's joint graph with proven sizes, the values of its placeholders, and its number of outputs.
+    """Return a rank's joint graph with proven sizes, its placeholders' values, and its number of outputs.
 
     Raises:
         Unsupported: the graph would hold only for some numbers of tokens.
@@ -97,17 +91,16 @@ def _wide_trace(
     learning: frozenset[str],
     fused_head: bool,
 ) -> _WideTrace | None:
-    """Trace a template with shares of P; return None if PyTorch cannot."""
     wide = {name: _widened(parameter) for name, parameter in parameters}
     spec = VariantSpec(template, wide, _WIDE, dtype, learning, fused_head=fused_head)
     try:
         sharded = shard(template, wide, _WIDE, fused_head)
         joint, values = _traced(spec, sharded)
-        if assumptions(values):  # graph data of one degree does not show assumptions
+        if assumptions(values):  # graph data do not show them
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # These sizes exceed any machine, so any error may occur.
+        # Sizes exceed any machine, so any error may occur.
         _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
         return None
 
@@ -121,7 +114,7 @@ def _widened(parameter: Parameter) -> Parameter:
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     """Return the joint graph of a degree; raise _NotProvenError if it needs its own trace."""
-    # Inputs are also compared, because shards may be uneven.
+    # The forward must equal the degree's own; inputs count, because shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -129,7 +122,7 @@ def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
     (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
     for node in joint.graph.nodes:
-        value_of(node)  # this stores the value where partitioners expect it
+        value_of(node)  # stored where partitioners expect it
     return joint
 
 
@@ -193,7 +186,7 @@ def _no_share(number: float) -> float:
 
 
 def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    # Under sequence parallelism hidden states have T / tp tokens here and everything else has T: two symbols.
+    # Under sequence parallelism, only hidden states have T / tp tokens.
     template, part = spec.template, spec.part
     hints: dict[str, int] = {}
     shapes = {n: spec.parameters[n].local_shape(part.tp, part.index) for n in template.parameters}
@@ -211,11 +204,8 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's spec; under sequence parallelism, ranks have a part of some values' tokens.
-
-    Hints are then `ranks` times the traced ones, so that they are divisible.
-    """
-    # "s0" for T; with `ranks` 2, "s0/2" for a rank's part. Their hints, 227 and 454, keep T twice the part.
+    """Return a value's spec; with `in_part`, of a rank's part of its tokens under sequence parallelism."""
+    # "s0" for T; "s0/2" for a rank's part.
     value = value_of(node)
     sizes = []
     for size in value.shape:

@@ -1,11 +1,8 @@
 """Memory budgets: saved values that a backward computes again instead.
 
-    saved      S, the storages that "min_cut" saves and that belong to neither an input nor a result of the forward
-    budget     b, 0 < b < 1: at most b of the bytes of S stay saved
-    cost       operations of the forward that the backward runs again, each counted once
-
-Values are dropped from S one by one, always the one that adds the least cost per byte. Attention, collectives and
-random numbers never run again, so ranks of a stage run the same collectives; values that need them stay saved.
+Among the storages that "min_cut" saves, except those of inputs and results of the forward, values are dropped one by
+one, always the one that adds the least cost per byte, until the budget's fraction of their bytes is left. Attention,
+collectives and random numbers never run again; values that need them stay saved.
 """
 
 from __future__ import annotations
@@ -26,19 +23,18 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-_LOCAL = frozenset(  # hydragraph's operators that are cheap, local and deterministic
+_LOCAL = frozenset(  # cheap, local, deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Operations of a product in the time of moving one element, on a GPU of 3e14 operations/s and 2e12 bytes/s.
+# Operations of a product per element moved, on a GPU of 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 
 def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], budget: float) -> list[str]:
-    """Return the names of the saved values that stay saved.
+    """Return the names of the values that stay saved.
 
     Args:
-        joint: forward and backward as one graph; its first `outputs` results are those of the forward.
-        budget: fraction of their bytes that may stay saved.
+        joint: forward and backward as one graph; the first `outputs` results are the forward's.
     """
     results = results_of(joint)
     forward = ancestors_of(results[:outputs])

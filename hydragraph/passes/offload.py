@@ -1,16 +1,9 @@
 """Offload: move what forwards save for backwards to host memory, and back one computation ahead of its use.
 
-    compute  h1.0, s.layer.0.0 = forward layer.0 [0] (...)
     offload  o.layer.0.0, c.layer.0.0 = offload layer.0 [0] (s.layer.0.0)   after s.layer.0.0
-    compute  h2.0, s.layer.1.0 = forward layer.1 [0] (...)
-    compute  free c.layer.0.0                                   after c.layer.0.0
-    ...
     offload  f.layer.0.0 = fetch layer.0 [0] (o.layer.0.0)
-    compute  d1.0, G.layer.1 += backward layer.1 [0] (...)
-    compute  d0.0, G.layer.0 += backward layer.0 [0] (f.layer.0.0, ...)   after f.layer.0.0
 
-The copy to the host has the time of the next computation, and the copy back that of the one before the backward: a
-stage holds what two blocks save. Values whose backward follows so closely that this would free no memory stay.
+A stage then holds what two blocks save. Values whose backward follows too soon to free memory stay.
 """
 
 from __future__ import annotations
@@ -24,11 +17,11 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
 from hydragraph.passes.place import Placement
 
-SMALL_BYTES = 1 << 16  # a copy's fixed cost is then as long as the copy itself
+SMALL_BYTES = 1 << 16  # a copy's fixed cost equals its transfer
 
 
 def moves(size: int) -> bool:
-    """Return whether a saved tensor with a memory of `size` bytes is offloaded; smaller ones stay on the device."""
+    """Return whether a saved tensor with a memory of `size` bytes is offloaded."""
     return size > SMALL_BYTES
 
 
@@ -39,14 +32,13 @@ def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgr
     if stage is None or not stage.offload:
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
-    made: dict[Value, int] = {}  # saved value -> the number of its forward among the computations
-    offloads: dict[int, Instruction] = {}  # by the number of the computation that they follow
-    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # by the number of a computation
+    made: dict[Value, int] = {}  # saved value -> number of its forward
+    offloads: dict[int, Instruction] = {}  # by the computation before
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # by computation
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:
-            # The value is off the device during at least one computation: copies overlap with the first one after its
-            # forward and with the last one before its backward.
+            # The value must be off the device during at least one computation.
             if value.kind is ValueKind.SAVED and number - made[value] > 3:
                 of = (value.block, value.micro_batch)
                 host, leaving, back = (make(*of) for make in (offloaded, copying, fetched))

@@ -1,8 +1,6 @@
 """Propagation rules of operators, from the cuts of operands to that of the result; None: whole operands are needed.
 
-If x [1, T, 64] is cut as `Cut(dim=2, scale=1)`, then view(x, [1, T, 4, 16]) is `Cut(dim=2, scale=16)`, and its
-transpose(1, 2) is `Cut(dim=1, scale=16)`. Softmax over dimension 1 of the latter needs it whole. Operators that PyTorch
-tags as pointwise need no rule.
+`passes.find_cuts` has an example. Operators that PyTorch tags as pointwise need no rule.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ Rule = Callable[[Cuts, fx.Node], Cut | None]
 
 
 def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Return the cut shared by all cut operands of an elementwise operator, with broadcasting."""
-    # Broadcasting matches dimensions from the last one.
+    """Return the cut shared by all cut operands of an elementwise operator."""
     out: Cut | None = None
     ndim = len(shape(node))
     for operand in node.all_input_nodes:
@@ -55,7 +52,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             continue
         cut = replace(cut, dim=cut.dim + ndim - len(shape(operand)))
         if out is not None:
-            # Equal units of both, such as gate and up of an MLP, must be on the same rank.
+            # Equal units, such as gate and up of an MLP, must be on the same rank.
             if (cut.dim, cut.scale, cut.length) != (out.dim, out.scale, out.length) or not _alike(cut.outer, out.outer):
                 return None
             if cut.pieces or out.pieces:
@@ -63,7 +60,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    # Whole operands must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] along the cut is not.
+    # Whole operands must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
@@ -71,7 +68,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
                 return None
     if out.pieces:
         return out
-    # The unit of one becomes the unit of all: what gates heads is cut by heads.
+    # The unit of one becomes that of all: what gates heads is cut by heads.
     leads = [cuts.origins[c.lead] for n in node.all_input_nodes if (c := cuts.of(n)) is not None]
     head = next((lead.head for lead in leads if lead.heads), 0)
     for lead in leads:
@@ -94,7 +91,6 @@ def _reduction(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _needing(dims: Callable[[fx.Node, int], Collection[int]]) -> Rule:
-    """Return the rule of operators that need some dimensions of their first operand whole."""
 
     def rule(cuts: Cuts, node: fx.Node) -> Cut | None:
         x = operands(node)[0]
@@ -108,7 +104,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
-    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each of the result; None: a new one
+    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each of the result
     match node.target:
         case aten.transpose.int:
             dims[rest[0]], dims[rest[1]] = dims[rest[1]], dims[rest[0]]
@@ -124,7 +120,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def join_dim(node: fx.Node) -> int:
-    """Return the dimension along which an operator joins, stacks or slices, as a non-negative index."""
+    """Return the non-negative dimension along which an operator joins, stacks or slices."""
     return int(operands(node)[1] if len(operands(node)) > 1 else 0) % len(shape(node))
 
 
@@ -140,8 +136,7 @@ def _common(cuts: Sequence[Cut | None], key: Callable[[Cut], object]) -> Cut | N
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Parts must be cut alike and joined along another dimension, like halves of rotary embeddings. A part that is
-    # expanded to all heads is expanded to this rank's.
+    # Parts must be cut alike and joined along another dimension. One expanded to all heads expands to this rank's.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
@@ -181,13 +176,13 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
     after = shape(node)[dim]
     if cut.pieces:
         return replace(cut, dim=dim) if _same(before, after) else None
-    # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16 origin elements.
+    # [.., 64] -> [.., 4, 16]: each of the 4 is a unit of 16.
     if after <= before:
         scale = cut.scale * (before // after)
         if not isinstance(scale, int):
             return None
         cuts.refine(cut, scale)
-    # [.., 4, 16] -> [.., 64]: merged with the following dimension, each of the 64 is an origin element again.
+    # [.., 4, 16] -> [.., 64]: each of the 64 is an element again.
     else:
         exact = Fraction(cut.scale) / (after // before)
         if exact.denominator != 1 and not cuts.origins[cut.lead].head:
@@ -199,8 +194,7 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    For [1, T, 4, 16] as [T, 64], dimension 2 is the outer factor of 64 = 4 * 16, so the result is 1. Of dimension 3,
-    each rank's part would be scattered: None.
+    For [1, T, 4, 16] as [T, 64], dimension 2 becomes 1; of dimension 3, each rank's part would be scattered.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -210,10 +204,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
 
 
 def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
-    """Return the cut of a view that merges the cut dimension with those before it.
-
-    [T, 64] as [T * 4, 16] is [T, 4, 16] first.
-    """
+    """Return the cut of a view that merges the cut dimension with those before it, as [T, 64] as [T * 4, 16]."""
     for source, target in _groups(before, after):
         if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
             continue
@@ -236,7 +227,7 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         b = after[j]
         i += 1
         j += 1
-        # Symbolic sizes are compared by name, and by the trace's example when one must grow.
+        # Symbolic sizes are compared by name; their hints decide which side grows.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -273,7 +264,7 @@ def _split(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def split_sizes(node: fx.Node) -> list[int]:
-    """Return the sizes of the parts of a split."""
+    """Return the sizes of a split's parts."""
     x, sizes = operands(node)[:2]
     if not isinstance(sizes, int):
         return list(sizes)
@@ -284,7 +275,7 @@ def split_sizes(node: fx.Node) -> list[int]:
 
 
 def split_dim(node: fx.Node) -> int:
-    """Return the dimension of a split as a non-negative index."""
+    """Return the non-negative dimension of a split."""
     dim: Any = operands(node)[2] if len(operands(node)) > 2 else node.kwargs.get("dim", 0)
     return int(dim) % len(shape(operands(node)[0]))
 
@@ -316,7 +307,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     if not isinstance(cut.scale, int) or cut.outer or cut.pieces:
         return None
     if step != 1:
-        # Every second element, where two parts of a gate alternate: pairs stay together.
+        # Two parts of a gate alternate: pairs stay together.
         if a >= step or b != size or size % step:
             return None
         cuts.refine(cut, cut.scale * step)
@@ -327,7 +318,6 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # All three are cut by heads, or none; bounds and lengths are whole.
     head_cuts = _by_heads(cuts, operands(node)[:3])
     if head_cuts is None or any(cuts.of(n) for n in operands(node)[3:]):
         return None
@@ -339,7 +329,7 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
-    # Fewer key heads than ranks are shared, so rules must know that units are heads.
+    # Too few key heads are shared, so rules must know heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
@@ -353,14 +343,14 @@ def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
     head_cuts = _by_heads(cuts, (q, k, v, g, beta))
     if head_cuts is None or cuts.of(operands(node)[3]):
         return None
-    # In products that give values, a key head must cover a whole number of value heads.
+    # In products that give values, a key head must cover whole value heads.
     if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
         return None
     return replace(head_cuts[2], origins=_origins(head_cuts))
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, channels]; each channel has its own taps and bias, which are cut alike (`find_cuts`).
+    # [T, channels]; taps and bias are cut alike (`find_cuts`).
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]
@@ -397,12 +387,12 @@ def _padded(node: fx.Node, ndim: int) -> set[int]:
 
 
 def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Refuse a cut: the largest entries are those of all ranks, as where a router chooses experts."""
+    """Refuse a cut: the largest entries are those of all ranks."""
     del cuts, node
     return None
 
 
-# Elementwise operators without PyTorch's tag; prelu has one weight, or one per feature.
+# Elementwise operators without PyTorch's tag.
 _UNTAGGED = (
     *(aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.rsub.Tensor, aten.masked_fill.Tensor),
     *(aten.log_sigmoid.default, aten.hardswish.default, aten.prelu.default, aten.isclose.default, aten.ldexp.Tensor),
@@ -422,7 +412,6 @@ RULES: dict[Any, Rule] = {
     aten.amax.default: _reduction,
     **dict.fromkeys((aten.softmax.int, aten._softmax.default), _needing(lambda n, ndim: {operands(n)[1] % ndim})),
     **dict.fromkeys(NORMS, _needing(lambda n, ndim: range(ndim - len(operands(n)[1]), ndim))),
-    # Pairs of numbers become one complex number in the last dimension, or the reverse.
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), _needing(lambda _, ndim: {ndim - 1})),
     **dict.fromkeys((aten.constant_pad_nd.default, aten.pad.default), _needing(_padded)),
     aten.type_as.default: _needing(lambda *_: ()),
@@ -443,5 +432,5 @@ RULES: dict[Any, Rule] = {
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operator is elementwise, with broadcasting."""
+    """Return whether an operator is elementwise."""
     return has_tag(node.target, torch.Tag.pointwise) or RULES.get(node.target) is pointwise

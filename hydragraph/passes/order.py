@@ -53,13 +53,12 @@ def _of_action(
 def _in_order_of_sends(
     placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
 ) -> list[Instruction]:
-    """Move receives forward to the order in which each peer sends.
+    """Move receives forward to the order in which each peer sends, as messages between two ranks arrive in order.
 
-    Messages between two ranks arrive in order. With interleaved stages, the value that a peer sends first may be needed
-    last. Its receive then moves to the first use of a later message.
+    With interleaved stages, the value that a peer sends first may be needed last.
     """
     receives = [i for i, instruction in enumerate(instructions) if instruction.op is Op.RECEIVE]
-    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> the receives to issue there
+    before: defaultdict[int, list[int]] = defaultdict(list)  # index -> receives there
     for peer in dict.fromkeys(instructions[i].partner for i in receives):
         at = {instructions[i].writes[0]: i for i in receives if instructions[i].peer == peer}
         first = len(instructions)
@@ -143,6 +142,6 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # Sender i of t serves receivers i, i + t, ..., so that the ranks share the sending.
+    # Sender i of t serves receivers i, i + t, ...
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

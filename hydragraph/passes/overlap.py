@@ -1,8 +1,7 @@
 """Overlap: placement of pulls, pushes, receives and the ends of sends so that they overlap with computation.
 
-Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order. Entering one
-does not block. If a home has second owners, sums are replicated in the order of the pushes, concurrently with
-computation; the commit waits for that.
+Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, without
+blocking.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from hydragraph.passes.place import Placement
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
     """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
 
-    Pulls come first, in block order; pushes of trainable buckets follow in reverse. Both wait for earlier ones if the
-    window is full. The commit waits for the pushes of the gradients that it reads. Messages still in flight are freed
-    before it.
+    Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
+    before the commit.
     """
-    if placement.streams:  # `stream` has placed them; between its exchanges a rank must not wait early
+    if placement.streams:  # a rank must not wait early between exchanges
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -59,8 +57,8 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
 
-    This is safe even if a receive blocks: by the clock the previous stage runs that forward before the stage that waits
-    for this backward runs its own. If backward receives moved as well, two stages could wait for each other.
+    Even a blocking receive is safe: the previous stage runs that forward first. If backward receives moved as well, two
+    stages could wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -91,15 +89,14 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, each once its gradient is complete, but before the next computation.
+    """Insert pushes in order, each once its gradient is complete, but before the next computation and after sends.
 
-    A send that another stage waits for leaves first. Pushes that wait for earlier ones come at index `free` at the
-    earliest.
+    Pushes that wait for earlier ones come at index `free` at the earliest.
     """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
     }
-    # A push between forwards would take link bandwidth from activations that other ranks wait for.
+    # A push between forwards would take bandwidth from activations that ranks wait for.
     last_forward = max((i for i, instruction in enumerate(work) if instruction.op is Op.FORWARD), default=-1)
     placed: list[Instruction] = []
     issued = 0
@@ -117,8 +114,7 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message once it is known to have left, so that waiting for it delays no rank; free the others at the
-    end.
+    """Free every message once it has certainly left, so that waiting for it delays no rank; free the others at the end.
 
     gloo reports this only to a rank that waits, so the program schedules the wait:
     - h{k}.{m}, before the backward that waits for d{k}.{m}, which the next stage has computed from it.
@@ -126,7 +122,7 @@ def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> 
       With interleaved stages, before d{k}.{m + n}, where n is the size of a set (`ir.schedules.clock`).
     """
     ended: list[Instruction] = []
-    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages, one per receiver
+    sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages
     for instruction in work:
         before: list[Value] = []
         if instruction.op is Op.BACKWARD:
@@ -154,7 +150,7 @@ def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     waiting: list[Instruction] = []
     for instruction in instructions:
         after = (*waits(instruction, stream_of), *instruction.after)
-        # `replace` takes several times as long.
+        # `replace` is several times slower.
         waiting.append(
             Instruction(
                 instruction.op,

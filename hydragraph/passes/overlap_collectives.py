@@ -3,9 +3,8 @@
     before     total += dy^t x;  dx = dy W;  s = all_reduce(dx);  y = s * w
     after      dx = dy W;  p = start_all_reduce(dx);  total += dy^t x;  s = p.result();  y = s * w
 
-A collective starts as soon as its operand exists: operators since the previous collective that it does not need come
-after its start. It ends before its first reader. In a backward these operators are the products of weight gradients, as
-in Megatron-LM (Shoeybi et al., 2019). Collectives keep their order, which all ranks of a stage share.
+A collective starts as soon as its operand exists and ends before its first reader, while products of weight gradients
+run (Megatron-LM, Shoeybi et al., 2019). Collectives keep their order, which all ranks of a stage share.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ RESULT = "result"
 
 
 def overlap_collectives(variant: Variant) -> Variant:
-    """Return a variant whose forward and backward wait for a collective's result only where they read it."""
+    """Return a variant that waits for a collective's result only where it reads it."""
     return replace(variant, forward=_overlapped(variant.forward), backward=_overlapped(variant.backward))
 
 
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    started: dict[fx.Node, fx.Node] = {}  # collective of the module without a reader yet -> its start in `graph`
+    started: dict[fx.Node, fx.Node] = {}  # unread collective -> its start
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
@@ -56,7 +55,6 @@ def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node]:
-    """Return the nodes since the last collective that this one depends on, and all placeholders."""
     needed = {*collective.all_input_nodes, *(n for n in since if n.op == "placeholder")}
     for node in reversed(since):
         if node in needed:
@@ -65,7 +63,6 @@ def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node
 
 
 def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
-    """Turn a call into one that only starts; its value keeps the operand and the result in memory."""
     call.target = STARTS[str(collective.target)]
     call.meta = {"val": (value_of(collective), value_of(collective.all_input_nodes[1]))}
     return call

@@ -45,7 +45,7 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build programs like `rank_programs`, one for all ranks that differ only in their peers."""
+    """Build programs like `rank_programs`; ranks that differ only in their peers share one."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
@@ -64,7 +64,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return what determines a rank's instructions besides its neighbours, and these neighbours."""
+    """Return what determines a rank's instructions besides its neighbours, and these."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()
@@ -98,7 +98,7 @@ def rank_program(
 def after_each_pass(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], rank: int, mode: Mode = "train", *, ranks: int
 ) -> Iterator[tuple[str, RankProgram]]:
-    """Yield the name of every pass with one rank's program after it."""
+    """Yield the name of every pass, and one rank's program after it."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: the world has ranks 0 to {ranks - 1}")
     placement = _placed(outline, strategy, micro_batches, mode, ranks)

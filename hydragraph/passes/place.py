@@ -23,7 +23,7 @@ class PlacedRole(Role):
 
     Attributes:
         previous, following: ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
-        visit: index among the stages that its ranks run in the pipeline.
+        visit: index among the stages of its ranks in the pipeline.
     """
 
     depth: int
@@ -37,10 +37,9 @@ class PlacedStage:
     """Stage with work, or all interleaved stages of the same ranks.
 
     Attributes:
-        roles: one for each of its pipelines with work, in the strategy's order, or for each interleaved stage.
+        roles: one for each of its pipelines with work, or for each interleaved stage.
         layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
-        stream: what the stage streams (`spec.pipeline.Stage`).
-        offload: whether the stage offloads activations to host memory.
+        stream: as in `spec.pipeline.Stage`.
     """
 
     roles: tuple[PlacedRole, ...]
@@ -58,12 +57,12 @@ class PlacedStage:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of its micro-batches."""
+        """Numbers of micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Positions of its blocks, ascending."""
+        """Positions of blocks, ascending."""
         return tuple(k for span in self.blocks for k in range(*span))
 
     @property
@@ -86,7 +85,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pipelines with work that are scheduled together; `numbers`: the row of each stage's ranks in their shape."""
+    """Pipelines scheduled together; `numbers`: the row of each stage's ranks in their shape."""
 
     pipelines: tuple[int, ...]
     shape: Shape
@@ -94,7 +93,7 @@ class _Group:
 
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
-    # Layers ascend along every pipeline, and so do the numbers, except where it returns to the same ranks.
+    # Layers and numbers ascend along every pipeline, except where it returns to the same ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
     counts = []
@@ -113,7 +112,7 @@ class Placement:
     Attributes:
         stages: stages with work, by pipeline and stage; shared and interleaved stages occur once.
         holders: for each held bucket, in pull order, the ranks of each stage that uses it.
-        joined: the pipelines, grouped by shared stages (`Strategy.joined`).
+        joined: as in `Strategy.joined`.
     """
 
     outline: Outline
@@ -124,7 +123,7 @@ class Placement:
 
     @cached_property
     def stage_of(self) -> Mapping[int, PlacedStage]:
-        """The stage, or interleaved stages, of each rank that has work."""
+        """Each rank's stage, or interleaved stages."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
@@ -154,7 +153,7 @@ class Placement:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Results of passes that are the same for all ranks, by mode (`passes.stream`)."""
+        """Results of passes for all ranks, by mode."""
         return {}
 
     def held(self, rank: int) -> frozenset[str]:
@@ -169,9 +168,7 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 
 
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
-    """Assign blocks to stages and buckets to the stages that use them.
-
-    The first block is placed with layer 0, the last block with the last layer.
+    """Assign blocks to stages, the first with layer 0 and the last with the last layer, and buckets to their users.
 
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
@@ -194,7 +191,7 @@ def refuse_streams(strategy: Strategy) -> None:
             )
 
 
-@lru_cache(maxsize=4)  # tools walk the programs of all ranks of an iteration
+@lru_cache(maxsize=4)  # for all ranks
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(
@@ -211,7 +208,6 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
         for stage in _pipeline_stages(outline, strategy, pipeline, numbers):
             other = stages.get(stage.ranks)
             stages[stage.ranks] = _joined(other, stage) if other else stage
-    # A stage pulls a tied weight once, and a shared stage sums its pipelines' gradients.
     holders: dict[str, list[tuple[int, ...]]] = {bucket: [] for bucket in outline.pull_order}
     for stage in stages.values():
         for bucket in stage_buckets(outline, stage):
@@ -221,7 +217,6 @@ def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...])
 
 
 def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
-    # `Strategy` ensures that stages with the same ranks are one or the other.
     (role,) = other.roles
     if role.pipeline != one.roles[-1].pipeline:
         return replace(one, roles=(*one.roles, role))
@@ -230,7 +225,6 @@ def _joined(one: PlacedStage, other: PlacedStage) -> PlacedStage:
 
 
 def _numbered(strategy: Strategy, micro_batches: Sequence[int]) -> dict[int, range]:
-    """Number the micro-batches of pipelines with any, across those that share stages."""
     numbers = {}
     for group in strategy.joined:
         first = 0

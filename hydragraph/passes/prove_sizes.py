@@ -4,16 +4,9 @@ A trace sees one example, and its graph must hold for any. Each of three proofs 
 
 1. The trace recorded each size that was turned into a number, and each decision based on one.
 2. The graph is run again, on the meta device, at other sizes: each value must have the sizes of its expressions.
-3. The example's sizes are primes that divide no dimension of the graph. A number in the graph that is a multiple of
-   one, or the inverse or root of such a multiple, was read from the example (`Recalled`): `x / 227` passes 1 and 2. A
-   constant of the model matches no other example, so the model is captured again with another.
-
-A model that divides by the length, `x.sum(1) / x.shape[1]`, is traced with T = 227 tokens:
-
-    sum / s0                 holds for any T: the trace kept the symbol
-    sum / 227                the model called int(): proof 1 sees that s0 became a number, and proof 3 sees 227
-    reshape(x, [227, -1])    the same, and proof 2 sees it as well: at T = 682 the result has different sizes
-    sum * 0.00440...         proof 3: it is 1 / 227
+3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of one, or the
+   inverse or root of a multiple, was read from the example (`Recalled`), or matches by chance: the model is then
+   captured again with other primes.
 """
 
 from __future__ import annotations
@@ -31,27 +24,26 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Numbers of tokens and bounds: primes p for which (p - 1) / 2 is also prime; small, because loops over tokens are
-# traced for each token.
+# Tokens and bounds: primes p for which (p - 1) / 2 is also prime; small, as loops over tokens are unrolled.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The second proof's sizes are this multiple of the example's plus one, so that no factor is shared.
+# The second proof's sizes are this multiple plus one, so that no factor is shared.
 _ELSEWHERE = 3
-# Larger numbers mean "no end" or "minus infinity" rather than a size.
+# Larger numbers mean "no end" or "minus infinity".
 _LARGEST = 1 << 31
 T = TypeVar("T")
 _REMEDY = "compute it from a tensor's shape while it runs: no int(), len() or .item() of a size"
 
 
 class Recalled(Unsupported):
-    """A number in a graph that matches the example that it was traced with."""
+    """Number in a graph that matches the example that it was traced with."""
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
     """Capture with example sizes, and again with others if a number of the model matches them.
 
     Raises:
-        Recalled: some number matches every example.
+        Recalled: every example matches.
     """
     for sizes in EXAMPLES[:-1]:
         with contextlib.suppress(Recalled):
@@ -63,7 +55,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     """Raise Unsupported if a graph, with the values of its trace, holds only for some sizes.
 
     Args:
-        exported: `torch.export` made the graph, which covers the first proof: the sizes were declared as free.
+        exported: `torch.export` made the graph with sizes declared as free, which covers the first proof.
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
@@ -71,7 +63,7 @@ def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> No
     # Proof 3; a dimension of the model may explain the number.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
-    # Sequence parallelism multiplies an example's length.
+    # Sequence parallelism multiplies lengths.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
@@ -101,7 +93,7 @@ def _recalls(number: float, size: int) -> bool:
     """Return whether a number is a multiple of size or size - 1, or the inverse, root or inverse root of one."""
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
-    # A mean divides by n, a variance by n - 1, attention by a root: 1 / sqrt(227) squared and inverted is 227 again.
+    # A mean divides by n, a variance by n - 1, attention by a root.
     candidates = (abs(number), 1 / abs(number), number * number, 1 / abs(number) / abs(number))
     return any(_multiple(c, n) for c in candidates if c < _LARGEST for n in (size, size - 1))
 
@@ -154,7 +146,7 @@ class _Elsewhere(fx.Interpreter):
     def _compare(self, n: fx.Node, result: Any, value: Any) -> None:
         if isinstance(result, Tensor) and isinstance(value, Tensor):
             expected = list(map(self._size, value.shape))
-            # The numbers of dimensions differ if PyTorch recorded the value incorrectly (a loss without reduction).
+            # PyTorch may record a wrong number of dimensions (a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
                 raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):

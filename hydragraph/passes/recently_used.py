@@ -1,4 +1,4 @@
-"""Cache that evicts values in least recently used order."""
+"""Cache of the most recently used values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Retain: keep every value until its last use and no longer.
 
-p2p      send d2.0 -> rank 0
-p2p      send d2.0 -> rank 1        the last instruction that names d2.0
-compute  free d2.0                  the message d2.0>1 keeps the data that is still in flight
+After `free d2.0`, the message d2.0>1 keeps the data that is still in flight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Pass `scoring_head`: make the last block return the log-probability of each target instead of their summed loss.
+"""Pass `scoring_head`: make the last block return the log-probability of each target instead of the loss.
 
-    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "sum") --> loss []
-    becomes
-    hidden -- head --> logits [T, V] -- cross_entropy(labels [T], "none"), neg --> log-probabilities [1, T, 1]
-
-With entropies, the result is [1, T, 2]. Positions without a target have 0. Strategies, weights and the other compiled
-blocks are those of training. `runtime.sequence_sums` sums each sequence.
+Positions without a target have 0. `runtime.sequence_sums` sums each sequence.
 """
 
 from __future__ import annotations
@@ -35,10 +30,10 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns the log-probability of each target, [1, T, 1].
+    """Return a program whose last block returns the log-probability of each target [1, T, 1], and entropy [1, T, 2].
 
     Raises:
-        Unsupported: the loss has no cross-entropy of the batch's labels, or several of different logits.
+        Unsupported: the loss has no cross-entropy of the batch's labels, or several.
     """
     block = program.blocks[-1]
     head, scoring = _with_scores(block, program.templates[block.template], program.model, entropy)
@@ -67,7 +62,7 @@ def _with_scores(block: Block, template: Template, model: str, entropy: bool) ->
     row = call(aten.stack.default, (scores, -1), torch.stack([value] * len(scores), -1))
     graph.output((call(aten.unsqueeze.default, (row, 0), value_of(row).unsqueeze(0)),))
     remove_dead_code(graph)
-    # The new template has no inputs for fields that only the loss read.
+    # Drop inputs that only the loss read.
     placeholders = placeholders_of(template.graph)
     names = (*template.parameters, *template.buffers, *template.inputs)
     unread = {name for name, node in zip(names, placeholders, strict=True) if not copied[node].users}
@@ -113,7 +108,6 @@ def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
 
 
 def _are_labels(node: fx.Node) -> bool:
-    """Return whether a node is the batch's labels, as a vector [T]."""
     vector = len(shape(node)) == 1
     while node.op == "call_function" and node.target in _KEEPS:
         node = operands(node)[0]

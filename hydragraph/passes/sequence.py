@@ -1,16 +1,8 @@
 """Search for the values that sequence parallelism keeps split by tokens.
 
-Between tensor-parallel regions every rank has only its own tokens: norms, residuals and dropout cost a fraction, and a
-region ends with a reduce-scatter and starts with an all-gather (Korthikanti et al., "Reducing Activation Recomputation
-in Large Transformer Models", section 4.2).
-
-In a Llama layer with hidden state [1, T, H], `parts` maps each split value to dimension 1:
-
-    hidden, pow, mean, rsqrt, mul       the norm of each token needs that token alone
-    communicate(mul, "enter")     no    after it, q, k and v need all tokens: gathered here
-    communicate(o, "exit")              scattered here: the sum over ranks, for this rank's tokens
-    add                                 the residual
-    cos, sin [1, T, D]            no    replicated inputs; their users are cut by heads, with all tokens
+Between tensor-parallel regions every rank has only its own tokens. A region ends with a reduce-scatter and starts with
+an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2). In a
+Llama layer, norms and residuals are split; queries, keys and values need all tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +66,7 @@ def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) 
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    # Any other operator gets all tokens by an all-gather: slower, but correct.
+    # Other operators get all tokens by an all-gather.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -82,7 +74,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return join_dim(node) != dim
-    # For the others, only the first operand may be split.
+    # Only the first operand may be split.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if target is dropout:
@@ -115,8 +107,7 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
     """Return whether a whole parameter gets a partial gradient from some users, and a whole gradient from others.
 
-    Partial gradients come from users that are cut, or split by tokens, such as a norm between two regions. The bias of
-    a row-parallel product is added after its "exit".
+    Partial gradients come from users that are cut or split by tokens, such as a norm between two regions.
     """
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)

@@ -1,9 +1,7 @@
 """Pass `shard`: fill in a template's Communicate-Activation placeholders for one tensor-parallel rank.
 
 Parameters become shards, sizes local, "enter" and "exit" collectives, and the embedding and the loss
-vocabulary-parallel. Collectives have their own backward, so `differentiate` needs no rules.
-
-Each value is in one of four states, as in `hydragraph.passes.collective_operators`:
+vocabulary-parallel. Each value is in one of four states:
 
     R  whole     the same on every rank of the stage
     U  by units  a rank has some of its columns or heads      `cuts.cut`: node -> `Cut`
@@ -67,12 +65,12 @@ VOCABULARY = frozenset({aten.embedding.default, LOSS, tp_ops.token_entropy.defau
 
 @dataclass(frozen=True)
 class ShardedTemplate:
-    """A template instantiated for one rank of a stage.
+    """Template instantiated for one rank of a stage.
 
     Attributes:
-        graph: the forward graph over local shards; placeholders as in the template, then one per name of `vocabulary`.
-        vocabulary: local names of the parameters sharded along the vocabulary, and of those that cut a value with
-            dropout; for each, the graph takes the index of this rank's first row or column (0-d int64).
+        graph: the forward over local shards; placeholders as in the template, then one per name of `vocabulary`.
+        vocabulary: local names of the parameters sharded along the vocabulary, or that cut a value with dropout; the
+            graph takes this rank's first row or column of each (0-d int64).
     """
 
     graph: fx.GraphModule
@@ -87,10 +85,9 @@ def shard(
 
     Args:
         parameters: local parameter names -> parameters of any block of the template.
-        fused_head: fuse a head with a sharded vocabulary and its loss into one operator.
 
     Raises:
-        Unsupported: the degree cannot shard a parameter or operator, which the message names.
+        Unsupported: the degree cannot shard a parameter or operator.
     """
     cuts, described = _analyse(template, parameters)
     kinds = gradient_kinds(template, parameters, part)
@@ -103,8 +100,7 @@ def shard(
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
-    """Return whether each parameter's gradient is whole on every rank of a stage or partial."""
-    # A single rank's part is the whole, and the push sums over all pipelines.
+    """Return whether each parameter's gradient on a rank is whole or partial."""
     if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
@@ -151,8 +147,8 @@ class _Rewrite:
     """Single pass over an annotated template that writes the local graph.
 
     Attributes:
-        copied: node of the template -> local node with its value, in the state given by `cuts` and `parts`.
-        converted: (collective, node of the template) -> local node with its value in another state, written once.
+        copied: node of the template -> local node, in the state given by `cuts` and `parts`.
+        converted: (collective, node of the template) -> local node in another state, written once.
     """
 
     def __init__(self, cuts: Cuts, parameters: Mapping[fx.Node, Parameter], part: StagePart, fused_head: bool) -> None:
@@ -177,7 +173,7 @@ class _Rewrite:
         for table in dict.fromkeys(map(self._counted, source.graph.nodes)):
             if table is not None:
                 start = self.graph.placeholder("vocabulary_start")
-                # FX makes names unique, but not targets; inputs are bound by target.
+                # FX makes names unique, but inputs are bound by target.
                 start.target = start.name
                 self.starts[table] = start
         for node in source.graph.nodes:
@@ -222,7 +218,6 @@ class _Rewrite:
         R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight
         R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
         """
-        # Without sequence parallelism every rank has all tokens.
         if not self.parts or user.target is aten.sym_size.int:
             return self.copied[node]
         if node in self.parts:
@@ -245,7 +240,7 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # Every other operator treats a part like the whole, as its rule guarantees.
+        # Every other operator treats a part like the whole.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -268,7 +263,7 @@ class _Rewrite:
         if node.target is causal_convolution and cut is not None:
             self._check_taps(node, cut)
         copied = self._copy(node)
-        # The graph needs the micro-batch's token count; this rank has only part of the tokens.
+        # The graph needs the token count of all ranks.
         if node.target is aten.sym_size.int and self.parts.get(operands(node)[0]) == operands(node)[1]:
             return self.call(operator.mul, copied, self.part.tp)
         return copied
@@ -277,7 +272,6 @@ class _Rewrite:
         return self.graph.node_copy(node, lambda n: self._operand(n, node))
 
     def _view(self, node: fx.Node, cut: Cut | None) -> fx.Node:
-        """Write a view with local sizes; at most one of them, the token count's, may be symbolic."""
         source = self._local(operands(node)[0], node)
         cut_dim = self.parts.get(node) if cut is None else cut.dim
         if sum(isinstance(s, torch.SymInt) for s in shape(node)) <= 1 and (
@@ -299,7 +293,6 @@ class _Rewrite:
     def _communicate(self, node: fx.Node) -> fx.Node:
         value, where = operands(node)
         if where == "enter":
-            # Both collectives sum the operand's partial gradients.
             if value in self.parts:
                 return self._convert(tp_ops.tp_gather, value, self.parts[value])
             return self._convert(tp_ops.tp_enter, value)
@@ -307,7 +300,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # Added before the sum, the bias would count once per rank.
+        # Before the sum, the bias would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
@@ -363,7 +356,6 @@ class _Rewrite:
             )
 
     def _check_taps(self, node: fx.Node, cut: Cut) -> None:
-        """Reject ranks whose channels have no taps, as when ranks share keys of another size."""
         taps: fx.Node = operands(node)[1]
         while taps not in self.parameters:
             (taps,) = taps.all_input_nodes
@@ -393,7 +385,6 @@ class _Rewrite:
             sizes = [self.local_size(piece) for piece in cut.pieces]
             return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
         assert isinstance(cut.scale, int)
-        # Each part has its own units, and therefore its own local size.
         sizes = []
         at = cut.start
         for size in split_sizes(node):
@@ -404,8 +395,8 @@ class _Rewrite:
     def local_size(self, cut: Cut) -> int:
         """Return the number of this rank's elements along the dimension of a cut value.
 
-        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Of the middle third, rank 0 of 2 has 2 units:
-        32 elements, or 2 heads (`scale` 16).
+        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Rank 0 of 2 has 2 units of each: 32
+        elements, or 2 heads (`scale` 16).
         """
         if cut.pieces:
             return sum(map(self.local_size, cut.pieces))
@@ -414,7 +405,7 @@ class _Rewrite:
         at = 0
         elements = 0
         assert rule is not None
-        # Segments start where the analysis recorded the ends of cut values.
+        # The analysis made cut values end where segments start.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:

@@ -1,15 +1,9 @@
 """Pass `split_backward`: cut a backward in two, so that the gradient of the block's input can leave first.
 
-    input half     everything that the gradient of "hidden" needs; it also returns the values that the other half reads
+    input half     what the gradient of "hidden" needs; it also returns the values that the other half reads
     weight half    the rest: the gradients of parameters, added to buffers or returned
 
-For y = linear(x, W) with the backward of `differentiate`:
-
-    backward       (T, x, W, dy, total, beta)      dx = dy W, total += dy^t x
-    input half     (W, dy, T, x)                   returns dx, then x and dy
-    weight half    (x, dy, total, beta)            total += dy^t x; `needs` saved.0, saved.1
-
-Values passed on are named `saved.i` in the weight half. No operator runs twice, so gradients are equal bit for bit.
+No operator runs twice, so gradients are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -24,11 +18,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward; `needs`, `gradients` and `added` are as in `Variant`.
-
-    Attributes:
-        backward: returns one gradient per name of `gradients`, then what the other half reads.
-    """
+    """Half of a backward, which also returns what the other half reads; its fields are as in `Variant`."""
 
     backward: fx.GraphModule
     needs: tuple[str, ...]
@@ -37,10 +27,10 @@ class BackwardPart:
 
 
 def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
-    """Return the input half and the weight half of a variant's backward."""
+    """Return the input half and the weight half of a backward."""
     nodes = list(variant.backward.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    named = dict(zip(inputs, variant.needs, strict=False))  # the others are buffers to add to, with their factors
+    named = dict(zip(inputs, variant.needs, strict=False))  # the others: buffers and factors
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)

@@ -1,20 +1,13 @@
 """Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has made them.
 
-A stage that streams pulls a bucket for every block that uses it, one block ahead; consecutive blocks share a pull. Each
-of its backwards makes its own gradients, which are pushed at once and added at home.
-
-    pull     W.layer.0@4 = link home -> here
-    pull     W.layer.1@4 = link home -> here
-    compute  h1.2, s.layer.0.2 = forward layer.0 [2] (W.layer.0@4, h0.2, a.2)   after W.layer.0@4
-    pull     W.head@2 = link home -> here                       after W.layer.0@4
-    compute  h2.2, s.layer.1.2 = forward layer.1 [2] (W.layer.1@4, h1.2, a.2)   after W.layer.1@4
+A stage that streams pulls a bucket for every block that uses it, one block ahead; consecutive blocks share a pull. The
+gradients of each backward are pushed at once and added at home.
 
 Every rank enters every exchange, so all ranks need one order of them that none has to wait for. A model of the
-iteration gives it: stages run their tasks in order, each as soon as its input exists, and all pipelines take equally
-long. Then every computation has a time, later than those that it depends on. A pull has the time of the computation
-before the one that needs it, and a push that of the computation that made its gradients. Each rank enters a pull before
-its own computations of that time, and a push after them, so it only waits for earlier events and cannot deadlock, for
-any stages and any schedule. Stages that need a bucket at the same time share one exchange.
+iteration, in which all pipelines take equally long, gives every computation a time. A pull has the time of the
+computation before the one that needs it, and a push that of the computation that made its gradients. Each rank enters a
+pull before its own computations of that time, and a push after them, so it only waits for earlier events and cannot
+deadlock. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations
@@ -34,11 +27,11 @@ from hydragraph.passes.bytes_in_flight import NAMED, windowed
 from hydragraph.passes.place import PlacedStage, Placement, stage_buckets
 
 Ranks = tuple[int, ...]
-Task = tuple[Op, int, int]  # the forward or backward of one micro-batch through a stage, and the stage's visit
+Task = tuple[Op, int, int]  # operation, micro-batch, visit
 
 
 class Computation(NamedTuple):
-    """A forward or backward of a block on a stage."""
+    """Forward or backward of a block on a stage."""
 
     op: Op
     block: str
@@ -47,11 +40,11 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """One pull or push of a bucket, which all ranks enter.
+    """Pull or push of a bucket, which all ranks enter.
 
     Attributes:
-        name: unique for the operation: the bucket, or `ir.value.streamed`.
-        stages: the ranks of every stage that pulls the weights, or contributes gradients.
+        name: unique per operation: the bucket, or `ir.value.streamed`.
+        stages: the ranks of every stage that takes part.
     """
 
     op: Op
@@ -63,12 +56,12 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Streaming:
-    """The exchanges of an iteration with stages that stream.
+    """Exchanges of an iteration with stages that stream.
 
     Attributes:
         turns: in the order in which every rank enters them.
-        times: by the ranks of a stage, the time of each of its computations, in order.
-        names: by the ranks of a stage and a computation of it, the exchange of each bucket that it reads or adds to.
+        times: ranks of a stage -> computation -> time, in order.
+        names: (ranks of a stage, computation, operation) -> bucket -> its exchange.
     """
 
     turns: tuple[Turn, ...]
@@ -77,7 +70,7 @@ class Streaming:
 
 
 def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
-    """Return all pulls and pushes of an iteration; plain ones have the name of their bucket."""
+    """Return all pulls and pushes of an iteration."""
     if placement.streams:
         return streaming(placement, mode).turns
     pulls = [Turn(Op.PULL, bucket, bucket, stages, _START) for bucket, stages in placement.holders]
@@ -96,7 +89,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
     ranks = stage.ranks if stage else ()
     waiting = deque(zip(exchanges.turns, _exchanges(placement.outline, exchanges.turns, ranks), strict=True))
     placed: list[Instruction] = []
-    received: list[Instruction] = []  # receives that the next block needs, to follow the exchanges before that block
+    received: list[Instruction] = []  # placed before the next block
     for instruction in program.instructions:
         if instruction.op is Op.RECEIVE or instruction.target == "aux":
             received.append(instruction)
@@ -162,20 +155,20 @@ def _renamed(instruction: Instruction, found: Streaming, ranks: Ranks, key: Comp
 
 # --- the exchanges and their order ------------------------------------------------------------------------------------
 
-_START = Fraction(-1)  # earlier than every computation
+_START = Fraction(-1)  # before every computation
 
 
 class _Moment(NamedTuple):
-    """Time of an exchange and what else orders it; exchanges of one moment are one."""
+    """Time of an exchange and what else orders it; equal moments are one exchange."""
 
     time: Fraction
     pushes: bool
-    place: int  # place of the bucket in the order of pulls or pushes
+    place: int  # in pull or push order
     bucket: str
     streamed: bool
 
 
-_Uses = list[tuple[PlacedStage, tuple[Computation, ...]]]  # stages, each with the computations that an exchange serves
+_Uses = list[tuple[PlacedStage, tuple[Computation, ...]]]  # stages and the computations that an exchange serves
 
 
 def streaming(placement: Placement, mode: Mode) -> Streaming:
@@ -239,7 +232,7 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield all pushes; without streaming, they wait for the last stage that adds to them."""
+    """Yield all pushes; those of stages that do not stream wait for the last such stage."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:
@@ -260,7 +253,7 @@ def _pushes(
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    """Return when each stage would run each of its computations if all pipelines took one unit of time.
+    """Return when each stage would run each computation if all pipelines took one unit of time.
 
     A backward takes twice as long as a forward, and the blocks of a stage equally long.
     """
@@ -268,7 +261,7 @@ def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computati
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
     free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
-    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # (pipeline, stage, operation, micro-batch) -> end
+    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # by pipeline, stage, operation, micro-batch
     ready = deque(left)
     while ready:
         ranks = ready.popleft()

@@ -3,10 +3,9 @@
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])
 
-The runtime computes the product in pieces of rows and starts the sum of each before it computes the next
-(`cluster.collectives.start_all_reduce_product`), directly in the result's memory. A sum of products, such as the
-gradient of a value that several products read, is treated alike: u = x W + y V. Inputs and results keep their form, so
-forward and backward save and read the same values. What is not a product alone, such as a sum over experts, is left.
+The runtime starts the sum of each piece of rows before it computes the next
+(`cluster.collectives.start_all_reduce_product`). A sum of products, such as u = x W + y V, is treated alike. Other
+sums, such as those over experts, are left.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Cut values, and the result of the analysis of a template (`hydragraph.passes.find_cuts`).
 
     origin   a column-parallel product (or embedding): where a cut begins
-    element  one entry of an origin's cut dimension, which has `width(origin)` of them
+    element  one entry of an origin's cut dimension
     unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
     segment  a range of elements that is cut separately, such as q in a fused product of q, k and v
 
-In a fused product of q, k and v with 4 heads of 16 each, the origin has 192 elements in 3 segments of 4 units. Its
-result [1, T, 192] is `Cut(dim=2, scale=1, start=0, length=192)`; k [1, T, 64] is `Cut(2, 1, 64, 64)`, and its heads [1,
-T, 4, 16] are `Cut(2, 16, 64, 64)`.
+In a fused product of q, k and v with 4 heads of 16 each, k [1, T, 64] is `Cut(dim=2, scale=1, start=64, length=64)`,
+and its heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Cut:
         scale: elements of the origin's dimension per element of this one (1 for columns, D for heads); a fraction after
             attention whose results have other sizes than its queries.
         start, length: the range of the origin's dimension that this value covers.
-        lead: the product whose dimension `scale`, `start` and `length` refer to.
-        origins: all products it comes from; the others are cut in the same way.
+        lead: the product that `scale`, `start` and `length` refer to.
+        origins: all products it comes from, cut in the same way.
         outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
-        pieces: cuts of the values joined along the dimension; empty for others.
+        pieces: cuts of the values joined along the dimension.
     """
 
     dim: int
@@ -58,9 +57,9 @@ class Origin:
     """Facts about one column-parallel product.
 
     Attributes:
-        bounds: elements at which one segment ends and the next begins.
+        bounds: first elements of all segments but the first.
         heads: whether units are heads.
-        head: elements of a head; 0 if units are not heads.
+        head: elements of a head, or 0.
     """
 
     unit: int = 1
@@ -74,9 +73,9 @@ class Cuts:
     """Result of the analysis: a cut for every cut value, and the roles of products.
 
     Attributes:
-        cut: node -> Cut; all other nodes are replicated.
+        cut: node -> Cut; other nodes are replicated.
         columns: column-parallel products and vocabulary-parallel embeddings.
-        unknown: product that would be column-parallel -> the operator without a rule that keeps it whole.
+        unknown: replicated product -> the operator without a rule that prevents cutting it.
     """
 
     cut: dict[fx.Node, Cut] = field(default_factory=dict)
@@ -91,14 +90,14 @@ class Cuts:
 
     def refine(self, cut: Cut, unit: int) -> None:
         """Forbid cuts of a value's origins finer than `unit` elements of its lead."""
-        # The coarsest requirement wins: a head of 16 stays whole, even if other readers accept less.
+        # The coarsest requirement wins.
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
             origin.unit = max(origin.unit, own)
 
     def bound(self, cut: Cut, at: int) -> None:
-        """Record a boundary between fused segments of a cut value's origins."""
+        """Record a boundary between fused segments."""
         for origin in cut.origins:
             if 0 < at < width(origin):
                 self.origins[origin].bounds.add(at)
@@ -114,5 +113,5 @@ class Cuts:
 
 
 def width(node: fx.Node) -> int:
-    """Return the size of the dimension cut by a column-parallel product or embedding."""
+    """Return the size of the dimension that a column-parallel product or embedding cuts."""
     return int(shape(operands(node)[0])[0] if node.target is aten.embedding.default else shape(node)[-1])

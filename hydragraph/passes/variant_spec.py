@@ -1,4 +1,4 @@
-"""Spec of a variant: everything that determines the graphs of one block on one rank."""
+"""Spec of a variant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydragraph.ir.parameter import Parameter
 from hydragraph.ir.program import Template
 from hydragraph.spec.stage_kind import StagePart
 
-COMPILE = "compile"  # the last pass, whose graphs are specific to a device
+COMPILE = "compile"  # the only device-specific pass
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,8 @@ class VariantSpec:
     """Everything that determines the graphs of one block on one rank.
 
     Attributes:
-        learning: what to compute gradients of: local parameter names, and "hidden".
-        partitioner: selects the saved values, unless the stage recomputes: "min_cut" (functorch's) or "default" (saves
-            everything).
-        fused_head: fuse a head and its loss into one operator.
+        learning: values that get gradients: local parameter names, and "hidden".
+        partitioner: selects the saved values, unless the stage recomputes: "min_cut" (functorch's) or "default" (all).
         added: let products accumulate gradients where possible.
         backend: "eager", or "inductor", which compiles the graphs for `device`.
     """
@@ -42,14 +40,14 @@ class VariantSpec:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The names of the graph passes that apply, in order."""
+        """Names of the graph passes that apply, in order."""
         eager = self.backend == "eager"
         applies = {
             "shard": True,
-            # If the vocabulary is sharded, `shard` writes the fused operator itself.
+            # `shard` writes the fused operator of a sharded vocabulary.
             "fuse_head": self.fused_head and self.part.tp == 1,
             "differentiate": True,
-            # Gradient sums are in fp32, so products must be; Inductor fuses its own sums.
+            # Gradient sums are in fp32; Inductor fuses its own.
             "accumulate": self.added and eager and self.dtype is torch.float32,
             "sums_in_pieces": self.part.kind.sums_in_pieces,
             "overlap_collectives": self.part.tp > 1,

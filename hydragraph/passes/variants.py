@@ -34,26 +34,26 @@ CPU = torch.device("cpu")
 CAPACITY = 64  # a model has about three templates, and a strategy few degrees
 
 
-_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # cached by any program of this process
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # of any program
 _seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # per graph pass
-_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs, by device
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs
 
 
 class Library(Protocol):
     """Source of variants before backend compilation; its `str` is its location."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, or None if there is none."""
+        """Return the variant of a spec, or None."""
 
     def source(self, spec: VariantSpec) -> str:
-        """Return an identifier of a spec's file content, or "" if there is none."""
+        """Return an identifier of a spec's file content, or ""."""
 
 
 class Cache(Protocol):
     """Store of variants before backend compilation."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return the variant of a spec, or None if there is none."""
+        """Return the variant of a spec, or None."""
 
     def keep(self, spec: VariantSpec, variant: Variant) -> None:
         """Store the variant of a spec, if possible."""
@@ -63,14 +63,13 @@ class Variants:
     """Cache of the variants of one program that this process has compiled.
 
     Args:
-        backend: "eager", or "inductor", which compiles the graphs for `device`.
-        device: eager graphs are cached as traced, on the CPU, and bound to it by `get`.
-        capacity: number of variants cached, least recently used first out; a reference keeps other variants alive.
-        added: let products accumulate gradients; not under Inductor, and only in fp32.
+        partitioner, backend, fused_head, added: as in `VariantSpec`.
+        device: eager graphs are cached for the CPU, and bound to it by `get`.
+        capacity: number of variants cached, least recently used first out.
         cache: searched after the library; what is traced is added to it.
 
     Attributes:
-        strategies: those whose variants `compile` has made, in this process or for it.
+        strategies: those whose variants are compiled.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Variants:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _shared.update(self._known.items())  # as if they had been compiled in this process
+        _shared.update(self._known.items())  # as if compiled in this process
 
     def __len__(self) -> int:
         return len(self._known)
@@ -124,7 +123,7 @@ class Variants:
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)
-        # A check may compare graphs from a file with traced ones.
+        # A check may compare a file's graphs with traced ones.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
@@ -134,7 +133,7 @@ class Variants:
         return self._backend == "eager"
 
     def lacks(self, strategies: Iterable[Strategy]) -> bool:
-        """Return whether this process has not compiled some variant that these strategies run."""
+        """Return whether some variant of these strategies is not compiled in this process."""
         return any(
             self._key(self.spec(block, part)) not in _shared
             for strategy in strategies
@@ -150,13 +149,13 @@ class Variants:
         return other
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return the variants that return log-probabilities; all but the last block's are shared."""
+        """Return the variants that return log-probabilities, sharing all but the last block's."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
 
     def for_purpose(self, purpose: Purpose) -> Variants:
-        """Return the variants that serve a purpose."""
+        """Return the variants for a purpose."""
         return self if mode_of(purpose) == purpose else self.scoring(purpose == "score_entropy")
 
     def of(self, program: Program) -> Variants:
@@ -167,14 +166,14 @@ class Variants:
         return other
 
     def adopt(self, others: Variants) -> None:
-        """Add the variants that another process has compiled for the same program."""
+        """Add another process's variants of the same program."""
         for key, variant in others._known.items():
             self._known.get(key, lambda v=variant: v)  # type: ignore[misc]
         self._kinds.update(others._kinds)
         self.strategies.update(others.strategies)
 
     def compile(self, strategies: Iterable[Strategy]) -> None:
-        """Compile the variants that any rank of some strategies runs."""
+        """Compile the variants that any rank of these strategies runs."""
         for strategy in strategies:
             self.strategies.add(strategy)
             for block, part in self._parts(strategy):
@@ -224,7 +223,7 @@ class Variants:
         return variant
 
     def _looked_up(self, spec: VariantSpec) -> Variant | None:
-        """Return the library's variant; if it is missing, log this once per kind of stage."""
+        """Return the library's variant; warn once per kind of stage if it is missing."""
         if self._library is None:
             return None
         variant = self._library.variant(spec)
@@ -240,7 +239,7 @@ class Variants:
         return frozenset(names | ({"hidden"} if outline.index[block.name] > outline.lowest else set()))
 
     def kinds(self, block: Block, part: StagePart) -> Mapping[str, GradientKind]:
-        """Return the gradient kinds of a block's parameters in a stage, by local name."""
+        """Return the gradient kinds of a block's parameters, by local name."""
         key = (block.template, part.kind._replace(recompute=False))
         if key not in self._kinds:
             template = self.program.templates[block.template]

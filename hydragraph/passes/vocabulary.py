@@ -1,18 +1,9 @@
 """Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
 
-    start     the first row (or column) that this rank has
-    local     ids or labels relative to start: negative or too large if another rank has the row
-    here      whether this rank has it
-
-A table of 5 rows on 2 ranks: rank 0 has rows 0 and 1, rank 1 rows 2, 3 and 4. For the ids [1, 4]:
-
-    rank 0    start 0    local [1, 4]     here [yes, no]    embedding [row 1, 0]     the sum over ranks is
-    rank 1    start 2    local [-1, 2]    here [no, yes]    embedding [0, row 4]     [row 1, row 4]
-
-The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each
-rank contributes its columns' part of the sum, and z_y - m if it has column y; only the maximum and two numbers per
-token are exchanged, not logits (Shoeybi et al., "Megatron-LM", section 3). With label smoothing s, a rank contributes
-(1 - s) (z_y - m) and s / V times the sum of its columns' z_v - m.
+An embedding is the sum over ranks of their own rows, and zeros for tokens of other ranks. The loss of a token with
+logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each rank contributes its
+columns' part of the sum, and z_y - m if it has column y, so only the maximum and two numbers per token are exchanged
+(Shoeybi et al., "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -36,13 +27,12 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
         start: 0-d int64, the first row held.
     """
     weight, ids, *rest = args
-    # Graphs have no branches: row 0 stands for another rank's row, and is multiplied by 0.
+    # Row 0, multiplied by 0, replaces another rank's row.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = graph.call_function(
         aten.embedding.default, (weight, graph.call_function(aten.mul.Tensor, (local, here)))
     )
-    # The padding id's row is detached, so that its gradient is unchanged.
     if rest and rest[0] >= 0:
         learns = graph.call_function(aten.unsqueeze.default, (graph.call_function(aten.ne.Scalar, (ids, rest[0])), -1))
         still = graph.call_function(aten.detach.default, (embedded,))
@@ -51,7 +41,7 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
-    """Write the cross-entropy of logits whose columns are sharded over ranks; the result is equal on every rank.
+    """Write the cross-entropy of logits whose columns are sharded over ranks, equal on every rank.
 
     Args:
         args: local logits [T, columns], labels [T], weight (None), reduction, ignored label, label smoothing.
@@ -62,11 +52,11 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     ignored = args[4] if len(args) > 4 else -100
     smoothing = args[5] if len(args) > 5 else 0.0
     call = graph.call_function
-    # m only keeps exp in range: it cancels, so it has no gradient.
+    # m cancels, so it has no gradient.
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (call(aten.detach.default, (logits,)), [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     mass = call(aten.sum.dim_IntList, (call(aten.exp.default, (shifted,)), [-1]))
-    # z_y - m if this rank has column y, else 0; an ignored label of -100 is on no rank.
+    # z_y - m if this rank has column y, else 0.
     local = call(aten.sub.Tensor, (labels, start))
     here = _within(graph, local, columns)
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
@@ -77,7 +67,6 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
     sums = call(tp_ops.tp_sum.default, (call(aten.stack.default, ([mass, target],)),))
     log_mass = call(aten.log.default, (call(aten.select.int, (sums, 0, 0)),))
     loss = call(aten.sub.Tensor, (log_mass, call(aten.select.int, (sums, 0, 1))))
-    # The loss of ignored labels is replaced by 0, as graphs have no branches.
     counts = call(aten.ne.Scalar, (labels, ignored))
     losses = call(aten.where.ScalarOther, (counts, loss, 0.0))
     if reduction == NONE:
@@ -89,18 +78,17 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
 
 def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Write the entropy of each token whose logits' columns are sharded over ranks; the result is equal on every rank.
+    """Write the entropy of each token whose logits' columns are sharded over ranks, equal on every rank.
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.
-        start, columns: as for `loss_of_parts`; not needed.
     """
     logits, labels, ignored = args
     call = graph.call_function
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (logits, [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     exponential = call(aten.exp.default, (shifted,))
-    # A logit of -inf has no mass, and 0 times -inf would be NaN.
+    # 0 times -inf would be NaN.
     finite = call(aten.clamp.default, (shifted, -1e30))
     mass, weighted = (
         call(aten.sum.dim_IntList, (part, [-1])) for part in (exponential, call(aten.mul.Tensor, (exponential, finite)))

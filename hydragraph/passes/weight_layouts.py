@@ -1,8 +1,4 @@
-"""Location of the elements of each bucket: at home, and where a strategy computes with them.
-
-A bucket's *home* layout gives the owner of each element; its *used* layout the ranks that compute with it and the kind
-of their gradients.
-"""
+"""Layouts of buckets: the owner of each element at home, and the ranks that compute with it."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Home and used layout of one bucket."""
+    """Home and used layout of one bucket; the latter has the kinds of the gradients."""
 
     bucket: Bucket
     home: Layout
@@ -56,7 +52,7 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # Gradients of a tied weight's blocks are summed, so they must be of one kind.
+    # Gradients of a tied weight's blocks are summed.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]
