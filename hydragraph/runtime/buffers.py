@@ -1,7 +1,6 @@
-"""Buffers for an iteration's weights, gradients and messages, kept for the next iteration.
+"""Buffers for an iteration's weights, gradients and messages, reused by the next iteration.
 
-On the CPU this saves fresh pages. On CUDA the device may still read a returned buffer, so the buffer carries a mark: it
-is free once the device has passed it. Buffers unused by one iteration are dropped when the next begins.
+On CUDA the device may still read a returned buffer, so it carries a mark: it is free once the device has passed it.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # with more idle buffers of one size than this, reuse waits for the device
+AHEAD = 2  # with more idle buffers of one size, reuse waits for the device
 
 Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
 
 
 class Buffers:
-    """Hands out 1-D uninitialised tensors, and reuses returned ones.
-
-    Args:
-        streams: the device's queues; default: a CPU's.
-    """
+    """Pool of 1-D uninitialised tensors."""
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
@@ -44,7 +39,7 @@ class Buffers:
         self._taken.clear()  # left from a failed iteration
 
     def trim(self) -> None:
-        """Drop idle buffers, which would add to the peak of memory during computation."""
+        """Drop idle buffers, to lower the peak of memory."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier.clear()
@@ -52,7 +47,7 @@ class Buffers:
             self._returned[key] = [(buffer, mark) for buffer, mark in idle if not self._streams.passed(mark)]
 
     def take(self, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a buffer of `elements` elements, with arbitrary content, for the current stream."""
+        """Return a buffer with arbitrary content, for the current stream."""
         kept = self._free(self._returned, (elements, dtype)) or self._free(self._earlier, (elements, dtype))
         if kept is None:
             buffer = torch.empty(elements, dtype=dtype, device=self._device)
@@ -66,8 +61,7 @@ class Buffers:
 
     def give(self, tensor: Tensor) -> None:
         """Take back a buffer without readers after this point of the current stream; ignore other tensors."""
-        # By address, because the returned view may differ from the taken one. Views that begin later in the buffer are
-        # ignored.
+        # By address: the returned view may differ from the taken one.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))

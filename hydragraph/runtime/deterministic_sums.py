@@ -1,9 +1,8 @@
 """Constraints of deterministic runs, whose bits depend only on the model and the data.
 
-a sequence is computed alone          its activations and gradients are functions of it and of the weights
-gradients and losses are added exactly  no order, grouping or owner changes a sum (`kernels.exact_sums`)
-one tensor-parallel degree            a product that is cut in two has other sums than a whole one
-one thread on a CPU, one kind of device  libraries choose the order of sums by both
+Sequences are computed alone, and gradients and losses are added exactly, in any order (`kernels.exact_sums`). All
+stages have one tensor-parallel degree, as a product that is cut in two has other sums than a whole one. There is one
+kind of device, and one thread on a CPU, as libraries choose the order of sums by both.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Deterministic:
 
     Attributes:
         device: the kind of device, the same on all ranks.
-        degree, sequence_parallel: those of all stages; None: no stage was seen yet.
+        degree, sequence_parallel: those of all stages; None before the first.
     """
 
     device: str
@@ -66,8 +65,8 @@ class Deterministic:
         """Check that all stages are cut alike, in these and all other strategies.
 
         Raises:
-            Unsupported: two differ, a stage streams or has sums in pieces, or one of more than two devices does not
-                name them in ascending order.
+            Unsupported: two differ, a stage streams or has sums in pieces, or more than two devices of one are not in
+                ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -104,7 +103,7 @@ class Deterministic:
                     )
 
     def alike(self, profile: Profile) -> Profile:
-        """Return the measurements of stages cut like those seen so far; all if none were seen."""
+        """Return the measurements of stages cut like those seen so far."""
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
@@ -119,8 +118,8 @@ class Deterministic:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise unless an optimizer rounds elements alike regardless of the ends of shards."""
-        # PyTorch's fused CPU kernels use another formula for the remainder after whole vectors.
+        """Raise unless an optimizer rounds all elements of a shard alike."""
+        # PyTorch's fused CPU kernels use another formula after the last whole vector.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
                 "with fused=True the last elements of each shard are rounded differently",

@@ -1,9 +1,7 @@
 """Reports of every rank's device, and the types that they form.
 
-Types differ by measurement, not only by name: a GPU throttled to half its clock is a type of its own. From the fastest
-down, a rank joins a type if it reaches `ALIKE` of the median of the type's ranks.
-
-Example: ranks of one GPU name reach 100, 98, 51 and 97 products per second: "a100", "a100", "a100-51", "a100".
+From the fastest down, a rank joins a type if it reaches `ALIKE` of the median speed of the type's ranks. Ranks of one
+GPU name that reach 100, 98, 51 and 97 products per second are "a100", "a100", "a100-51" and "a100".
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Devices of one type reach at least this fraction of the faster ones' median speed, and of their memory.
+# Minimum fraction of the type's median speed, and of its memory.
 ALIKE = 0.8
-# Most probes of a device; the fastest counts. Repeated only if devices of one name differ: other processes may have
-# slowed some for a moment.
+# Most probes of a device; the fastest counts. Repeated only if devices of one name differ.
 PROBES = 6
 # Bytes.
 COPIED = 1 << 25
-# Packages whose versions must be equal on all hosts.
+# Packages with equal versions on all hosts.
 PACKAGES = ("torch", "transformers")
 
 
@@ -43,13 +40,11 @@ class DeviceReport:
     """Report of one rank.
 
     Attributes:
-        node: identifies the rank's node; ranks of one node share memory and network cards.
+        node: ranks of one node share memory and network cards.
         memory_bytes: bytes that the rank may use, of a shared device or host.
-        products_per_s: small matrix products per second.
-        flops_per_s: FLOP/s of these products.
+        products_per_s, flops_per_s: of small matrix products.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers of a GPU, or cores; NUMA nodes and network interfaces.
-        versions: that all hosts must agree on.
     """
 
     node: str
@@ -68,7 +63,7 @@ def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> 
     """Measure all ranks' devices at once, and return their reports on all ranks.
 
     Args:
-        probe: returns products per second; None: measure them.
+        probe: returns products per second.
 
     Raises:
         ValueError: hosts have different versions.
@@ -128,7 +123,6 @@ def types_of(reports: Sequence[DeviceReport]) -> tuple[str, ...]:
 
 
 def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
-    """Return whether speed alone separates some types."""
     equally_fast = [replace(report, products_per_s=1.0) for report in reports]
     return len(set(types_of(reports))) > len(set(types_of(equally_fast)))
 
@@ -147,7 +141,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if name in types:  # a device that is as fast but has other memory
+    if name in types:  # equally fast, other memory
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 
@@ -188,7 +182,6 @@ def _details(device: torch.device) -> str:
 
 
 def _gpu_details(device: torch.device) -> tuple[list[str], set[int]]:
-    """Return details of a GPU, and the NUMA node that it is next to."""
     properties = torch.cuda.get_device_properties(device)
     parts = [f"compute capability {properties.major}.{properties.minor}"]
     near: set[int] = set()

@@ -6,15 +6,7 @@ are in the order of the source ranks, so the same step gives the same bits.
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
 
-A gather or scatter that would not move any element is left out, and so is its result buffer:
-
-    `stays`         no rank sends data to another: messages are skipped
-    `is_identity`   also, the source buffer equals the target buffer element by element: no data moves
-    `native`        equal shards, whole copies: all-gather or reduce-scatter, without intermediate buffers
-    `in_order`      incoming equals the target element by element: it is received in place
-    `whole`         every sending rank has the whole target: rows to sum, instead of a scatter that adds
-
-Source and target may be parts of buffers, from the first moved element to the last.
+A gather or scatter that would not move any element is left out, and so is its result buffer.
 """
 
 from __future__ import annotations
@@ -41,12 +33,13 @@ Piece = tuple[int, int]  # offset and length, in elements
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part of a link.
+    """One rank's part of a link; source and target may be parts of buffers.
 
     Attributes:
         sends, receives: pieces of the local source and target buffers, by peer in rank order, including this rank.
         sent, received: elements per peer.
-        stays: no rank of the link sends data to another.
+        native: "all_gather" or "reduce_scatter" for equal shards and whole copies, without intermediate buffers.
+        stays: no rank sends data to another: messages are skipped.
     """
 
     sends: tuple[Piece, ...]
@@ -64,7 +57,6 @@ class Exchange:
     @cached_property
     def gather(self) -> SliceTable:
         """Slices that pack the sent pieces."""
-        # Outgoing is ordered by peer, as `sent` splits it.
         at, length = _columns(self.sends)
         return SliceTable.make(at, length.cumsum(0) - length, length, device=self.device)
 
@@ -76,13 +68,13 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of peers that send the whole target buffer, if every sending peer does; else 0."""
+        """Number of peers that send the whole target, as rows to sum, if every sending peer does; else 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
         for offset, length in self.receives:  # peer after peer
-            # Each peer's pieces must be consecutive, to form one row of incoming.
+            # A peer's pieces must form one row of incoming.
             if offset != at % self.target:
                 return 0
             at += length
@@ -90,7 +82,7 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the target equals the source, so no data moves."""
+        """Whether source and target buffer are equal, so no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -98,14 +90,14 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether the received data in order is the target buffer, so it needs no staging."""
+        """Whether the received data in order is the target buffer, and is received in place."""
         return _is_whole(self.receives, self.target)
 
 
 def pull_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of values for one rank; `device` defaults to the CPU."""
+    """Lower a link of values for one rank."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
     sizes = source.local_size(rank), target.local_size(rank)
     lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
@@ -115,7 +107,7 @@ def pull_exchange(
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of gradients to first owners for one rank; `device` defaults to the CPU."""
+    """Lower a link of gradients to first owners for one rank."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
     slices = reduce(source, target, rank)
     first = target.first.of(rank)
@@ -194,11 +186,11 @@ def start_push(
     """Start moving gradients; the returned function waits and sums them into `home`, in order of the source rank.
 
     Args:
-        gradients: this rank's 1-D contribution, empty if it has none; returned to `buffers` when sent.
-        home: this rank's 1-D gradient shard, of the same dtype; overwritten, or added to.
-        handing: transfer of the sums to second owners (`hand_exchange`).
+        gradients: this rank's 1-D contribution, possibly empty; returned to `buffers` when sent.
+        home: this rank's 1-D gradient shard, of the same dtype.
+        handing: transfer of the sums to second owners.
         dtype: to round to before sending.
-        adds: add to `home`, which earlier pushes of the bucket have written.
+        adds: add to `home` instead of overwriting it.
     """
     transfer = _Transfer(exchange, groups, buffers)
     target = _part(home, exchange.target_at, exchange.target)
@@ -217,7 +209,7 @@ def start_exact_push(
     """Start moving exact sums (`kernels.exact_sums`); the returned function adds them and rounds into `home`.
 
     Args:
-        parts: this rank's, 1-D fp64, each empty if it has none; returned to `buffers` when sent.
+        parts: this rank's, 1-D fp64, each possibly empty; returned to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
         handing: as for `start_push`, after rounding.
     """
@@ -233,7 +225,7 @@ def start_exact_push(
             buffers.give(total)
         return home
 
-    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in the order in which they started
+    push = Finish(finish, pushes[-1].message)  # messages of one communicator end in order
     return _handed_on(push, handing, home, groups, buffers)
 
 
@@ -246,8 +238,6 @@ def _handed_on(push: Finish, handing: Exchange | None, home: Tensor, groups: Gro
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """One rank's part of a link, with its communicators and buffers."""
-
     exchange: Exchange
     groups: Groups
     buffers: Buffers
@@ -317,11 +307,11 @@ class _Transfer:
                 return home
 
             return Finish(add_own)
-        # gloo's own reduce-scatter is slower: it copies its input.
+        # gloo's own reduce-scatter copies its input.
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # Return the copied buffer before taking incoming: two large buffers are alive instead of three.
+        # Return the copied buffer before taking incoming, to lower the peak of memory.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
@@ -334,7 +324,6 @@ class _Transfer:
             if exchange.whole > 1:
                 _sum(incoming.view(exchange.whole, -1), home)
             else:
-                # Ordered by peer, so that every element is summed in the order of the ranks.
                 home.zero_()
                 slice_copy(incoming, home, exchange.scatter, accumulate=True)
             buffers.give(incoming)
@@ -348,8 +337,7 @@ class _Transfer:
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # Not on the communicator of gradients, because ranks hand sums on between different pushes. Before the commit
-        # all have started, in the order of the pushes.
+        # A channel of its own, because ranks hand sums on between different pushes, in the order of the pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
@@ -364,7 +352,7 @@ class _Transfer:
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sent pieces packed and cast, or the buffer itself if that is the same."""
+        """Return the sent pieces packed and cast, or the buffer itself if equal."""
         if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
             return buffer
         gathered = self.buffers.take(sum(self.exchange.sent), dtype)
@@ -386,7 +374,6 @@ def _part(buffer: Tensor, at: int, size: int) -> Tensor:
 
 
 def _sum(rows: Tensor, into: Tensor) -> None:
-    """Sum two or more rows, in order, in the dtype of `into`."""
     if rows.dtype == into.dtype:
         torch.add(rows[0], rows[1], out=into)
         rows = rows[2:]

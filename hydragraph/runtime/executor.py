@@ -44,7 +44,7 @@ from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
 _ROW = 1024  # elements
-# The stream that makes values of a kind; that of messages makes the others.
+# The stream that makes values of a kind; others: messages.
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,
     ValueKind.COPYING: Stream.OFFLOAD,
@@ -59,8 +59,7 @@ class IterationOutcome:
 
     Attributes:
         grad_norm: norm of all gradients; 0 for an evaluation.
-        scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; empty unless the
-            program scores.
+        scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; else empty.
     """
 
     loss: float
@@ -75,10 +74,10 @@ class ConcurrentWork(Protocol):
     """Work that runs during an iteration."""
 
     def go_on(self) -> None:
-        """Do what is possible without waiting; called between instructions."""
+        """Do what is possible without waiting, between instructions."""
 
     def end(self) -> None:
-        """Do the rest; called on all ranks, after all pushes and before they agree to update."""
+        """Do the rest, on all ranks, after all pushes and before they agree to update."""
 
 
 @dataclass
@@ -96,24 +95,22 @@ class _Iteration:
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
-    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> addresses of what is not offloaded
-    added: set[str] = field(default_factory=set)  # parameters that already have a gradient
-    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums, if deterministic
-    largest: Tensor | None = None  # the largest value added to them
+    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> addresses not offloaded
+    added: set[str] = field(default_factory=set)  # parameters with a gradient
+    sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums
+    largest: Tensor | None = None  # the largest value added to `sums`
 
 
 class Executor:
     """Runs prepared programs on one rank.
 
     Args:
-        streams: default: those of the device and the communicators.
         rounded: weights to pull, if the optimizer keeps them rounded.
-        deterministic: make sums over micro-batches and ranks exact, whatever their order (`kernels.exact_sums`).
+        deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
 
     Attributes:
         before: called with every instruction before it runs.
         probe: called before the commit, for `RankTimes.probe`.
-        beside: work that runs during the iteration.
     """
 
     def __init__(
@@ -180,7 +177,7 @@ class Executor:
             update: called with the gradient norm if it is finite.
             says: called while gradients are in flight; returns this rank's message to all at the commit, `SAYS`
                 integers below 2**53.
-            scored: positions of the sequences in the mini-batch, if the program scores.
+            scored: positions of the sequences in the mini-batch, to score them.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -193,7 +190,7 @@ class Executor:
         try:
             outcome = self._follow(iteration, update, says)
         except BaseException:
-            # A copy from the host may still write to memory that later values get.
+            # A copy from the host may still write to memory.
             with self.streams.on(Stream.OFFLOAD):
                 copied = self.streams.mark()
             self.streams.wait(copied)
@@ -206,7 +203,6 @@ class Executor:
     def _follow(
         self, iteration: _Iteration, update: Callable[[float], None], says: Callable[[], tuple[int, ...]]
     ) -> IterationOutcome:
-        """Run the instructions of an iteration."""
         outcome: IterationOutcome | None = None
         timing = iteration.timing
         for index, instruction in enumerate(iteration.prepared.program.instructions):
@@ -254,7 +250,7 @@ class Executor:
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
         """End an earlier pull or push, to free its memory."""
         arriving = it.arriving.get(value)
-        if isinstance(arriving, Pending):  # a block will wait for these weights itself
+        if isinstance(arriving, Pending):
             with it.timing.waiting(stream, value):
                 arriving.end()
             return
@@ -264,7 +260,7 @@ class Executor:
             return
         if pending.follows:
             self._begin_handing(it, value, pending)
-        with self.streams.on(stream):  # the stream that needs the memory waits, not the computing one
+        with self.streams.on(stream):  # the computing stream must not wait
             self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -351,7 +347,7 @@ class Executor:
         shards = self._weights(it, instruction)
         gradients_in = (value for value in instruction.reads if value.kind is ValueKind.ACTIVATION_GRADIENT)
         tangent = next((it.values[value] for value in gradients_in), None)
-        if tangent is None:  # only for the last block: d loss / d (summed loss)
+        if tangent is None:  # d loss / d (summed loss)
             tangent = torch.full((), 1.0 / it.divisor, dtype=loss_dtype(self._program), device=self._device)
         elif block.leaves:
             tangent = it.collectives.split(tangent, 1)
@@ -363,7 +359,7 @@ class Executor:
         for name in part.added:
             arguments += self._total(it, instruction, block.names[name])
         results = part.backward(*arguments)
-        # Drop all references to the forward's saved values before gradients are summed: memory peaks here.
+        # Drop all references to saved values before gradients are summed: memory peaks here.
         it.values[instruction.reads[0]] = None
         del kept
         operands.clear()
@@ -421,7 +417,7 @@ class Executor:
     def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
         (host,) = instruction.reads
         (back,) = instruction.writes
-        room = it.values[host].room(self._device)  # on the computing stream, which can reuse it without the host
+        room = it.values[host].room(self._device)  # on the computing stream
         free = self.streams.mark()
         with self.streams.on(Stream.OFFLOAD):
             self.streams.wait(free)
@@ -430,7 +426,7 @@ class Executor:
             it.arriving[back] = Copied(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return a parameter's gradient buffer, and the factor on its contents: 0.0 the first time."""
+        """Return a parameter's gradient buffer, and the factor on its contents, first 0.0."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -458,7 +454,6 @@ class Executor:
         it.arriving[on_its_way] = self._pending(message, tensor)
 
     def _pending(self, message: Message, tensor: Tensor) -> Pending:
-        """Return a message as a pending value, which keeps the tensor alive."""
 
         def finish() -> Tensor:
             self._groups.wait(message)
@@ -492,9 +487,9 @@ class Executor:
         else:
             it.values[value] = total
             for parameter, shard in self._shards(it, value).items():
-                if parameter not in it.added:  # no block gave it a gradient
+                if parameter not in it.added:  # no gradient
                     shard.zero_()
-            if total is not home:  # the bucket's next push has a buffer of its own
+            if total is not home:  # the bucket's next push has another buffer
                 it.added.difference_update(it.prepared.shards[value.bucket])
         exchange = it.prepared.pushes[name]
         it.values.pop(value, None)
@@ -534,7 +529,7 @@ class Executor:
             it.pushed = True
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
-        """Start handing finished sums on to second owners, in the order of the pushes on all ranks."""
+        """Start handing finished sums on to second owners, in the order of the pushes."""
         for value, pending in list(it.pushing.items()):
             if pending.follows:
                 if not (wait or pending.arrived):
@@ -550,9 +545,9 @@ class Executor:
             pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
-        """End exchanges that need no wait, in their order; return whether there were any."""
+        """End exchanges that need no wait, in order; return whether there were any."""
         before = len(under_way)
-        for value in [] if self.streams.queued else list(under_way):  # queued exchanges: only the commit waits
+        for value in [] if self.streams.queued else list(under_way):  # else only the commit waits
             if not under_way[value].ready:
                 break
             self._end(it, stream, under_way, value)
@@ -581,7 +576,6 @@ class Executor:
                 self._end(it, stream, under_way, value)
         with self._watch.waiting():
             self.streams.finish()
-            # totals: parts of loss and squared norm, every rank's message and times, scores
         world = self._groups.world
         mine = it.timing.times
         row = [*said, mine.seconds, *astuple(mine.exposed), mine.ran, mine.queued, mine.probe, *mine.own]
@@ -624,7 +618,7 @@ class Executor:
         return totals, 1.0
 
     def _exact_totals(self, it: _Iteration, losses: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return [2, 3], parts that sum exactly over ranks to the loss and the scaled squared norm, and the scale.
+        """Return parts [2, 3] that sum exactly over ranks to the loss and the scaled squared norm, and the scale.
 
         Raises:
             FloatingPointError: on all ranks: a gradient is too large for exact sums.
@@ -660,10 +654,7 @@ def laid_out(value: Tensor) -> Tensor:
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D fp32 tensor, 0-d fp64: rows are summed in fp32, and their sums in fp64.
-
-    That keeps fp32's rounding at a fortieth of the cost of converting every element.
-    """
+    """Return the sum of squares of a 1-D fp32 tensor, 0-d fp64: rows are summed in fp32, and their sums in fp64."""
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)
     total: Tensor = rows.double().square().sum() + values[cut:].double().square().sum()
@@ -671,5 +662,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the tag of the message with an activation or its gradient, equal at both ends."""
+    """Return the tag of an activation's or its gradient's message, equal at both ends."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

@@ -25,9 +25,8 @@ class OwnedPart:
     """The part of one parameter owned by a rank, contiguous in its shard of the bucket.
 
     Attributes:
-        intervals: intervals of canonical elements [lo, hi), ascending, disjoint and non-empty.
-        counted: for each interval, whether its elements count on this rank, rather than on their other owner, in norms
-            and files.
+        intervals: canonical elements [lo, hi), ascending, disjoint and non-empty.
+        counted: whether each interval counts on this rank, rather than on its other owner, in norms and files.
         at: offset in the bucket's shard.
     """
 
@@ -39,7 +38,7 @@ class OwnedPart:
 
     @property
     def size(self) -> int:
-        """Number of elements owned by the rank."""
+        """Number of elements."""
         return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
@@ -47,16 +46,15 @@ class OwnedPart:
         return shards[self.bucket][self.at : self.at + self.size]
 
     def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield each interval with its elements, from a tensor [size] of this part."""
+        """Yield each interval with its elements, from a 1-D tensor of this part."""
         at = 0
         for lo, hi in self.intervals:
             yield (lo, hi), flat[at : at + hi - lo]
             at += hi - lo
 
 
-# Keys of an optimizer's group that are not options.
 _OF_GROUPS = ("params", "param_names")
-_CLIP_EPS = 1e-6  # added by PyTorch to the norm it divides by
+_CLIP_EPS = 1e-6  # as in PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +63,10 @@ class HomeState:
 
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views into `gradients` of the elements that count on this rank; every element counts on exactly one.
+        counted: views into `gradients`; every element counts on exactly one rank.
         pieces: parameter name -> the part owned by this rank, possibly empty, in model order.
-        parameters: parameter name -> 1-D fp32 view into `weights`, whose `.grad` is a view into `gradients`, or None
-            if the parameter is frozen or the loss does not reach it.
+        parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None without
+            a gradient.
     """
 
     rank: int
@@ -90,7 +88,7 @@ class HomeState:
         """Return one rank's uninitialised state, under home layouts by bucket.
 
         Args:
-            old: current state; its tensors are shared for buckets with the identical layout object.
+            old: shares its tensors for buckets with the identical layout object.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
@@ -110,17 +108,12 @@ class HomeState:
         return state
 
     def attach_gradients(self) -> None:
-        """Point `.grad` of every trained parameter at its part of the gradients, as `zero_grad` may have removed it."""
+        """Point `.grad` of every trained parameter at its part of the gradients."""
         for name, piece in self.pieces.items():
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
     def clip_gradients(self, norm: float, limit: float) -> None:
-        """Scale gradients as `torch.nn.utils.clip_grad_norm_` does.
-
-        Args:
-            norm: of all ranks' gradients.
-            limit: the norm to scale down to.
-        """
+        """Scale gradients down to the norm `limit`, as `torch.nn.utils.clip_grad_norm_`; `norm` is of all ranks."""
         factor = limit / (norm + _CLIP_EPS)
         if factor < 1:
             for gradient in self.gradients.values():
@@ -136,15 +129,12 @@ class HomeState:
                 owned.copy_(canonical[lo:hi])
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, 1-D fp32 tensor) of every trainable parameter in model order; tensors may be empty."""
+        """Return (name, 1-D fp32 tensor, possibly empty) of every trainable parameter in model order."""
         return [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the parts of parameters among elements [lo, hi) of a bucket, in its order.
-
-    Each is a name, the part's interval in the bucket, and the parameter's first element there.
-    """
+    """Yield (name, low, high, first element) of the parameters among elements [lo, hi) of a bucket, in its order."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)
@@ -156,7 +146,7 @@ def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, i
 
 @contextmanager
 def zeroed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Set some parameters to zero in this context, and restore them afterwards."""
+    """Set parameters to zero in this context."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
@@ -188,7 +178,7 @@ def _owned(bucket: Bucket, layout: Layout, rank: int) -> Sequence[OwnedPart]:
         parts = [(lo - start, hi - start, first) for lo, hi, first in parts if lo < hi]
         intervals = tuple((lo, hi) for lo, hi, _ in parts)
         counted = tuple(first for *_, first in parts)
-        # A home layout's rows are ordered by element, so parameters are consecutive in the shard.
+        # Home rows are ordered by element, so parameters are consecutive.
         pieces.append(OwnedPart(parameter, bucket.name, intervals, counted, at))
         at += pieces[-1].size
         start = end
@@ -248,12 +238,11 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     return optimizer
 
 
-# Options that do not change an update's value.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and hyperparameters, which must be equal on all ranks."""
+    """Return an optimizer's class and hyperparameters, equal on all ranks."""
     if optimizer is None:
         return "none"
     names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
@@ -271,7 +260,6 @@ _BY_SHAPE = (
 
 
 def _whole(state: HomeState) -> list[tuple[str, nn.Parameter]]:
-    """Return tensors of the parameters' whole shapes, expanded from one element."""
     shapes = ((name, p, state.pieces[name].parameter.shape) for name, p in state.named())
     return [(name, nn.Parameter(p.new_zeros(()).expand(shape))) for name, p, shape in shapes]
 
@@ -290,10 +278,7 @@ def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception
 
 
 def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer: torch.optim.Optimizer) -> None:
-    """Reject parameter groups chosen by shape: shards are 1-D, so `p.dim() >= 2` is never true.
-
-    The factory is called again with tensors of the whole shapes.
-    """
+    """Reject parameter groups chosen by shape, by calling the factory again with tensors of the whole shapes."""
     named, whole = state.named(), _whole(state)
     try:
         of_whole = _options(factory(whole), whole)

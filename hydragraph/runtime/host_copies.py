@@ -1,4 +1,4 @@
-"""Copies of saved tensors in host memory: each storage once, so that tensors that share one do so again.
+"""Copies of saved tensors in host memory, each storage once.
 
 A copy back has the sizes, strides and bytes of the original, so a backward's results are the same to the bit.
 """
@@ -20,8 +20,6 @@ Key = tuple[int, torch.dtype]  # address and dtype
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor whose storage is in host memory."""
-
     key: Key
     size: torch.Size
     stride: tuple[int, ...]
@@ -30,18 +28,13 @@ class _View:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Saved values with tensors in host memory.
-
-    Attributes:
-        saved: the values in their order; tensors in host memory are views of `storages`.
-        storages: 1-D, in host memory.
-    """
+    """Saved values, in their order, with tensors in host memory as views of 1-D `storages`."""
 
     saved: tuple[Any, ...]
     storages: Mapping[Key, Tensor]
 
     def fetch(self, onto: Mapping[Key, Tensor]) -> list[Any]:
-        """Copy the storages onto memory of `room` on the current stream; return the saved values."""
+        """Copy the storages onto `room` on the current stream; return the saved values."""
         for key, there in self.storages.items():
             onto[key].copy_(there, non_blocking=True)
 
@@ -57,7 +50,7 @@ class HostCopy:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors that another stream copies, or copies from; they belong to the stream that waits for the copy."""
+    """Tensors that another stream copies or reads; they belong to the stream that waits for the copy."""
 
     streams: DeviceStreams
     mark: Mark
@@ -70,12 +63,12 @@ class Copied:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, from the first element of its storage."""
+    """Return the address of the first element of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
-    """Copy saved tensors on the current stream, except small ones and those with one of these storage addresses."""
+    """Copy saved tensors on the current stream, except small ones and those with these storage addresses."""
     storages: dict[Key, Tensor] = {}
 
     def moved(value: Any) -> Any:
@@ -87,7 +80,7 @@ def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
         key = (storage_address(value), value.dtype)
         if key not in storages:
             whole = value.as_strided((size // value.element_size(),), (1,), 0)
-            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned if it comes from a GPU
+            storages[key] = whole.to("cpu", non_blocking=True, copy=True)  # pinned from a GPU
         return _View(key, value.size(), value.stride(), int(value.storage_offset()))
 
     return HostCopy(tuple(moved(value) for value in saved), storages)

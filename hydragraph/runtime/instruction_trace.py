@@ -29,11 +29,10 @@ class RankTimes:
 
     Attributes:
         seconds: from its first instruction to the commit, without pending work.
-        exposed: waits for communication.
         own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran, queued: the parts of `own` in which its thread ran, and waited for its core; both 0 if unknown, as on a
-            GPU. For a rank that computed no blocks, they are those of its probe.
-        probe: products per second in a probe (`runtime.speed_probe`); 0: none.
+        ran, queued: the parts of `own`, or else of a probe, in which its thread ran, and waited for its core; 0 if
+            unknown.
+        probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
     seconds: float
@@ -51,7 +50,7 @@ class RankTimes:
 
 
 def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
-    """Return the mean over ranks of their waits."""
+    """Return the mean waits over ranks."""
     kinds = (astuple(times.exposed) for times in ranks)
     return Exposed(*(sum(kind) / len(ranks) for kind in zip(*kinds, strict=True)))
 
@@ -59,9 +58,11 @@ def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
 class Timing:
     """Measurements of one rank during one iteration.
 
+    Its properties and `end` need the device's queues to have finished.
+
     Args:
         spans: receives every instruction and message; None: only sum the waits.
-        clock: reads the device's queues (`DeviceStreams.clock`); default: the host's time.
+        clock: `DeviceStreams.clock`; default: the host's time.
     """
 
     def __init__(self, step: int = 0, spans: list[TraceEvent] | None = None, clock: Clock | None = None) -> None:
@@ -81,7 +82,7 @@ class Timing:
 
     @property
     def exposed(self) -> Exposed:
-        """The waits; the device's queues must have finished."""
+        """Waits for communication."""
         waited = dict.fromkeys(Stream, 0.0)
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
@@ -89,14 +90,14 @@ class Timing:
 
     @property
     def times(self) -> RankTimes:
-        """This rank's times so far; the device's queues must have finished."""
+        """This rank's times so far."""
         return RankTimes(
             time.perf_counter() - self._began, self.exposed, self.own, self._ran, self._queued, self._probe
         )
 
     @property
     def own(self) -> tuple[float, ...]:
-        """Seconds of computing by template; the device's queues must have finished."""
+        """Seconds of computing by template."""
         sums = [0.0] * self.kinds
         for kind, began, ended, waited in self._works:
             sums[kind] += max(0.0, self._clock.seconds(ended) - self._clock.seconds(began) - waited)
@@ -109,7 +110,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a message of a stream; `more`: another message forwards the value."""
+        """Time a wait for a stream's message; `more`: another message forwards the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -126,8 +127,8 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited: returns the total seconds of waits for other ranks.
-            scheduled: returns the total seconds that this thread ran and was queued.
+            waited, scheduled: return total seconds of waits for other ranks, and those that this thread ran and was
+                queued.
         """
         before = waited()
         ran, queued = scheduled()
@@ -147,7 +148,7 @@ class Timing:
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Time an instruction; for streams other than computation, only its start."""
+        """Time an instruction, or its start if it is not a computation."""
         if self.spans is None:
             yield
             return
@@ -156,7 +157,7 @@ class Timing:
         self._add(Stream.COMPUTE, name, began, self._clock.now())
 
     def end(self) -> None:
-        """Store the spans; the device's queues must have finished."""
+        """Store the spans."""
         if self.spans is None:
             return
         for stream, name, began, ended in self._parts:

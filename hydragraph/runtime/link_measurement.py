@@ -1,9 +1,7 @@
-"""Measurement of links, in each node, between nodes, and of all pairs of two nodes at once.
+"""Measurement of links in each node, between nodes, and of all pairs of two nodes at once.
 
-A pair exchanges messages of growing size, and each direction is timed by itself: the receiver answers with the smallest
-message. The fastest of several counts, as temporary load only slows them down. Pairs of nodes take turns as in a
-tournament, half of all nodes with the other half at once. If pairs between two nodes are slower together than alone,
-they share network cards.
+A pair exchanges messages of growing size, and the receiver answers with the smallest, so that each direction is timed
+by itself; the fastest of several counts. If pairs between two nodes are slower together than alone, they share cards.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # after a message that takes this long, no larger ones are sent
+LONGEST_S = 0.1  # no larger messages after one this long
 REPEATS = 3
-ROUNDS = 8  # most other nodes that each node exchanges messages with
+ROUNDS = 8  # maximum partners of each node
 
-Pair = tuple[int, int]  # the sender, and the receiver
+Pair = tuple[int, int]  # sender and receiver
 Messages = tuple[tuple[int, float], ...]  # bytes and seconds
 
 
@@ -33,8 +31,8 @@ class MeasuredLinks:
     """Links by node, in the order of their first ranks.
 
     Attributes:
-        inner: within each node, in its slower direction; None if it has one rank.
-        outbound, inbound: between each node and the others, in each direction; None if there is one node.
+        inner: within each node, in its slower direction; None for one rank.
+        outbound, inbound: between each node and the others; None for one node.
         cards: estimated number of network cards of each node.
     """
 
@@ -68,10 +66,9 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
         messages = messages or next(iter(times.values()))
         for one, other in [*games, *((b, a) for a, b in games)]:
             link = link_of(times[by_node[one][0], by_node[other][0]])
-            # The slower of two partners limits their link.
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # after which no node has rested in all rounds
+        if number < 1 + len(by_node) % 2:  # until every node has played
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
@@ -96,7 +93,6 @@ def _count_cards(
     alone: Mapping[Pair, Messages],
     cards: list[int],
 ) -> None:
-    """Raise the numbers of cards of these pairs of nodes to what their ranks reach together."""
     pairs = {(a, b): list(zip(by_node[a], by_node[b], strict=False)) for a, b in games}
     several = [game for game in games if len(pairs[game]) > 1]
     if not several:
@@ -118,7 +114,7 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """
     if pairs < 2:  # cards cannot be distinguished
         return 1
-    sharing = min(pairs, max(1, round(together_s / alone_s)))  # number of pairs that share a card
+    sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs per card
     return max(1, round(ranks / sharing))
 
 
@@ -146,7 +142,7 @@ def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
     """Return the seconds of a message, from those until its answer.
 
     Args:
-        before: smaller messages; none: message and answer are alike. Else the answer takes as long as the smallest.
+        before: smaller messages; the smallest takes as long as the answer. None: message and answer are alike.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 
@@ -157,7 +153,7 @@ def round_trip(groups: Groups, pair: Pair, size: int, repeats: int = REPEATS) ->
 
 
 def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = REPEATS) -> list[float]:
-    """Return the seconds that the first rank of a pair waits for answers to messages, both of so many bytes."""
+    """Return the seconds that the first rank of a pair waits for answers; `size` and `answer` are in bytes."""
     rank = groups.world.rank
     other = pair[1] if rank == pair[0] else pair[0]
     messages = [torch.zeros(n, dtype=torch.uint8, device=groups.world.device) for n in (size, answer)]
@@ -176,8 +172,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
 def link_of(messages: Messages) -> Interconnect:
     """Return a link with the smallest message's time as latency, and the largest's bandwidth.
 
-    Buffers let short messages pass faster than the link's lasting bandwidth, so a fit over all sizes would overestimate
-    it.
+    A fit over all sizes would overestimate the bandwidth, as buffers let short messages pass faster.
     """
     latency = messages[0][1]
     size, seconds = messages[-1]

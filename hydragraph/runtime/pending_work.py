@@ -17,7 +17,7 @@ class Finish:
     """The end of an exchange: called once, on the stream that started it.
 
     Attributes:
-        then: starts a following exchange of the result, whose end completes the value.
+        then: starts a following exchange of the result, which completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -37,10 +37,8 @@ class Finish:
 class Pending:
     """A value in flight: ended on its own stream, then awaited by the stream that needs it.
 
-    If waits are queued, the value is ended right after its start, which does not block the host.
-
     Args:
-        at_once: False: end it on demand, because its end would delay later work of its stream.
+        at_once: if waits are queued, end it right after its start; False: its end would delay later work of its stream.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -58,7 +56,7 @@ class Pending:
 
     @property
     def follows(self) -> bool:
-        """Whether a following exchange remains to be started after the current one."""
+        """Whether a following exchange remains to be started."""
         return self._end is None and self._finish.then is not None
 
     @property
@@ -74,7 +72,7 @@ class Pending:
             self._finish = self._finish.then()
 
     def end(self) -> None:
-        """Wait for the value on its own stream; later readers need not wait."""
+        """Wait for the value on its own stream."""
         self._ended()
 
     def __call__(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""One rank's program and data for a (strategy, micro-batch counts, mode): built once, then reused."""
+"""One rank's program and data for a (strategy, micro-batch counts, mode), built once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # prepared iterations kept, as micro-batch counts vary
+CAPACITY = 64  # micro-batch counts vary
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,9 @@ class BoundBlock:
 
     Attributes:
         aux: template input -> index of its output of the aux graph.
-        starts: the variant's inputs that are numbers: this rank's first row of the vocabulary, the block's number.
+        starts: inputs that are numbers: this rank's first row of the vocabulary, the block's number.
         enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and its result
-            leaves the stage: it travels whole.
-        recompute: its backward runs its forward again.
+            leaves the stage.
         halves: its input and weight gradient, if the schedule splits backwards.
     """
 
@@ -64,8 +63,8 @@ class Prepared:
 
     Attributes:
         pulls, pushes: exchanges by name, which is the bucket's unless streamed.
-        handings: transfer of a bucket to second owners, if any, by the bucket's last push.
-        adds: pushes that add to the home gradients, after a push of the same bucket.
+        handings: transfers to second owners, by the bucket's last push.
+        adds: pushes after another of the same bucket, which add to the home gradients.
         at_home: buckets whose gradients accumulate in the home gradients.
         shards: held bucket -> parameter name -> (offset, length) in the local buffer.
     """
@@ -83,18 +82,13 @@ class Prepared:
 
     @cached_property
     def offloaded(self) -> frozenset[Value]:
-        """The saved values that are offloaded."""
+        """Saved values that are offloaded."""
         return frozenset(i.reads[0] for i in self.program.instructions if i.op is Op.OFFLOAD)
 
 
 @dataclass(eq=False)
 class Preparer:
-    """Prepares strategies for one rank, reusing compiled templates.
-
-    Args:
-        capacity: prepared iterations to keep; compiled templates are always kept.
-        device: device of the computation; default: the CPU.
-    """
+    """Prepares strategies for one rank; `capacity` is the number of prepared iterations to keep."""
 
     _program: Program
     _variants: Variants
@@ -113,7 +107,7 @@ class Preparer:
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program for counts of micro-batches by pipeline."""
+        """Return this rank's program; `counts` are micro-batches by pipeline."""
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -158,9 +152,9 @@ class Preparer:
         variant = variants.get(block, part)
         visit = stage.visit_of(at)
         first, end = stage.blocks[visit]
-        scores = program is not self._program and block is program.blocks[-1]  # returns tokens' values, not a number
+        scores = program is not self._program and block is program.blocks[-1]  # one value per token
         others = [i for i in template.inputs if i.startswith("other.")]
-        # Pipelines that share a stage agree on its layers and neighbours.
+        # Pipelines that share a stage agree on its neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
         return BoundBlock(
             variant,
@@ -181,16 +175,15 @@ class Preparer:
         return self._halves[variant]
 
     def _accumulates_at_home(self, name: str, push: Exchange) -> bool:
-        # Not if the home also has a second copy.
         return push.is_identity and self._homes[bucket_of(name)].local_size(self._rank) == push.target
 
     def _link(self, turn: Turn, placement: Placement) -> tuple[Exchange, Exchange | None]:
         bucket = self._buckets_by_name[turn.bucket]
         stages = turn.stages
-        # The first rank's part represents its stage.
+        # The first rank represents its stage.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
-        source = self._homes[bucket.name]  # one object for all buckets with the same home
+        source = self._homes[bucket.name]  # one object per home
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:
@@ -220,6 +213,6 @@ def local_shards(bucket: Bucket, part: StagePart) -> dict[str, tuple[int, int]]:
 
 
 def shard_view(parameter: Parameter, flat: Tensor, place: tuple[int, int], part: StagePart) -> Tensor:
-    """View one parameter's shard inside a local buffer, in its natural shape."""
+    """Return one parameter's shard inside a local buffer, in its natural shape."""
     at, length = place
     return parameter.natural(flat[at : at + length], part.tp, part.index)

@@ -1,16 +1,8 @@
 """Fitting of the cost models' constants by non-negative least squares.
 
-Relative errors of micro-batches are minimised, weighted by their seconds. Noise may push a coefficient to its bound of
-0.
-
-Example: a micro-batch of one sequence of 4 tokens takes 14 s, of two of 2 tokens 10 s, of one of 8 tokens 42 s.
-
-    sum of l^2, sum of l, 1   [16, 4, 1], [8, 4, 1] and [64, 8, 1]
-    the first two differ by 4 s and only by 8 in the sum of l^2: a = 0.5
-    the last is 28 s above the first; 0.5 x 48 = 24 of them are quadratic: b = 4 / 4 = 1, and c = 14 - 8 - 4 = 2
-
-This is why each number of tokens is measured whole and in parts (`micro_batches`). Attention with a window or chunks
-has the sum of `Reach.pairs` as its column; while sequences are shorter than the window, this equals the sum of l^2.
+Relative errors of micro-batches are minimised, weighted by their seconds. Each number of tokens is measured whole and
+in parts, of which only the quadratic parts differ. Attention with a window or chunks has the sum of `Reach.pairs` as
+its column.
 
 Formulas of Hydraulis -> functions:
 
@@ -34,14 +26,14 @@ from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
-Lengths = tuple[int, ...]  # lengths of the sequences of a micro-batch
+Lengths = tuple[int, ...]  # of sequences
 
-WORST_RESIDUAL = 0.25  # root mean square relative error beyond which constants are rejected
+WORST_RESIDUAL = 0.25  # maximum root mean square relative error
 LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
-FIRST_NEAR = 3  # first column of the sums of pairs, one for each window and chunk
+FIRST_NEAR = 3  # first column of sums of pairs
 PLATEAU = 0.85  # UtilLen (Hydraulis, section 6)
 
 
@@ -51,9 +43,9 @@ class CurveFit:
 
     Attributes:
         a, b, c: s / token^2, s / token and s; 0 if the measurements do not show it.
-        residual: root mean square relative error, rows weighted by their seconds.
-        quadratic: the fraction of the longest micro-batch's time that attention explains, 0 to 1.
-        near: s / pair of attention with each window or chunk, in addition to a l^2 + b l; may be 0.
+        residual: root mean square relative error, weighted by seconds.
+        quadratic: the fraction of the longest micro-batch's time that attention explains.
+        near: s / pair of attention with each window or chunk.
     """
 
     a: float
@@ -72,7 +64,7 @@ class CurveFit:
     def failure(self) -> str | None:
         """Return why the fit must not be used, or None."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
-        # Windows shorter than most measured sequences look linear, so either part may contain the other.
+        # Short windows look linear, so either part may contain the other.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
@@ -100,7 +92,6 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        seconds: seconds of each, above 0.
         reaches: reaches of its attention calls; none: it has no quadratic part.
 
     Raises:
@@ -113,7 +104,6 @@ def fit_work(
     constants = np.zeros(rows.shape[1])
     constants[used] = _nnls(rows[:, used], measured, measured)
     predicted = rows @ constants
-    # A quadratic part is most visible in the longest micro-batch.
     longest = int(np.argmax(rows[:, QUADRATIC]))
     attention = constants[QUADRATIC] * rows[longest, QUADRATIC]
     attention += constants[FIRST_NEAR:] @ rows[longest, FIRST_NEAR:]
@@ -146,8 +136,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
     """Return UtilLen: the tokens of a micro-batch that reaches 85 % of the plateau of tokens/s.
 
-    The quadratic part is subtracted first: it grows with the length of sequences, not with their number. Speed is
-    interpolated between measured token counts; if the shortest micro-batch is already fast, it is the answer.
+    The quadratic part, which does not grow with the number of sequences, is subtracted first.
     """
     rows = _features(micro_batches)
     measured = _positive(seconds, 1)
@@ -171,7 +160,7 @@ def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -
 
 
 def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...], ...]:
-    """Return each token count as one sequence and as `parts` equal ones: only their quadratic parts differ."""
+    """Return each token count as one sequence and as `parts` equal ones."""
     whole = [(n,) for n in counts]
     split = [(n // parts,) * parts for n in counts if n % parts == 0 and n >= 2 * parts]
     return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
@@ -182,7 +171,7 @@ class Measured:
     """Measurement of one template in one kind of stage.
 
     Attributes:
-        piece: its sizes, with the seconds not yet fitted.
+        piece: its sizes, without seconds.
         reaches: reaches of its attention calls; none: its time is linear.
         forward: the forward's part of `seconds`; empty if not measured.
     """
@@ -201,20 +190,19 @@ class Measurements:
     times: Mapping[str, Measured]
 
     def total(self, templates: Sequence[str]) -> list[float]:
-        """Return the seconds of consecutive blocks and the aux graph, for each micro-batch."""
+        """Return the seconds of consecutive blocks and the aux graph, by micro-batch."""
         columns = zip(*(self.times[t].seconds for t in [*templates, AUX]), strict=True)
         return [sum(column) for column in columns]
 
     def fit(self, templates: Sequence[str]) -> CurveFit:
         """Fit `total`."""
         limited = {reach for t in templates for reach in self.times[t].reaches} - {WHOLE}
-        # Without windows a model is expected to have attention.
         whole = not limited or any(WHOLE in self.times[t].reaches for t in templates)
         return fit_work(self.rows, self.total(templates), [*limited, *([WHOLE] if whole else [])])
 
     @property
     def constants(self) -> int:
-        """The number of constants of all blocks together."""
+        """Number of constants of all blocks together."""
         return 2 + max(1, len({reach for measured in self.times.values() for reach in measured.reaches}))
 
 
@@ -231,7 +219,7 @@ def fit_profile(
 
     Args:
         blocks: the template of every block of the model, in order.
-        found: by kind of stage, including plain stages of every scheme's degree.
+        found: includes plain stages of every scheme's degree.
         messages: bytes and seconds; empty for one rank.
     """
     unfit = {}
@@ -252,7 +240,7 @@ def fit_profile(
             unfit[kind] = f"the fit of {noisy[0]} failed: noise hides the cost of attention"
         else:
             pieces[kind] = fitted
-        # Only plain stages have their own UtilLen; other kinds share it by degree.
+        # Kinds of one degree share UtilLen.
         if kind == StageKind(kind.tp):
             util[kind.tp] = util_len(measured.rows, whole, fit)
     fits = {s: _slowest(blocks, s, found[StageKind(s[0])], util[s[0]]) for s in schemes if StageKind(s[0]) in pieces}
@@ -281,11 +269,10 @@ def _hidden(seconds: Constants) -> bool:
 
 
 def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
-    """Fit a piece's seconds, as the sum of forward and backward if they were measured."""
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, measured.reaches)
         return replace(measured.piece, seconds=fit.constants)
-    # Backward is the rest, which noise may push below 0.
+    # Noise may push the rest below 0.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
     together = Constants.sum([(1, forward), (1, backward)])

@@ -1,10 +1,8 @@
 """Measurement of a profile: times of templates, not of models or strategies.
 
-Each distinct template runs once per kind of stage and micro-batch, forward and backward, with its real collectives;
-stages of any number of layers are sums of these times. All groups of ranks run at once, as in training; a group is as
-slow as its slowest rank, and the median over groups and repetitions counts. Templates and kinds take turns, so that
-temporary load affects all alike. Each is repeated until the standard error of its time is below `PRECISE`: a plan
-chosen by such times takes at most about 2 `PRECISE` longer than the best one.
+Each distinct template runs once per kind of stage and micro-batch, with its real collectives; stages are sums of these
+times. All groups of ranks run at once, as in training, and the median over groups and repetitions counts. Templates and
+kinds take turns until the standard error of each time is below `PRECISE`.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec import workload
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-UPDATED = (1 << 16, 1 << 21)  # elements of timed home shards
-CHAIN = 4  # blocks per measurement, if the model has enough equal ones
-PRECISE = 0.01  # relative standard error of a template's time that ends its repetitions
-USABLE = 0.9  # of a device's memory, because of fragmentation
+UPDATED = (1 << 16, 1 << 21)  # elements of home shards
+CHAIN = 4  # maximum blocks per measurement
+PRECISE = 0.01  # sufficient relative standard error
+USABLE = 0.9  # of memory, because of fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward that returns its backward
@@ -61,12 +59,12 @@ _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredModel:
-    """The model to measure.
+    """Model to measure.
 
     Attributes:
         vocabulary: exclusive upper bound of token ids.
         positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer.
-        type: name of this type of device; "": the one that the device reports.
+        type: name of the device's type; "": the one that it reports.
     """
 
     program: Program
@@ -82,8 +80,8 @@ class MeasureSettings:
     """Settings of a measurement.
 
     Attributes:
-        schemes: schemes to fit; the ranks of one stage suffice.
-        repeats: number of repetitions of every measurement, after a warm-up; of a template's, the largest number.
+        schemes: the ranks of one stage suffice.
+        repeats: repetitions of every measurement after a warm-up; of templates, the largest number.
         points: number of token counts, from longest / 64 up.
     """
 
@@ -95,12 +93,12 @@ class MeasureSettings:
 
     @property
     def every_kind(self) -> tuple[StageKind, ...]:
-        """All kinds of stage to measure, each once."""
+        """Kinds of stage to measure."""
         return tuple(dict.fromkeys([*(StageKind(tp) for tp, _ in self.schemes), *self.kinds]))
 
     @property
     def micro_batches(self) -> tuple[Lengths, ...]:
-        """The micro-batches to measure, divisible for sequence parallelism."""
+        """Micro-batches to measure, divisible for sequence parallelism."""
         multiple = 4 * math.lcm(*(kind.tp for kind in self.every_kind))
         return profile_fitting.micro_batches(profile_fitting.token_counts(self.longest, multiple, self.points))
 
@@ -130,7 +128,7 @@ class DevicePlace:
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over; all are timed together."""
+    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -195,7 +193,7 @@ def measure(
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
-    # Measured again, because all communicators exist now and use memory.
+    # Measured again, because communicators use memory.
     memory = device_memories(groups)
     profiles = []
     for name, by_kind in measurements.items():
@@ -221,14 +219,9 @@ def measure(
 def stage_timer(
     subject: MeasuredModel, kind: StageKind, layers: int, groups: Groups, clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[int, Lengths], float]:
-    """Return a function that times whole stages, to check `measure`.
+    """Return a function that times whole stages of at most `layers` layers, to check `measure`.
 
-    Args:
-        layers: number of layers of the longest stage.
-        clock: returns seconds; `time.process_time` for one thread on a busy machine.
-
-    Returns:
-        A function of the number of layers and a micro-batch, which all ranks call together.
+    All ranks call it together with a number of layers and a micro-batch.
     """
     bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
@@ -259,7 +252,7 @@ def _name(device: torch.device) -> str:
 
 
 def type_name(device: torch.device) -> str:
-    """Return a name for a type of device, such as nvidia-h100-80gb-hbm3 or x86-64: letters, digits and dashes."""
+    """Return a name for a type of device, such as nvidia-h100-80gb-hbm3 or x86-64."""
     return re.sub(r"[^a-z0-9]+", "-", _name(device).lower()).strip("-") or device.type
 
 
@@ -301,7 +294,6 @@ def _messages(groups: Groups, repeats: int) -> list[tuple[int, float]]:
 
 
 def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Time AdamW on home shards; returns as for `_per_element`."""
     device = groups.world.device
 
     def stepped(elements: int) -> Callable[[], object]:
@@ -313,7 +305,6 @@ def _update(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 
 
 def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Time the end of an iteration: the norm of gradients, and its agreement."""
     device = groups.world.device
 
     def agreed(elements: int) -> Callable[[], None]:
@@ -332,10 +323,7 @@ def _commit(groups: Groups, repeats: int, types: Sequence[str]) -> dict[str, tup
 def _per_element(
     groups: Groups, repeats: int, make: Callable[[int], Callable[[], object]], types: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Time functions made for shards of two sizes; return (constant, seconds per element) by type.
-
-    The median of each type's slowest rank counts.
-    """
+    """Time functions made for two shard sizes; return (constant, seconds per element) of each type's slowest rank."""
     device = groups.world.device
     by_size: list[dict[str, float]] = []
     for elements in UPDATED:
@@ -360,10 +348,7 @@ def _per_element(
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Return the relative standard error of the median of normally distributed times, estimated by their deviations.
-
-    A few outliers, which the median ignores, do not count.
-    """
+    """Return the relative standard error of the median of normally distributed times; a few outliers do not count."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
@@ -395,9 +380,7 @@ class _Bench:
         backend = choose_backend(subject.backend, self._device)
         fused = backend == "inductor"
         cache = VariantCache()
-        self._traced = Variants(
-            subject.program, fused_head=fused, added=not fused, cache=cache
-        )  # its graphs have symbolic sizes
+        self._traced = Variants(subject.program, fused_head=fused, added=not fused, cache=cache)
         self._run = Variants(
             subject.program, backend=backend, device=self._device, fused_head=fused, added=True, cache=cache
         )
@@ -420,7 +403,7 @@ class _Bench:
     def timing(
         self, block: Block, rows: Sequence[Lengths], device: PricedDevice, places: Sequence[DevicePlace]
     ) -> _Timing:
-        """Return the timing of a block, not begun; all ranks call this and the timing's methods."""
+        """Return the timing of a block; all ranks call this and the timing's methods."""
         aux = block is self._program.aux
         piece = self._aux_sizes() if aux else self._sizes(block)
         stages: dict[str, list[tuple[int, ...]]] = {}
@@ -434,21 +417,16 @@ class _Bench:
         """Run every micro-batch through chains of a block; return the forward's and backward's seconds by rank."""
         runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
         chains = list(zip(links, rows, strict=True))
-        for count, row in chains[:1]:  # its weights are new: memory is used for the first time
+        for count, row in chains[:1]:  # new weights use memory for the first time
             self._time(runs[:count], row)
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block) -> list[_Run]:
-        """Return runs of blocks like this one, each with its own weights, as many as the model has or `CHAIN`.
-
-        As in a stage, forwards come before backwards, and each block has its own memory: a block running alone would
-        find its data in the cache.
-        """
+        """Return runs of blocks like this one, as many as the model has or `CHAIN`, each with its own weights."""
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
-        """Return how many blocks fit into memory for each micro-batch, on all ranks."""
         weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and as gradients
         own = []
         for row in rows:
@@ -519,7 +497,6 @@ class _Bench:
         return BlockPiece(Constants(0.0, 0.0, 0.0), kept=kept)
 
     def _sizes(self, block: Block) -> BlockPiece:
-        """Return the sizes of a block on this rank: bytes per token, and fixed ones."""
         variant = self._traced.get(block, self._part)
         small = 1024 * self.kind.tp
         large = 2048 * self.kind.tp
@@ -599,7 +576,7 @@ class _Timing:
         links: blocks of a chain, by micro-batch.
         pieces: the block's sizes, by rank.
         stages: groups of ranks, by type of device.
-        turns: seconds by repetition, rank and micro-batch; the first one warms up.
+        turns: seconds by repetition, rank and micro-batch.
     """
 
     bench: _Bench
@@ -617,12 +594,12 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """The repetitions that count: the first one only if the second one agreed, so that no third was needed."""
+        """Repetitions that count: the first one only if the second one agreed."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property
     def error(self) -> float:
-        """The largest standard error of a repetition's seconds on a type of device, relative to them."""
+        """Largest relative standard error of a repetition's seconds on a type of device."""
         turns = self.turns if len(self.turns) == 2 else self.turns[1:]
         return max(
             standard_error(

@@ -11,10 +11,7 @@ from hydragraph.runtime.home_state import HomeState
 
 
 class Rounded:
-    """This rank's trained shards in the compute dtype.
-
-    Frozen weights have no copy: they are cast in every pull.
-    """
+    """This rank's trained shards in the compute dtype; frozen weights have no copy."""
 
     def __init__(self, home: HomeState, dtype: torch.dtype) -> None:
         self._home = home
@@ -22,9 +19,7 @@ class Rounded:
         self._versions: dict[str, int] = {}
 
     def of(self, bucket: str) -> Tensor:
-        """Return a bucket's copy, rounded again if anything but the kernel changed the weights; a frozen bucket's
-        weights.
-        """
+        """Return a bucket's copy, rounded again if anything but the kernel changed the weights, or frozen weights."""
         weights = self._home.weights[bucket]
         if bucket not in self._copies:
             return weights

@@ -1,7 +1,6 @@
 """This rank's weights, cut into boxes for a checkpoint.
 
-A rank owns intervals of a flattened parameter. A checkpoint stores axis-aligned boxes of the parameter's own shape, so
-each interval becomes a few of them (`ir.boxes`).
+A rank owns intervals of a flattened parameter; each becomes a few axis-aligned boxes of its shape (`ir.boxes`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
     """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
 
     Args:
-        flat: the elements, one interval after another.
         once: leave out elements that count on their other owner.
     """
     shape = piece.parameter.shape

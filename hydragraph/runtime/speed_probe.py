@@ -1,11 +1,7 @@
 """Number of small matrix products per second of an otherwise idle device.
 
-If a strategy leaves a slow device idle (Malleus's standby), no instruction shows whether it is fast again. A device
-stopped for 60 of every 100 ms looks healthy for 40 of them, so a probe counts whole periods: from the end of one stop
-to the end of another.
-
-Example: stopped for 92 of every 100 ms, a probe of 0.25 s begins 4 ms before a stop and ends with the third, after
-296 ms. It ran for 20 of them, 1 of 14.8; between the ends of the first and the third for 16 of 200, 1 of 12.5.
+No instruction shows whether a slow device that is left idle is fast again (Malleus's standby). A device stopped for 60
+of every 100 ms looks healthy for 40 of them, so a probe counts from the end of one stop to the end of another.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
-MOST_S = 0.25  # duration of a probe
-STOP_S = 0.01  # minimum time of a product that shows a stop
+MOST_S = 0.25  # of a probe
+STOP_S = 0.01  # minimum product time that shows a stop
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,10 @@ class _ClockReading:
 
 
 class SpeedProbe:
-    """Probes one device.
+    """Probes one device for `most_s` seconds.
 
     Args:
         clock, scheduled: return seconds, and seconds that this thread ran and was queued.
-
-    Attributes:
-        most_s: its duration in seconds; 0: it does not run.
     """
 
     def __init__(

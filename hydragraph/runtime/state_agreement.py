@@ -8,9 +8,8 @@ Ranks that meet again are at most one update apart, as every step ends with all:
                                gradients at home                             the commit has shared: no message is needed
     in its own update          the others have updated                       none
 
-A process whose own update was interrupted counts as a newcomer. Moves end like steps: new state arrives alongside the
-old, all ranks meet once, then each replaces its old state. A rank that missed that last meeting switches when ranks
-meet again.
+A process whose own update was interrupted counts as a newcomer. In a move, each rank replaces its old state once all
+have the new one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class StateProgress:
 
     Attributes:
         norm: norm of the gradients of the last update, before clipping.
-        gathered: whether the gradients of the next update are all at home.
+        gathered: whether all gradients of the next update are at home.
     """
 
     updates: int = 0
@@ -58,7 +57,7 @@ class ProgressLog:
     progress: StateProgress = StateProgress()
 
     def begin(self) -> None:
-        """Record that gradients are about to be computed again."""
+        """Record that gradients are computed again."""
         self.progress = replace(self.progress, gathered=False)
 
     def gathered(self) -> None:
@@ -100,7 +99,7 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return its state of a generation; None: it has none, or an interrupted update has damaged it."""
+        """Return its state of a generation; None if it has none, or an interrupted update has damaged it."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
@@ -110,7 +109,7 @@ class AgreedState:
     """Agreement of ranks that meet.
 
     Attributes:
-        generation, ranks, home: those of the agreed state; generation -1: no rank has any.
+        generation: that of the agreed state; -1: no rank has any.
         before: by new rank, its number in that state; None: it has no valid state.
         updates: after all ranks have finished their step.
         leader: the first rank without an unfinished step, whose hyperparameters count.
@@ -151,7 +150,7 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
                 f"move: before says that rank {new} was rank {old}, but it was {sorted(numbers)}: give its last number"
             )
     alive = {new: standing for new, standing in enumerate(standings) if standing and before[new] is not None}
-    # A rank switches to a move's state only after all ranks have received theirs.
+    # A rank switches only after all ranks have received their state.
     newest = max((standing.held.place.generation for standing in alive.values()), default=-1)
     states = {new: state for new, standing in alive.items() if (state := standing.of(newest))}
     updates = max((state.progress.updates for state in states.values()), default=0)

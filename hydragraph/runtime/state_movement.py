@@ -1,12 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
-A bucket's two home layouts are linked (`ir.link.move`); all values per element use the same slices. Data are cut into
-windows of the whole state, each with one message per pair of ranks:
-
-    bucket a         bucket b   bucket c      the state of the model, in the order of buckets
-    |  window 0  | window 1 | window 2 |      at most CHUNK bytes each, with AHEAD of them in flight at a time
-
-The old state stays unchanged until the new one is complete. `Route.lost` lists elements that no rank has.
+A bucket's two home layouts are linked (`ir.link.move`). Data are cut into windows of the whole state of at most CHUNK
+bytes, in the order of buckets, each with one message per pair of ranks. The old state stays unchanged until the new one
+is complete.
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ from hydragraph.ir.link import move
 from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
-CHUNK = 128 << 20  # bytes of the whole state in a message of each rank
+CHUNK = 128 << 20  # bytes of a window
 AHEAD = 2  # messages in flight
 
 _WEIGHT = ""
 
-Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> values per element: "" its weight, else a state
+Columns = Mapping[str, Mapping[str, torch.dtype]]  # parameter -> "" (its weight) or state -> dtype
 Intervals = Sequence[tuple[int, int]]
 
 
@@ -124,11 +120,7 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
 
 @dataclass(frozen=True)
 class MovedPart:
-    """Elements of one parameter that move between two ranks, or stay.
-
-    Attributes:
-        src_at, dst_at: offsets in the bucket's shard of either rank.
-    """
+    """Elements of one parameter that move between two ranks, or stay, with their offsets in the bucket's shards."""
 
     src: int
     dst: int
@@ -138,11 +130,11 @@ class MovedPart:
     size: int
 
     def source(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return the source, a view of each column."""
+        """Return a view of each source column."""
         return self._views(state, self.src_at, columns)
 
     def target(self, state: OwnedState, columns: Columns) -> list[Tensor]:
-        """Return the target, a view of each column."""
+        """Return a view of each target column."""
         return self._views(state, self.dst_at, columns)
 
     def _views(self, state: OwnedState, at: int, columns: Columns) -> list[Tensor]:
@@ -156,8 +148,7 @@ class Route:
     """Route of state from one home to another; the same on all ranks.
 
     Attributes:
-        source: current owners by bucket, in the numbers of this world, without ranks that have no state.
-        columns: values per element of every parameter that some rank has.
+        source: current owners by bucket, in the numbers of this world.
     """
 
     buckets: Sequence[Bucket]
@@ -227,13 +218,10 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class Carrying:
-    """Columns in flight to their new owners; every rank makes one, and ends it.
-
-    All ranks send the same windows in the same order.
+    """Columns in flight to their new owners, in the same windows and order on all ranks; every rank ends it.
 
     Args:
-        old: this rank's state, which must not be modified until the end; None: it has none.
-        chunk: as `CHUNK`.
+        old: this rank's state, which must not be modified until the end.
     """
 
     route: Route
@@ -297,7 +285,7 @@ class Carrying:
 
 
 def carry(route: Route, old: OwnedState | None, new: OwnedState, groups: Groups, chunk: int = CHUNK) -> int:
-    """Move all columns to their new owners; return the bytes received. All ranks call it."""
+    """Move all columns to their new owners, on all ranks; return the bytes received."""
     return Carrying(route, old, new, groups, chunk=chunk).finish()
 
 

@@ -1,13 +1,7 @@
 """Queues of work on one device, by stream of a RankProgram, and the marks that order them.
 
-On a CPU an operation is done when its call returns, and the host waits for communication. On CUDA every stream is one
-of the device, the host only queues, and a mark is an event.
-
-How weights cross from one stream to another:
-
-    on(PULL)     start the message; mark() -> m after the weights are written to their buffer
-    on(COMPUTE)  wait(m), then use them: the device waits, the host continues
-    hold(w)      if the host may drop w before the reading stream gets there: its memory must not be reused until then
+On a CPU an operation is done when its call returns, and the host waits for communication. On CUDA the host only queues,
+and a mark is an event for which other streams wait.
 """
 
 from __future__ import annotations
@@ -22,8 +16,8 @@ from torch import Tensor
 
 from hydragraph.ir.instruction import Stream
 
-Mark = Any  # a point in a queue, known to the streams that made it
-Reading = Any  # the value of a clock
+Mark = Any  # point in a queue
+Reading = Any  # value of a clock
 
 
 class Clock(Protocol):
@@ -46,16 +40,16 @@ class DeviceStreams(Protocol):
     queued: bool
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a stream; the others are on `Stream.COMPUTE`."""
+        """Queue the calls of this context on a stream; others are on `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a separate stream without instructions."""
+        """Queue the calls of this context on a stream without instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""
 
     def wait(self, mark: Mark) -> None:
-        """Let all later work of the current queue wait for a mark."""
+        """Let later work of the current queue wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
         """Return whether a mark's queue has reached it."""
@@ -67,7 +61,7 @@ class DeviceStreams(Protocol):
         """Wait for all queues."""
 
     def clock(self) -> Clock:
-        """Return a clock, for one iteration."""
+        """Return a clock for one iteration."""
 
 
 class HostClock:
@@ -81,7 +75,7 @@ class HostClock:
 
 
 class HostStreams:
-    """Streams of a CPU: work is never queued, so it is always in order."""
+    """Streams of a CPU, without queues."""
 
     queued = False
 
@@ -111,7 +105,7 @@ class HostStreams:
 
 
 class CudaClock:
-    """Reads a GPU's time from events, relative to one that is recorded now."""
+    """Reads a GPU's time from events."""
 
     def __init__(self) -> None:
         self._first = self.now()
@@ -137,7 +131,7 @@ class CudaStreams:
     def __init__(self, device: torch.device, queued: bool) -> None:
         self.queued = queued
         self._device = device
-        # Other ranks wait for messages, so they get priority.
+        # Other ranks wait for messages.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 

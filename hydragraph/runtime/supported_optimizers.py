@@ -1,4 +1,4 @@
-"""Supported optimizers: classes that treat every element alike, so that each rank can update its own flat shard."""
+"""Supported optimizers, which treat every element alike, so that each rank can update its own flat shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELEMENTWISE = (
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-# Attributes that a subclass may define without changing an update.
+# Attributes that subclasses may define.
 _HARMLESS = frozenset({"step", "__init__", "__repr__", "__slots__"})
 
 
@@ -37,7 +37,7 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
     """Return the optimizer that a user's function makes for flat tensors.
 
     Raises:
-        Unsupported: the constructor of an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
+        Unsupported: an optimizer that is not elementwise rejects flat tensors (Muon, LBFGS).
     """
     try:
         return factory(named)
@@ -49,7 +49,6 @@ def call_factory(factory: OptimizerFactory, named: list[tuple[str, nn.Parameter]
 
 
 def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
-    """Return the class of the optimizer whose constructor raised an error; None: no constructor did."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         built = frame.f_locals.get("self")
         if isinstance(built, torch.optim.Optimizer):
@@ -58,10 +57,10 @@ def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer treats every element alike, so that it can update shards.
+    """Check that an optimizer treats every element alike.
 
     Raises:
-        Unsupported: its class is not known to do so, overrides a method of one that is, or hooks change its updates.
+        Unsupported: its class is unknown or overrides a method of one that is known, or hooks change its updates.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
@@ -85,7 +84,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
 
     Raises:
-        Unsupported: it or one of its tensors has hooks, which would see shards.
+        Unsupported: it or one of its tensors has hooks.
     """
     tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
     hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
@@ -116,7 +115,7 @@ def _not_elementwise(kind: type) -> Unsupported:
 
 
 def _inside(step: Any) -> Any:
-    """Return the function inside PyTorch's own wrappers (profiling, learning-rate schedulers)."""
+    """Return the function inside PyTorch's own wrappers."""
     function = getattr(step, "__func__", step)
     while hasattr(function, "__wrapped__") and _is_torch(function):
         function = function.__wrapped__

@@ -1,7 +1,4 @@
-"""Kernel statistics of a thread: how long it ran, and how long it waited for its core.
-
-A slow device and a shared core look alike by the clock, but not by these two numbers.
-"""
+"""Kernel statistics of a thread: how long it ran, and how long it waited for its core."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import threading
 from contextlib import suppress
 
-_PATH = "/proc/thread-self/schedstat"  # Linux: nanoseconds run and queued, times chosen
+_PATH = "/proc/thread-self/schedstat"  # nanoseconds run and queued, times chosen
 
 
 class Scheduled:
@@ -41,5 +38,5 @@ class Scheduled:
 
 
 def unknown() -> tuple[float, float]:
-    """Return zeros, for a GPU, whose work the host only queues."""
+    """Return zeros, for a GPU."""
     return 0.0, 0.0

@@ -1,7 +1,6 @@
 """Saved views of weights that a stage streams and pulls again, kept as sizes and strides.
 
-A forward may save a transposed weight for its backward, but the view would keep the pulled buffer alive, or show other
-data once it is reused.
+A real view would keep the pulled buffer alive, or show other data once it is reused.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightView:
-    """View of a bucket's pulled weights.
-
-    Attributes:
-        at: offset from the beginning of the weights, in elements.
-    """
+    """View of a bucket's pulled weights; `at` is the offset from their beginning, in elements."""
 
     bucket: str
     size: torch.Size
@@ -29,11 +24,7 @@ class WeightView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace views of weights among saved values.
-
-    Args:
-        weights: bucket -> 1-D weights.
-    """
+    """Replace views of weights (bucket -> 1-D tensor) among saved values."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:
@@ -46,7 +37,7 @@ def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
 
 
 def restored(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace `WeightView`s by views of these weights; arguments as for `let_go`."""
+    """Replace `WeightView`s by views of these weights."""
 
     def view(value: Any) -> Any:
         if not isinstance(value, WeightView):
