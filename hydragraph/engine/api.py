@@ -60,8 +60,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Arguments of `capture`."""
-
     model: nn.Module
     dtype: torch.dtype
     example: Mapping[str, Tensor] | None
@@ -87,7 +85,6 @@ class _Source:
         return load(folder, record, self.dtype, ranks, trust)
 
     def key(self, strategy: Choices, backend: str | None) -> str:
-        """Return the key under which ranks share the program: a hash of all arguments."""
         arguments = (strategy, self.dtype, backend, mode_of(self.check), self.example, self.blocks)
         said = [frontend.origin(self.model), read_by(self.model, self.loss), *map(_said, arguments)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
@@ -107,9 +104,9 @@ def capture(
 
     Args:
         model, dtype, example, loss, blocks: as for `hydragraph.frontend.capture.capture`.
-        check: "auto" compares packed sequences in the captured graphs with the model on each sequence alone (loss and
-            every gradient), for each structurally distinct block once; "full" checks every block.
-        compiled: a folder of `hydragraph compile` to read the program from, in place of a trace.
+        check: "auto" compares loss and gradients of packed sequences in the captured graphs with the model on each
+            sequence alone, once for each structurally distinct block; "full" checks every block.
+        compiled: a folder of `hydragraph compile` to read the program from.
 
     Raises:
         Unsupported: the model cannot be captured, or the captured graphs differ from it.
@@ -160,22 +157,22 @@ def compile(
             model's weights come from `load` or, at the first step, from its initialiser (`torch.manual_seed`).
         strategy: a Strategy or its text ("<tp2,pp1> + 2*<tp1,pp1>"); a list (every step picks the fastest); or
             "auto", which plans for `lengths` with `profile`, or measures the devices.
-        optimizer: makes a torch.optim optimizer from a (name, 1-D fp32 tensor) pair per parameter in model order; the
-            tensor is empty where this rank owns none. Also called after moves and with whole shapes. None: no training.
+        optimizer: makes a torch.optim optimizer from (name, 1-D fp32 tensor) pairs in model order, with empty tensors
+            where this rank has no part. Also called after moves and with whole shapes. None: no training.
         max_grad_norm: clip gradients to this global norm.
         dtype: compute dtype; master weights and optimizer state are fp32.
-        device: compute device; default: a GPU if available.
+        device: default: a GPU if available.
         loss: returns the loss summed over targets, from the model's outputs and the packed batch.
         example, blocks, check: see `hydragraph.capture`; unless off, strategies are also checked before they first run.
         profile: from `hydragraph profile`, or the costs of a plan, for devices that differ; None: rough costs.
         lengths: lengths of sequences in sample mini-batches.
         policy: how iterations are planned.
-        backend: backend of graphs, "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
+        backend: "inductor" or "eager"; None: Inductor on CUDA, eager elsewhere.
         program: a result of `capture` for an equal model; leave `example` and `loss` to that call.
         progress_s: seconds without any rank's progress while some wait; then all raise and write their stacks.
         home: shares of the state by rank, or their text ("3,1 copies=2", "equal", "stages"); None: "auto".
-        compiled: a folder of `hydragraph compile` in place of a capture; missing graphs are compiled.
-        trust: also load Inductor's code from it, which can do anything that you may.
+        compiled: a folder of `hydragraph compile`; missing graphs are compiled.
+        trust: also load its Inductor code, which can do anything that you may.
         joining: this process joins training ranks by `Executable.move`; give a meta model and their other arguments.
         deterministic: same bits for all pipelines, ranks and homes; see docs/deterministic.md.
         window: most bytes of fp32 gradients in flight, and as many weights; None: two of the largest blocks.
@@ -228,7 +225,6 @@ def _checked_options(
     check: str | bool,
     home: Home | str | None,
 ) -> Home | None:
-    """Check the arguments of `compile`, and return its home."""
     frontend.check_model(model, "compile")
     check_factory(optimizer)
     mode_of(check)
@@ -252,8 +248,6 @@ def _checked_options(
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A program, its compiled folder, and its already compiled graphs."""
-
     program: Program
     library: CompiledFolder | None = None
     variants: Variants | None = None
@@ -322,7 +316,6 @@ def _compiled_for_all(program: Program, given: Choices, world: World, backend: s
 
 
 def _said(value: object) -> str:
-    """Describe an argument of `compile` so that equal texts mean equal arguments."""
     match value:
         case Tensor():
             return f"{value.dtype} {tuple(value.shape)}"
@@ -337,7 +330,7 @@ def _said(value: object) -> str:
 
 
 def _on_all(world: World, make: Callable[[], T]) -> T:
-    """Call a function on every rank; if it raises ValueError or TypeError on some rank, all ranks raise."""
+    """Call a function on every rank; all raise its ValueError or TypeError on any."""
     returned: list[T] = []
     error: ValueError | TypeError | None = None
     try:
@@ -422,10 +415,9 @@ class RankPrograms(Sequence[RankProgram]):
 def lower(
     program: Program, strategy: Strategy, micro_batches: Sequence[int], ranks: int | None = None, mode: Mode = "train"
 ) -> RankPrograms:
-    """Lower a program for a strategy.
+    """Lower a program for a strategy and numbers of micro-batches by pipeline.
 
     Args:
-        micro_batches: number of micro-batches of each pipeline.
         ranks: world size; default: the ranks that the strategy names.
     """
     world = ranks if ranks is not None else max(strategy.devices) + 1

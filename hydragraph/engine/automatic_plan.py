@@ -1,12 +1,8 @@
 """Planning without files, for `strategies: auto`.
 
-    1. every rank reports its device, and pairs of ranks exchange messages       `engine.discovery`
-    2. blocks are timed on all types of devices at the same time, unless cached   `runtime.profile_measurement`
-    3. rank 0 plans for the data's lengths, and tells all ranks                   `planner.plan`
-
-Times that are too noisy for a fit are measured again, for longer. If a type then has no usable kind of stage, all types
-are priced by the model's operations. Sequence parallelism and recomputation are measured only if no plan fits without
-them.
+Devices and links are measured (`engine.discovery`), and blocks unless cached. Times that are too noisy for a fit are
+measured again, for longer. If a type of device then has no usable kind of stage, all types are priced by the model's
+operations. Sequence parallelism and recomputation are measured only if no plan fits without.
 """
 
 from __future__ import annotations
@@ -48,13 +44,13 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-# Measurements of a first and of a second, longer attempt: most repetitions, and token counts.
+# Repetitions and token counts of a first and a longer attempt.
 ATTEMPTS = ((3, 4), (8, 6))
-# Tokens of the longest measured micro-batch, at least: shorter ones do not show attention.
+# Least tokens of the longest measured micro-batch, to show attention.
 LEAST_TOKENS = 1024
-# Most seconds for a block's forward and backward of that micro-batch.
+# Most seconds of a block in that micro-batch.
 BLOCK_S = 1.0
-# Assumed mini-batches: sequences per rank, and their tokens.
+# Assumed sequences per rank, and their tokens.
 ASSUMED = (4, 512)
 
 
@@ -67,7 +63,7 @@ class Subject:
 
     @staticmethod
     def of(program: Program, buffers: Mapping[str, Tensor], backend: str, home: Home) -> Subject:
-        """Return a program to plan for, with the limits of its inputs."""
+        """Return a program to plan for, with its inputs' limits."""
         limits = field_ranges_of(program)
         vocabulary = min((limit.high for limit in limits if limit.field in ("input_ids", "labels")), default=1)
         positions = min((limit.high for limit in limits if limit.field == "position_ids"), default=None)
@@ -75,7 +71,7 @@ class Subject:
 
     @property
     def program(self) -> Program:
-        """The captured model."""
+        """Captured model."""
         return self.model.program
 
 
@@ -83,7 +79,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
     """Return inputs for the choice of strategies, measured and planned on the ranks that run; all ranks call this.
 
     Args:
-        preplanned: whether to plan now, rather than only measure devices and costs.
+        preplanned: plan now, rather than only measure.
 
     Raises:
         Unsupported: on all ranks: no plan fits the devices.
@@ -113,7 +109,7 @@ def plan_automatically(subject: Subject, world: World, planning: Planning, prepl
                 if more:
                     raise
             else:
-                # If only streaming fits without recomputation, other plans with it may be faster.
+                # If only streaming fits, plans with recomputation may be faster.
                 if more or not any(strategy.streams for strategy in answer.strategies):
                     lines = _lines(
                         costs, discovered, answer.lines, f"{source}; planned in {answer.took_s:.1f} s", assumed
@@ -130,8 +126,7 @@ def measure_newcomers(
     """Return new costs if a newcomer's device is of another type than expected, else None; all ranks call it.
 
     Args:
-        known: costs so far.
-        types: by rank, the type of device that they assume; "": none.
+        types: by rank, the type of device that the `known` costs assume, or "".
     """
     groups = Groups(world, timedelta(minutes=30), watch=world.watch)
     try:
@@ -139,7 +134,7 @@ def measure_newcomers(
         named = {found[rank]: name for rank, name in enumerate(types) if rank not in newcomers}
         if all(named.get(found[rank]) == types[rank] for rank in newcomers):
             return None
-        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # a newcomer may not know them
+        lengths = next(filter(None, groups.gather(planning.lengths)), None)  # newcomers may have none
         more = any(kind.sequence_parallel or kind.recompute for kind in known.profile.pieces)
         costs, source = _costs(subject, discover(groups), groups, replace(planning, lengths=lengths), more)
         _LOG.info("devices of other types joined; costs %s", source)
@@ -149,7 +144,6 @@ def measure_newcomers(
 
 
 def _check_models(subject: Subject, found: Discovered, groups: Groups) -> None:
-    """Raise a ValueError if ranks have different models: they would wait for each other's measurements forever."""
     programs: list[str] = groups.gather(f"{subject.program.fingerprint}, {subject.program.dtype}")
     for rank, other in enumerate(programs):
         if other != programs[0]:
@@ -168,7 +162,7 @@ class _Plan:
 
 
 def _planned(subject: Subject, costs: Costs, planning: Planning) -> _Plan:
-    from hydragraph.planner.brief_explanation import brief_explanation  # needs numba, which other ranks do without
+    from hydragraph.planner.brief_explanation import brief_explanation  # needs numba
 
     doing("planning")
     began = time.monotonic()
@@ -192,7 +186,7 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
     """Return the costs of the model on the discovered devices, equal on all ranks, and where they come from.
 
     Args:
-        more: whether to include stages with sequence parallelism and recomputation.
+        more: include stages with sequence parallelism and recomputation.
     """
     degrees = _degrees(subject.program, max(Counter(found.places).values()))
     kinds = [StageKind(tp, sp, again) for tp in degrees for sp in {False, tp > 1} for again in (False, True)]
@@ -222,15 +216,12 @@ def _costs(subject: Subject, found: Discovered, groups: Groups, planning: Planni
 
 
 def _of_first(groups: Groups, value: T) -> T:
-    """Return rank 0's value on all ranks, as fits may differ in rounding between hosts."""
+    """Return rank 0's value on all ranks, as fits may differ in rounding."""
     first: list[T | None] = groups.gather(value if groups.world.rank == 0 else None)
     return cast("T", first[0])
 
 
 def _longest(program: Program, found: Discovered, planning: Planning) -> int:
-    """Return the tokens of the longest micro-batch to measure: more than the longest sequence, up to `BLOCK_S` per
-    block.
-    """
     sequence = max(n for batch in planning.lengths or () for n in batch)
     slowest = min(report.flops_per_s for report in found.reports)
     block = max(bucket.size for bucket in program.buckets)

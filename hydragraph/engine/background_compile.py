@@ -1,10 +1,7 @@
 """Compilation and check of new strategies' graphs in the background of training.
 
-    rank 0 announces new strategies             one rank of each machine starts a low-priority process that makes what
-                                                they need; steps continue as before
-    the result is ready on every machine        all ranks read it, and choose from the new strategies in the next step
-
-If the process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy.
+One rank of each machine starts a low-priority process. When its result is ready on every machine, all ranks read it. If
+the process dies, or takes longer than LIMIT_S, ranks compile when they first run the strategy.
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Result of a preparation, for all ranks of a machine.
-
-    Attributes:
-        refused: why the strategies cannot run; "" if they can.
-    """
+    """Result of a preparation, for all ranks of a machine; `refused` is why the strategies cannot run, or ""."""
 
     variants: Variants | None
     passed: Mapping[str, str]
@@ -59,7 +52,7 @@ class Beforehand:
 
     def __init__(self, variants: Variants, check: StageCheck | None, strategies: Sequence[Strategy]) -> None:
         self._asked = _Asked(variants, check, tuple(strategies))
-        self._folder = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # of mode 0700
+        self._folder = tempfile.TemporaryDirectory(prefix="hydragraph-", ignore_cleanup_errors=True)  # mode 0700
         self._process: subprocess.Popen[bytes] | None = None
         self._offer: OfferedFile | None = None
         self._closed = False
@@ -115,7 +108,7 @@ class Readying:
     """Prepares a rank for new strategies.
 
     Attributes:
-        check: check of this rank's graphs; None: done by another rank of this machine, or not at all.
+        check: None if another rank of this machine checks, or no rank does.
         makes: whether this rank starts preparations for its machine.
     """
 
@@ -150,7 +143,7 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         str(folder),
         environment={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
         paths=sys.path,  # where this run found the model's code
-        stdin=subprocess.PIPE,  # when this pipe closes, the other process ends
+        stdin=subprocess.PIPE,  # when this pipe closes, the process ends
         stdout=subprocess.DEVNULL,
     )
 
@@ -169,7 +162,7 @@ def made(asked: _Asked) -> Made:
 
 def end_with_stdin() -> None:
     """End this process when its parent has ended."""
-    os.read(0, 1)  # not `sys.stdin`, whose lock, held here, would end the interpreter with an error
+    os.read(0, 1)  # `sys.stdin` is locked here, which would end the interpreter with an error
     os._exit(1)
 
 
@@ -179,7 +172,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from hydragraph.engine import background_compile  # pickled classes must belong to that module, not to __main__
+    from hydragraph.engine import background_compile  # pickled classes must not belong to __main__
 
     os.nice(10)
     torch.set_num_threads(1)

@@ -41,8 +41,8 @@ class Planning:
     """Inputs of the choice of strategies.
 
     Attributes:
-        profile: measured costs of identical devices; or `Costs`, which describe how devices differ; None: rough costs.
-        strategies: candidates planned already for "auto"; without any, they are proposed when needed.
+        profile: costs of identical devices, or `Costs` of devices that differ; None: rough costs.
+        strategies: candidates planned already for "auto".
     """
 
     profile: Profile | Costs | None = None
@@ -67,8 +67,8 @@ def candidates_of(
     Args:
         given: one strategy, several, or "auto": proposed for the data, or planned for devices that differ.
         batches: sequence lengths of sample mini-batches; required by "auto".
-        home: where state lives, for "auto" to judge what fits in memory; None: equal shares.
-        passed: strategies that are already checked for this program.
+        home: where state lives, for "auto"; None: equal shares.
+        passed: strategies that are already checked.
 
     Raises:
         Unsupported: "auto" without a profile or sample, costs for another number of ranks, or `given` is not a
@@ -118,10 +118,7 @@ def candidates_among(world: World, given: Choices, *how: Any) -> tuple[Strategy,
 
 
 def home_among(world: World, program: Program, home: Home, strategies: Sequence[Strategy], planning: Planning) -> Home:
-    """Choose owners for the strategies on rank 0, for all ranks.
-
-    Args:
-        home: returned unchanged if it has no rule.
+    """Choose owners for the strategies on rank 0, for all ranks; return a home without a rule unchanged.
 
     Raises:
         ValueError: on all ranks: the home does not fit them.
@@ -140,7 +137,7 @@ def _question(
     if isinstance(costs, Profile):
         measured = costs.blocks and costs.device is not None and len(set(nodes)) == 1
         costs = Costs(costs, costs.cluster(len(nodes))) if measured else None
-    if home.copies > 1 and len(set(nodes)) > 1:  # on one node, each rank counts as one
+    if home.copies > 1 and len(set(nodes)) > 1:  # else each rank counts as one
         home = replace(home, nodes=home.nodes or tuple(nodes))
     if costs is None:
         return _unmeasured(program, strategies, home, nodes)
@@ -150,7 +147,7 @@ def _question(
 
 
 def home_on(program: Program, strategies: Sequence[Strategy], home: Home, nodes: Sequence[int]) -> Home:
-    """Choose owners without measurements, for the strategies that fit the model on ranks of these nodes."""
+    """Choose owners without measurements, for the strategies that can run on ranks of these nodes."""
     fitting = [strategy for strategy in strategies if runs(program, strategy, len(nodes))]
     if home.rule is None or not fitting:
         return home.without_rule
@@ -166,7 +163,7 @@ def strategy_for(given: Strategy | str, program: Program) -> Strategy:
     """Parse a strategy's text for the program's layers; return a Strategy unchanged.
 
     Raises:
-        ValueError: it is neither a Strategy nor the text of one.
+        ValueError: it is neither.
     """
     if isinstance(given, Strategy):
         return given
@@ -202,7 +199,7 @@ def planned_for(
     """Return the plan that `hg.plan` finds for a sample on devices that differ.
 
     Raises:
-        Unsupported: no strategy fits both these devices and this model, or the costs are of another model.
+        Unsupported: no strategy fits both devices and model, or the costs are of another model.
     """
     from hydragraph.planner.plan import plan
 
@@ -233,7 +230,7 @@ def at_once_among(
     """Search quickly for a good strategy on devices that differ; all ranks wait for it. Return None if there is none.
 
     Args:
-        running: strategies that ran before, best first; their ranks beyond those of the costs are lost.
+        running: strategies that ran before, best first.
     """
 
     def search() -> Strategy | None:
@@ -282,7 +279,7 @@ def request_of(
     if profile is None:
         rough = tuple(rough_costs(s) for s in strategies)
         return PlanRequest(rough, (0.0,) * len(rough), seed, guessed=True)
-    if isinstance(profile, Profile) and not profile.blocks:  # published constants of whole schemes
+    if isinstance(profile, Profile) and not profile.blocks:  # published constants
         for strategy in strategies:
             if strategy.shares:
                 raise Unsupported(
@@ -303,7 +300,7 @@ def request_of(
 def planner_of(
     strategies: Sequence[Strategy], planning: Planning, ranks: int, home: Home | None = None
 ) -> tuple[IterationPlanner, str]:
-    """Return the planner of every iteration, and a sentence on the decision made from the sample."""
+    """Return the planner of every iteration, and a sentence on its decision from the sample."""
     policy = planning.policy
     request = request_of(strategies, planning.profile, ranks, policy.seed, home)
     if len(strategies) == 1 or not planning.lengths:

@@ -23,20 +23,20 @@ ENDS = ("close", "leave")
 
 @dataclass(frozen=True)
 class Restriction:
-    """Calls allowed while a loop or a context of an executable is open, and why no others are."""
+    """Calls allowed while a loop or a context of an executable is open, and the reason."""
 
     calls: tuple[str, ...]
     why: str
 
 
 class CollectiveCalls:
-    """Object whose methods are called by all ranks together (`collective`)."""
+    """Object with methods that all ranks call together (`collective`)."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._closed = False
         self._restricted: Restriction | None = None
-        self._promised: Promise | None = None  # agreed by all ranks for the next step
+        self._promised: Promise | None = None  # agreed for the next step
 
     def _admit(self, what: str) -> None:
         if self._closed:
@@ -52,7 +52,7 @@ class CollectiveCalls:
 def collective(what: str) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
     """Make a method a collective call: watched, outside the caller's torch modes, and rejected after `close`.
 
-    Errors in the arguments are raised before the call begins, so they are not a failure of this rank.
+    Errors in the arguments are not a failure of this rank.
     """
 
     def wrap(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:

@@ -1,4 +1,4 @@
-"""Part of an executable that does not depend on the ranks: its model, graphs and checks."""
+"""Part of an executable that does not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ from hydragraph.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class ExecutableOptions:
-    """Options of an executable that never change.
+    """Options of an executable that never change, as for `compile`.
 
     Attributes:
-        backend, deterministic, loss, seed, max_grad_norm, progress_s: as for `compile`.
-        check: how stages are checked (`frontend.check.check_once.mode_of`).
+        check: as from `frontend.check.check_once.mode_of`.
         library: the compiled folder that the program comes from.
         variants: graphs that are compiled already.
     """
@@ -71,19 +70,12 @@ class ExecutableOptions:
 class CompiledModel:
     """A captured model on one process, independent of its ranks.
 
-    Args:
-        model: not kept, so its weights need no memory after the ranks have theirs.
-
     Attributes:
         tensors: every key of the model's state dict -> the canonical parameter or buffer that holds its value.
         shell: the model without weights; None if it is not one of transformers'.
         adapted: whether it is a peft model.
-        buffers: by name, on this rank's device.
-        backend: the backend that runs the graphs.
-        check: compares stages with whole blocks before a strategy's first step; None: another rank compares them, or no
-            rank does.
+        check: compares stages with whole blocks before a strategy's first step; None: not on this rank.
         state: notices what the user changes after compilation.
-        sums: constraints of a deterministic run, else None.
     """
 
     def __init__(
@@ -128,7 +120,7 @@ class CompiledModel:
             )
         # Another process of this machine may have compiled these for its own GPU.
         self.variants = variants.on(world.device) if variants.portable else variants
-        # Copies: `load` writes to them, and must not change the model.
+        # Copies, because `load` writes to them.
         self.buffers = {name: buffer.to(world.device, copy=True) for name, buffer in buffers.items()}
         self.state = CompiledState(model, loss, self.buffers)
         self._torch_seed = torch.initial_seed()
@@ -162,16 +154,16 @@ class CompiledModel:
 
     @property
     def may_stream(self) -> bool:
-        """Whether stages may stream; not in deterministic runs."""
+        """Whether stages may stream."""
         return self.sums is None
 
     def check_strategy(self, strategy: Strategy, ranks: int) -> None:
-        """Raise a ValueError unless a strategy fits the model, the number of ranks, the backend and the sums."""
+        """Raise a ValueError unless a strategy fits the model, the ranks, the backend and the sums."""
         check_strategy(self.program, strategy, ranks)
         self.check_modes([strategy])
 
     def check_modes(self, strategies: Sequence[Strategy]) -> None:
-        """Raise unless the backend runs all strategies and their sums are alike in deterministic mode."""
+        """Raise unless the backend and the sums allow all strategies."""
         if self._inductor:
             for strategy in strategies:
                 refuse_halves(strategy)
@@ -179,7 +171,7 @@ class CompiledModel:
             self.sums.check(strategies)
 
     def priced(self, profile: Profile | Costs | None) -> Profile | Costs | None:
-        """Return costs restricted to strategies that give the same sums in deterministic mode, else unchanged."""
+        """Return costs restricted to strategies that give the same sums in deterministic mode."""
         if self.sums is None or profile is None:
             return profile
         if isinstance(profile, Costs):
@@ -228,7 +220,7 @@ class CompiledModel:
 def of_least_cut(
     profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """Return strategies whose stages all have one cut, of the least degree that fits: it also fits fewer ranks."""
+    """Return strategies whose stages all have one cut, of the least degree that fits, for it also fits fewer ranks."""
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
     for cut in measured.cuts:

@@ -29,7 +29,7 @@ class Discovered:
 
     @property
     def links_text(self) -> str:
-        """Sentence on the slowest links within and between nodes; "" for one rank."""
+        """Text on the slowest links within and between nodes."""
         parts = []
         for where, links in (("within", self.links.inner), ("between", self.links.outer)):
             measured = [link for link in links if link is not None]
@@ -44,7 +44,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     """Discover all ranks' devices and links; all ranks call it.
 
     Args:
-        probe: returns a device's products per second; None: measure them.
+        probe: returns a device's products per second.
 
     Raises:
         ValueError: hosts have different versions.
@@ -52,7 +52,7 @@ def discover(groups: Groups, probe: Callable[[], float] | None = None) -> Discov
     reports = report_devices(groups, probe)
     types = types_of(reports)
     links = measure_links(groups, [report.node for report in reports])
-    links = groups.gather(links)[0]  # fitted on each rank from the same times, but rounding may differ
+    links = groups.gather(links)[0]  # rounding may differ
     return Discovered(reports, types, links, cluster_of(reports, types, links))
 
 

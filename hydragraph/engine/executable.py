@@ -40,7 +40,6 @@ from hydragraph.spec.strategy import Strategy
 
 _LOG = logging.getLogger(__name__)
 
-# Costs of blocks by type of device, the devices, and their seats; None: 0, 1, ...
 Measurements = tuple[Profile, Cluster, Sequence[int] | None]
 
 
@@ -49,10 +48,10 @@ class Executable(Membership):
 
     Attributes:
         strategies: those that steps choose from.
-        given, wanted_home: the strategies and the home passed to `compile`.
+        given, wanted_home: as passed to `compile`.
         measured_seats: seats whose devices `given_profile` prices; None: 0, 1, ...
-        spans: set it to a list to which steps append the times of their instructions (`runtime.instruction_trace`).
-        past: strategies that ran on earlier sets of ranks (`engine.recovery`).
+        spans: set it to a list to which steps append the times of their instructions.
+        past: strategies that ran on earlier sets of ranks.
         watched: set it on all ranks to let idle ranks probe their device.
         stopping: set to a positive number on any rank, it makes the next `step` raise `Stopped` on all ranks.
         listens: called when ranks agree on a step; a positive result acts like `stopping`.
@@ -87,26 +86,21 @@ class Executable(Membership):
         return self._iterate(sequences, strategy, "train", divide_by)
 
     def announce(self, sequences: Batches) -> None:
-        """Plan the mini-batch of a later step while earlier steps run; any rank may call it.
-
-        Announcing is optional.
-        """
+        """Plan the mini-batch of a later step while earlier steps run; optional, on any rank."""
         if self._chooser.plans:
             self._chooser.announce(self._compiled.mini_batch(sequences).lengths)
 
     def promise(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> None:
-        """Promise the step that follows the next one; all ranks must make the same promise.
+        """Promise the step that follows the next one; optional, but all ranks must make the same promise.
 
-        Ranks agree on it during the step before, which saves a synchronisation (`engine.step_agreement`). Promising is
-        optional. A promise applies to the next call of `step` only, even if that call is rejected. Once ranks agree,
-        only `close`, `leave` and `move` may come before the promised step, and a request to stop takes effect one step
-        later.
+        Ranks agree on it during the step before, which saves a synchronisation. A promise applies to the next call of
+        `step` only, even if that is rejected. Once ranks agree, only `close`, `leave` and `move` may come before the
+        promised step, and a request to stop takes effect one step later.
 
         Args:
-            sequences: the same object that `step` will receive; it must be iterable twice, and its tensors must not
-                change.
+            sequences: the same object that `step` will receive, iterable twice and not changed.
         """
         self._next = Promise(sequences, strategy, divide_by) if self.world.ranks > 1 else None
 
@@ -115,17 +109,16 @@ class Executable(Membership):
     ) -> None:
         """Choose from other strategies from the next step on. Only rank 0 calls it; all ranks follow in the same step.
 
-        No state moves. A strategy's graphs are compiled in the first step that runs it, unless `ready_first` is set.
-
         Args:
             request: costs of their pipelines, in the same order.
             static: index of the candidate to keep; None: choose the best for every step.
-            ready_first: keep the current strategies until the new ones are compiled and checked in the background; see
-                `changing` and `change_refused`. Not yet supported with Inductor.
+            ready_first: keep the current strategies until the new ones are compiled and checked in the background,
+                instead of compiling in the first step that runs them; see `changing` and `change_refused`. Not
+                supported with Inductor.
 
         Raises:
-            Unsupported: a strategy does not fit the model or the ranks, this rank does not plan, or the previous
-                request has just become ready.
+            Unsupported: a strategy does not fit, this rank does not plan, or the previous request has just become
+                ready.
         """
         if not self._chooser.plans:
             raise Unsupported(
@@ -144,35 +137,35 @@ class Executable(Membership):
 
     @property
     def change_refused(self) -> str:
-        """On rank 0: why the strategies last passed to `choose_from` cannot run; "" if no reason is known."""
+        """On rank 0: why the strategies last passed to `choose_from` cannot run, or ""."""
         return self._chooser.refused
 
     def check(self, strategy: Strategy, ranks: int) -> None:
         """Check that a strategy fits the model, the number of ranks and the deterministic mode.
 
         Raises:
-            ValueError: it does not fit; `Unsupported` (a ValueError) if it needs an unsupported feature.
+            ValueError: it does not fit; `Unsupported` if it needs an unsupported feature.
         """
         self._compiled.check_strategy(strategy, ranks)
 
     @property
     def measured(self) -> Measurements | None:
-        """Measurements of devices for "auto"."""
+        """Device measurements for "auto"."""
         first = self._first_profile
         if not self.planning.explanation or not isinstance(first, Costs):
             return None
         return first.profile, first.cluster, self.measured_seats
 
     def adopt(self, measured: Measurements | None) -> None:
-        """Use measurements of other ranks, unless this rank has costs of its own."""
+        """Use measurements of other ranks, unless this rank has its own costs."""
         if self._first_profile is None and measured is not None:
             profile, cluster, self.measured_seats = measured
             self._first_profile = Costs(profile, cluster, home=self.wanted_home)
 
     def measure_newcomers(self, world: World, seats: Sequence[int], newcomers: Sequence[int]) -> bool:
-        """Measure all devices again if that of a newcomer is not of the type measured in its seat; all ranks call it.
+        """Measure all devices again if a newcomer's is not of its seat's type; all ranks call it.
 
-        Returns whether they were measured.
+        Return whether they were measured.
         """
         known = self._first_profile
         assert isinstance(known, Costs), "call it after `adopt`"
@@ -186,7 +179,7 @@ class Executable(Membership):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """Lines on the devices, the plan and its alternatives, for "auto" without a profile; else empty."""
+        """Lines on the devices, the plan and its alternatives, for "auto" without a profile."""
         return self.planning.explanation
 
     @property
@@ -242,18 +235,18 @@ class Executable(Membership):
     def gradients(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> dict[str, Tensor]:
-        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); weights do not change.
+        """Return the full fp32 gradients by parameter name on rank 0 ({} elsewhere); arguments as for `step`.
 
-        Frozen parameters, and those that the loss does not reach, have none. Arguments as for `step`.
+        Frozen parameters, and those that the loss does not reach, have none.
         """
         self._iterate(sequences, strategy, "gradients", divide_by)
         return self._session.gather(self.home.gradients)
 
     @collective("full_state_dict")
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return every key of `model.state_dict()` (tied aliases, persistent buffers) as full CPU tensors on rank 0.
+        """Return `model.state_dict()` as full CPU tensors on rank 0, {} elsewhere; all ranks call it.
 
-        Parameters are the fp32 master weights. Other ranks must call it too and get {}.
+        It has tied aliases and persistent buffers. Parameters are the fp32 master weights.
         """
         self._holding.begin()
         return state_dict(self._compiled, self._session)
@@ -273,10 +266,10 @@ class Executable(Membership):
 
         Returns:
             Names and tensors as `save_pretrained` writes them, on this rank's device; a tied weight comes once, and
-            persistent buffers come last. For a peft model, those of its adapter.
+            persistent buffers come last.
 
         Raises:
-            ValueError: `to` names a rank that does not exist or names one twice, or `dtype` is not a floating dtype.
+            ValueError: `to` names a rank twice or one that does not exist, or `dtype` is not a floating dtype.
             Unsupported: a peft model has several adapters.
         """
         if not dtype.is_floating_point:
@@ -288,7 +281,7 @@ class Executable(Membership):
         self._holding.begin()
         pieces = self._weights(weights, to)
         if self.rank not in to:
-            return iter(list(pieces))  # takes part even if the caller does not loop
+            return iter(list(pieces))  # takes part even without a loop
         self._restricted = Restriction(
             ENDS, "a loop over weights() has not ended; finish it, or leave it with break, first"
         )
@@ -298,7 +291,7 @@ class Executable(Membership):
     def adapter_off(self) -> Iterator[None]:
         """Compute `score` and `evaluate` without the adapters of a peft model, as its `disable_adapter` does.
 
-        Use it for the reference of DPO or of a KL penalty. All ranks enter it together::
+        It gives the reference of DPO or of a KL penalty. All ranks enter it together::
 
             with exe.adapter_off():
                 reference = exe.score(sequences)
@@ -326,11 +319,10 @@ class Executable(Membership):
     def save_pretrained(self, directory: str | Path, merged: bool = False) -> None:
         """Write a Hugging Face directory on rank 0, in fp32; all ranks call it.
 
-        For a peft model, write only its adapters, in the format of `peft.PeftModel.from_pretrained`.
-
         Args:
             directory: created if missing; only rank 0 needs access to it.
-            merged: for a peft model, write the base model with its active adapters merged into its weights instead.
+            merged: for a peft model, write the base model with its active adapters merged into its weights, instead of
+                only its adapters.
 
         Raises:
             Unsupported: the model is not a transformers model, or has no adapters to merge.
@@ -351,10 +343,10 @@ class Executable(Membership):
 
         Args:
             path: a directory visible to all ranks.
-            extra: plain data of the caller, returned by `load`.
+            extra: plain data, returned by `load`.
             asynchronous: return once this rank's shards are copied to CPU memory, and write in the background. The next
-                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; its error is raised on
-                every rank by the first of these calls or the next step.
+                `save`, `load`, `wait_saved`, `close` and the end of the process wait for it; the first of these calls
+                or the next step raises its error on every rank.
         """
         self._holding.begin()
         changed = self._compiled.state.changed_weights()
@@ -373,8 +365,7 @@ class Executable(Membership):
     def keep(self, pieces: Pieces, extra: dict[str, Any] | None = None) -> tuple[str, ...]:
         """Keep a checkpoint in pieces, which `move` and `load` can restore; all ranks call it.
 
-        Training waits for the copy to CPU memory only; pieces are written during the next steps. A place that is still
-        being written to is left out.
+        Training waits only for the copy to CPU memory. A place that is still being written to is left out.
 
         Args:
             pieces: where this rank keeps them; all ranks use the same places.
@@ -408,9 +399,7 @@ class Executable(Membership):
 
     @collective("load_pretrained")
     def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights of a Hugging Face directory of safetensors files; each rank reads what it owns.
-
-        The optimizer state does not change.
+        """Read the weights of a Hugging Face directory of safetensors files, but no optimizer state.
 
         Raises:
             Unsupported: the model has adapters.
@@ -458,7 +447,7 @@ class Executable(Membership):
 
     @property
     def decision(self) -> str:
-        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step; "" if undecided."""
+        """On rank 0: a sentence on whether one strategy is kept or one is chosen for every step, or ""."""
         return self._chooser.decision
 
     # Implementation.

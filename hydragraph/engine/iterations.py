@@ -39,12 +39,12 @@ _LOG = logging.getLogger(__name__)
 PROBED_EVERY = 4  # steps
 RECENT = 4  # strategies
 
-_Running = tuple[Strategy, tuple[int, ...], Purpose]  # the tuple: micro-batches of each pipeline
+_Running = tuple[Strategy, tuple[int, ...], Purpose]  # with micro-batch counts
 
 
 @dataclass(frozen=True, eq=False)
 class RanIteration:
-    """One iteration, with the seconds spent preparing programs."""
+    """Result of one iteration."""
 
     batch: MiniBatch
     work: AssignedBatch
@@ -67,7 +67,7 @@ class IterationRunner(CollectiveCalls):
         self._choosing: Chooser | None = None
         self._next: Promise | None = None
         self._communications = 0
-        self._ran: dict[int, _Running] = {}  # by the iteration's number, the last two
+        self._ran: dict[int, _Running] = {}  # last two iterations
         self._probe = SpeedProbe(world.device)
         self._lasted: float | None = None  # seconds
         self._begin_era()
@@ -128,7 +128,7 @@ class IterationRunner(CollectiveCalls):
     def _run(
         self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy = "targets"
     ) -> RanIteration:
-        """Run one iteration; an error that all ranks raise together is agreed, and not a rank failure."""
+        """Run one iteration; errors that all ranks raise together are agreed."""
         self._holding.begin()
         trains = purpose == "train"
         log.at_step(self.steps + trains)
@@ -156,7 +156,7 @@ class IterationRunner(CollectiveCalls):
                 self.spans if trains else None,
                 functools.partial(self._says, coming),
             )
-            self._holding.go_over()  # even without an update, after a loss or gradient that is not finite
+            self._holding.go_over()  # even without an update
         if trains:
             self._lasted = time.perf_counter() - began
             if coming is not None and coming.heard(outcome.said) and outcome.finite:
@@ -174,8 +174,7 @@ class IterationRunner(CollectiveCalls):
     ) -> tuple[MiniBatch, Strategy | None]:
         """Return the checked mini-batch and strategy once all ranks agree on them.
 
-        Raises an agreed error on all ranks if the call is invalid, a background save failed, or ranks differ; also
-        `Stopped`.
+        Raises an agreed error on all ranks if the call is invalid, a save failed, or ranks differ; also `Stopped`.
         """
         promised = self._promised
         if promised is not None:
@@ -212,7 +211,6 @@ class IterationRunner(CollectiveCalls):
         return call.batch, call.strategy
 
     def _checked(self, sequences: Batches, given: Strategy | str | None, purpose: Purpose, divide_by: DivideBy) -> Call:
-        """Check this rank's call; an error becomes part of what ranks compare."""
         batch: MiniBatch | None = None
         strategy: Strategy | None = None
         refused: Exception | None = None
@@ -229,7 +227,6 @@ class IterationRunner(CollectiveCalls):
             self._compiled.state.check()
         except Exception as error:
             refused = error
-        # Errors are compared like mini-batches: ranks that reject the call alike stay in step.
         accepted = (str(strategy), purpose, divide_by, self._update_settings(purpose), self._restricted)
         return Call(batch, strategy, refused, digest(repr(accepted if refused is None else refused), batch))
 
@@ -237,14 +234,13 @@ class IterationRunner(CollectiveCalls):
         return settings_of(self._session.optimizer) if purpose == "train" else ""
 
     def _says(self, coming: Promise | None) -> tuple[int, ...]:
-        """Return this rank's data about the next step, sent at the commit of the current one."""
         if coming is None:
             return self._session.saying(-1, 0)
         coming.call = self._checked(coming.sequences, coming.strategy, "train", coming.divide_by)
         return self._session.saying(coming.call.mark, self._reason_to_stop())
 
     def _reason_to_stop(self) -> int:
-        """Return why this rank should not begin the next step (to stop, or to meet other ranks); 0 if it should."""
+        """Return why this rank should not begin the next step (to stop, or to meet others), or 0."""
         member = here()
         called = CALLED if member is not None and member.called else 0
         return max(self.stopping, self.listens() if self.listens is not None else 0, called)
@@ -253,7 +249,7 @@ class IterationRunner(CollectiveCalls):
 
     def _assign(self, batch: MiniBatch, strategy: Strategy | None, purpose: Purpose) -> AssignedBatch:
         choice = self._chooser.choose(batch.lengths, strategy)
-        self.strategies = self._chooser.strategies  # `choose_from` may have changed them on rank 0
+        self.strategies = self._chooser.strategies  # changed by `choose_from`
         world, update = self._session.world, self.steps + 1
         return self._compiled.packed(batch, choice.strategy, choice.assignment, choice.planned, world, purpose, update)
 
@@ -283,7 +279,6 @@ class IterationRunner(CollectiveCalls):
         _LOG.info("prepared strategy %s (%s) for the first time, on all ranks", work.strategy, purpose)
 
     def _probes(self) -> bool:
-        """Return whether to probe this device: in the first step for a baseline, then regularly when idle."""
         if not self.watched:
             return False
         assert self._running is not None
@@ -296,7 +291,7 @@ class IterationRunner(CollectiveCalls):
         if self._running is None:
             return ""
         if number > self._communications:
-            return f"instruction {index} of the next step"  # not known to this rank yet
+            return f"instruction {index} of the next step"  # not known yet
         running = self._ran.get(number, self._running)
         return instruction_text(self._session.preparer.describe(*running, rank).instructions[index])
 

@@ -1,14 +1,8 @@
 """Handover of state to new owners during a step, which continues with the current owners.
 
-Between two updates only gradients change. So state gets a second owner while a step computes, and this owner only needs
-the gradients at the end of the step:
-
-    step k    pull, forward, backward, push     | commit             | update           step k + 1
-    first     the only owner of the part        | sends gradients    | drops the part
-    second    receives weights and moments      | receives them      | updates          pulled from, pushed to
-
-Every rank commits after it has received everything, so all ranks switch to the new owners or none does; a failure
-before discards the new owners' part (`runtime.state_agreement`).
+Between two updates only gradients change, so the new owner gets weights and moments while a step computes, and the
+gradients at its commit; then it updates. Every rank commits after it has received everything, so all ranks switch to
+the new owners or none does; an earlier failure discards the new owners' part.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from hydragraph.engine.session import Session
 from hydragraph.runtime.home_state import HomeState
 from hydragraph.runtime.state_movement import Carrying, OwnedState, Route, agreed_columns
 
-CHUNK = 16 << 20  # bytes per message of each rank: bounds how long an instruction waits for packing
+CHUNK = 16 << 20  # bytes: bounds how long an instruction waits for packing
 
 _GRADIENT = "gradient"
 _WHAT = "rehome"
@@ -36,7 +30,7 @@ class Handover:
     """State that is moving to other owners.
 
     Attributes:
-        ending, arriving: this rank's sessions before and after; they share state that does not move.
+        ending, arriving: this rank's sessions before and after.
         whole: whether the new owners have everything that an update needs.
     """
 
@@ -70,7 +64,7 @@ class Handover:
         return Handover(ending, arriving, state, route, carrying, plains)
 
     def go_on(self) -> None:
-        """Advance the transfer without waiting; called between instructions."""
+        """Advance the transfer between instructions, without waiting."""
         with self.ending.executor.streams.beside():
             self._carrying.go_on()
 
@@ -91,7 +85,7 @@ class Handover:
         route = Route(learning, old.layouts, new.layouts, columns)
         Carrying(route, _gradients(old), _gradients(new), self.ending.groups, Channel.MOVE).finish()
         if self.ending.optimizer is not None and self.arriving.optimizer is not None:
-            # Values such as the learning rate may have changed since the start, so use this rank's current ones.
+            # Values such as the learning rate may have changed since the start.
             own = plain_state(old, self.ending.optimizer)
             assert own is not None, "it has an optimizer"
             plain = merged([Plain(**own), *self._plains])

@@ -149,8 +149,7 @@ class Membership(IterationRunner):
     def leave(self) -> None:
         """Close the communicators and keep the state, before ranks meet again.
 
-        This local call waits only for a save that is being written. `move` also calls it. Call it before destroying the
-        communicators' process group.
+        This local call waits only for a save that is being written. Call it before destroying the process group.
         """
         if self._holding.held is not None:
             try:
@@ -177,18 +176,17 @@ class Membership(IterationRunner):
         """Continue in another world or under another home; all ranks of the new world call it.
 
         Call it after a failure or between two steps; newcomers use an executable compiled with `joining=True`. The
-        state and hyperparameters come from survivors. If only some ranks have finished a step, all finish it
-        (`runtime.state_agreement`). Every rank keeps its old state until the new state has arrived on all ranks: if the
-        move fails, meet again and move again.
+        state and hyperparameters come from survivors. If only some ranks have finished a step, all finish it. Every
+        rank keeps its old
+        state until all have the new one: if the move fails, meet again and move again.
 
         Args:
-            world: this process's new place, with an initialised process group; with the current world, only the home
-                changes.
+            world: this process's new place, with an initialised process group, or the current world.
             home: new owners of the state; None: as in `compile`.
             before: each new rank's old rank; None for a newcomer. Old ranks that are not named are lost.
             restore: as for `load`; read by all ranks if a part of the state is lost. Newcomers pass theirs as well.
-            strategy: strategies to choose from, as in `compile`; None: the current ones, which must fit the ranks.
-            profile: new costs of strategies; None: unchanged.
+            strategy: strategies to choose from; None: the current ones, which must fit the ranks.
+            profile: new costs of strategies.
 
         Raises:
             ValueError: on all ranks: `before` does not fit, the state is lost, or a strategy or the home does not fit.
@@ -246,9 +244,8 @@ class Membership(IterationRunner):
     def rehome(self, home: Home | str) -> None:
         """Move state to the owners of another home during the next step; all ranks call it.
 
-        Results are bit for bit those of a `move` after that step. Training waits only for the gradients of the moving
-        parts. Until then, all calls use the current home. If a rank is lost, or state is loaded or moved otherwise, the
-        handover is discarded.
+        Results are bit for bit those of a `move` after that step, but training waits only for the gradients of the
+        moving parts. If a rank is lost, or state is loaded or moved otherwise, the handover is discarded.
 
         Raises:
             ValueError: on all ranks: the home does not fit, or another handover is in progress.

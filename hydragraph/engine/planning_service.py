@@ -17,14 +17,13 @@ _LOG = logging.getLogger(__name__)
 
 Lengths = tuple[int, ...]
 
-# Attempts per mini-batch before planning fails.
+# Per mini-batch.
 ATTEMPTS = 3
-# Errors of a pipe to a dead process, in the middle of an answer or before it.
 _GONE = (BrokenPipeError, EOFError, OSError, pickle.UnpicklingError)
 
 
 class PlanService:
-    """Worker processes, replaced when they die, a bounded queue of mini-batches, and plans by their lengths.
+    """Worker processes, replaced when they die, and a bounded queue of mini-batches.
 
     Args:
         ahead: maximum number of mini-batches that are queued, in work or waiting to be taken.
@@ -36,7 +35,7 @@ class PlanService:
         self._request = request
         self._ahead = ahead
         self._jobs: queue.Queue[Lengths | None] = queue.Queue()
-        self._plans: dict[Lengths, Answer | None] = {}  # None: in the queue or in work
+        self._plans: dict[Lengths, Answer | None] = {}  # None: not answered
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * workers
         self._number = 0  # version of the request
@@ -53,7 +52,7 @@ class PlanService:
 
     def submit(self, lengths: Lengths) -> bool:
         """Request a plan; return False if the queue is full."""
-        # Plans that are never taken, as when a run skips data, must not pile up.
+        # Plans that are never taken must not pile up.
         with self._changed:
             if lengths in self._plans:
                 return True
@@ -68,16 +67,12 @@ class PlanService:
         with self._changed:
             if lengths not in self._plans:
                 return None
-            # Removed in both cases, because a step that took the quick plan never asks again.
+            # Removed in both cases: a step never asks again.
             self._changed.wait_for(lambda: self._plans[lengths] is not None, patience_s)
             return self._plans.pop(lengths)
 
     def change(self, request: PlanRequest, forget: bool = False) -> None:
-        """Plan with another request from now on, including mini-batches already submitted.
-
-        Args:
-            forget: discard those mini-batches instead.
-        """
+        """Plan with another request from now on, including submitted mini-batches unless `forget` discards them."""
         with self._changed:
             self._request = request
             self._number += 1
@@ -90,7 +85,7 @@ class PlanService:
         """Stop the workers."""
         with self._changed:
             self._closed = True
-        # None wakes a thread that waits for a mini-batch; killing its process wakes one that waits for an answer.
+        # Wake threads that wait for a mini-batch or an answer.
         for _ in self._threads:
             self._jobs.put(None)
         for process in self._processes:
@@ -108,12 +103,12 @@ class PlanService:
         while (lengths := self._jobs.get()) is not None and not self._closed:
             with self._changed:
                 number = self._number
-                plan_is_due = lengths in self._plans and self._plans[lengths] is None  # else it was queued twice
+                plan_is_due = lengths in self._plans and self._plans[lengths] is None  # not queued twice
             if not plan_is_due:
                 continue
             plan = self._answered(index, lengths)
             with self._changed:
-                # If it is not due, its step took the quick plan, or the request has changed.
+                # Else its step took the quick plan, or the request has changed.
                 if lengths in self._plans and number == self._number:
                     self._plans[lengths] = plan
                 self._changed.notify_all()
@@ -138,7 +133,7 @@ class PlanService:
                 if process is not None:
                     process.kill()
                     process.wait()
-            except Exception as raised:  # this thread must survive, or a step would wait in vain
+            except Exception as raised:  # keep this thread alive
                 return Answer(None, raised, 0.0)
         died = Unsupported(
             f"{ATTEMPTS} planning processes died over one mini-batch",

@@ -1,7 +1,4 @@
-"""Planning process: reads mini-batches from stdin and writes plans to stdout, until its stdin closes.
-
-It is started by its module name, so the training script is never imported again.
-"""
+"""Planning process: reads mini-batches from stdin and writes plans to stdout, until its stdin closes."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # These signals reach the whole process group, but training may first finish a step.
+    # Signals reach the whole process group, but training may first finish a step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     output = sys.stdout
-    # Output of libraries must not mix with the answers.
+    # Libraries' output must not mix with answers.
     sys.stdout = sys.stderr
-    get_ready()  # loads lazy modules now, rather than while a step waits
+    get_ready()  # loads lazy modules
     serve(sys.stdin.buffer, output.buffer)

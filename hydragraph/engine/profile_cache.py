@@ -1,7 +1,4 @@
-"""Cache of measured profiles in the user's cache folder.
-
-The device's speed is part of a file's name: a device that has become much slower is measured again.
-"""
+"""Cache of measured profiles in the user's cache folder; a device that has become much slower is measured again."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.frontend import user_cache
 from hydragraph.runtime.device_reports import ALIKE, DeviceReport
 
-# The profile of the only type of device is used down to this fraction of its former speed: the order of plans stays the
-# same if communication is slowed as well.
+# The profile of the only type of device is used down to this fraction of its former speed: plans keep their order.
 ALONE = 0.5
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +30,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
     Args:
         together: largest number of ranks of this type on one node, whose cores they share.
-        others: the model, dtype, backend and settings of the measurement; their `repr` must be the same every time.
+        others: the model, dtype, backend and settings, with a stable `repr`.
     """
     memory = round(report.memory_bytes / 1e9, 1)
     parts = (report.name, memory, report.threads, report.versions, together, *others)
@@ -42,9 +38,7 @@ def profile_key(report: DeviceReport, together: int, others: Sequence[object]) -
 
 
 def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> Profile | None:
-    """Return the stored profile of a device of this speed for a type; None if there is none.
-
-    An unreadable file counts as none: it may be of another version.
+    """Return the stored profile of a device of this speed for a type; None if there is none or it is unreadable.
 
     Args:
         alone: whether there is only one type of device, which other work may slow down.
@@ -69,7 +63,7 @@ def recall_profile(key: str, report: DeviceReport, type_: str, alone: bool) -> P
 
 
 def remember_profile(key: str, report: DeviceReport, profile: Profile) -> None:
-    """Store a profile; log a failure to write it."""
+    """Store a profile; log a failure."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder(), delete=False) as file:

@@ -6,8 +6,8 @@
         except (hg.RankFailure, hg.Stopped) as failure:
             hg.survive(exe, failure)
 
-The ranks meet again in the same processes (`cluster.rendezvous`), state moves to new owners (`Executable.move`), a
-strategy that fits is chosen, and the interrupted step is repeated or finished.
+The ranks meet again in the same processes, state moves to new owners, a strategy that fits is chosen, and the
+interrupted step is repeated or finished.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Survived:
     Attributes:
         generation: number of this set of ranks, counted from 1.
         step: last step that the state includes.
-        lost, left: previous rank numbers of the ranks that failed, and of those that were asked to end.
-        joined: current rank numbers of new ranks.
+        lost, left: previous numbers of the ranks that failed, and of those that were asked to end.
+        joined: current numbers of new ranks.
         restored: step of the checkpoint that was read; None: no state was lost.
-        received: bytes of state that this rank received from others.
-        seconds: time from this rank's failure to the arrival of the state.
+        received: bytes of state from other ranks.
+        seconds: from this rank's failure to the arrival of the state.
         why: description of the failure.
         ending: why these ranks may only save and end; "": they continue.
         read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
@@ -76,7 +76,7 @@ def survive(exe: Executable, failure: BaseException | None = None, restore: Rest
     This updates `exe.world`, `exe.strategies` and `exe.steps`.
 
     Args:
-        exe: this rank's executable; on a newcomer, one compiled with `joining=True`.
+        exe: on a newcomer, one compiled with `joining=True`.
         restore: as for `Executable.load`; read by all ranks if a part of the state is lost.
 
     Raises:
@@ -103,7 +103,7 @@ def meet_again(
 
     Args:
         newest: returns the checkpoint to restore if state is lost; the first rank's that has one is used.
-        soon: if a strategy must be planned, use a good one that is found immediately.
+        soon: use the first good strategy instead of searching for the best.
         rates: rates of slow members, on the rank that monitors them.
         pieces: this rank's, if all ranks have some; read instead of that checkpoint if newer.
     """
@@ -146,7 +146,7 @@ def meet_again(
     joined = tuple(rank for rank, m in enumerate(now) if m not in before)
     came = "ranks came" if joined else "ranks were called together"
     lost = tuple(rank for rank, m in enumerate(before) if m not in now and m not in left)
-    if len(joined) == len(now) and generation.lost:  # no survivor can report what happened
+    if len(joined) == len(now) and generation.lost:  # no survivors
         lost = tuple(range(len(generation.lost)))
         came = "all ranks were lost"
     return Survived(
@@ -175,11 +175,7 @@ def _move(
     past: Past | None,
     rates: Mapping[int, float],
 ) -> Moved:
-    """Move the state to a generation's ranks; arguments as for `meet_again`.
-
-    Args:
-        past: strategies that ran before, to find a strategy immediately; None: search for the best.
-    """
+    """Move the state to a generation's ranks; with `past`, find a strategy immediately instead of the best."""
     world = join(exe.device)
     world.watch.progress_s = exe.progress_s
     seats = [peer.seat for peer in peers]
@@ -205,7 +201,6 @@ def _move(
 
 
 def _measured(exe: Executable, world: World, generation: Generation, seats: Sequence[int]) -> bool:
-    """Share the measurements of devices with newcomers; return whether these have devices that were measured now."""
     measured = next(filter(None, world.gather(exe.measured)), None)  # a newcomer has none
     exe.adopt(measured)
     newcomers = [rank for rank, before in enumerate(generation.before) if before is None]
@@ -223,8 +218,7 @@ def strategies_for(
     """Return the given strategies that fit, else planned or similar ones.
 
     Args:
-        past, seats: earlier strategies known to this rank, and the seats of the current ranks, to find a planned
-            strategy immediately. None: search for the best.
+        past, seats: earlier strategies, and the seats of the current ranks, to find a planned strategy immediately.
     """
     choices, lengths = exe.given, exe.planning.lengths
 
@@ -250,7 +244,7 @@ def strategies_for(
         return True
 
     if isinstance(profile, Costs) and lengths and not any(map(fits, strategies)):
-        with suppress(Unsupported):  # no strategy fits by the costs
+        with suppress(Unsupported):  # none fits
             strategies = [strategy for strategy in planned() if fits(strategy)] or strategies
     return refit(strategies, world.ranks, exe.program.layers, fits)
 
@@ -261,7 +255,6 @@ def costs_for(
     """Return the costs of strategies on the devices of these seats.
 
     Args:
-        given: costs for all seats.
         seats: by rank; if one lies outside the cluster, devices are assumed to be identical.
         priced: seats that `given` is for; None: as many as it has ranks.
     """

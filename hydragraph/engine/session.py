@@ -1,11 +1,6 @@
-"""State of an executable that belongs to one set of ranks and one home, and ends with them.
+"""State of an executable that belongs to one set of ranks and one home.
 
-Executable                      knows the model, its names, its strategies; one for the whole training
-  Variants                      compiled graphs; they depend on degrees, not on ranks
-  Session                       recreated when ranks join or leave, or when state moves
-    Groups, Saver               communicators
-    HomeState, optimizer        this rank's share of the state
-    Preparer, Executor          programs of this rank, and the executor that runs them
+A session is recreated when ranks join or leave, or when state moves; the executable and its variants stay.
 """
 
 from __future__ import annotations
@@ -43,20 +38,12 @@ from hydragraph.runtime.state_agreement import ProgressLog
 from hydragraph.runtime.supported_optimizers import OptimizerFactory
 from hydragraph.spec.home import Home
 
-TIMEOUT = timedelta(minutes=30)  # of one communication; a failed rank is detected long before
+TIMEOUT = timedelta(minutes=30)  # of one communication
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One rank's part of a world.
-
-    Attributes:
-        buffers: by name, on this rank's device.
-        owners: owners of every bucket's state.
-        home, optimizer: this rank's share of the state; without an optimizer, no training.
-        preparer, executor: build and run this rank's programs.
-        max_grad_norm: norm to which updates clip gradients; None: no clipping.
-    """
+    """One rank's part of a world; without an optimizer, it does not train."""
 
     program: Program
     buffers: Mapping[str, Tensor]
@@ -86,9 +73,8 @@ class Session:
 
         Args:
             alike: texts by name that must be identical on all ranks.
-            log: progress of the state that `fill` provides; None: it is new.
-            ending: session of the same world to replace: its communicators and the state of buckets with unchanged
-                owners are re-used.
+            log: progress of the state that `fill` provides, if it is not new.
+            ending: session of the same world whose communicators and unmoved state are re-used.
 
         Raises:
             ValueError: on every rank: an input differs between ranks, or the home does not fit them.
@@ -120,11 +106,7 @@ class Session:
         return Session(program, model.buffers, world, groups, saver, *ready)
 
     def compare(self, digest: int, stopping: int) -> RanksCompared:
-        """Compare the next call of all ranks, in one small all-reduce.
-
-        Args:
-            digest: digest of this rank's call and data.
-        """
+        """Compare all ranks' next calls by `digest`, in one small all-reduce."""
         if self.world.ranks == 1:
             return RanksCompared(True, self.saver.failed, stopping)
         most = torch.tensor([digest, -digest, int(self.saver.failed), stopping], device=self.world.device)
@@ -154,7 +136,6 @@ class Session:
         """Run one prepared iteration.
 
         Args:
-            purpose: only "train" updates.
             spans: receives the times of instructions.
             says: called after this rank's computation; returns its message to all others (`saying`).
         """
@@ -209,11 +190,7 @@ class Session:
             yield tensors
 
     def update(self, norm: float) -> None:
-        """Clip the gradients of this rank's share, and update it.
-
-        Args:
-            norm: norm of all ranks' gradients.
-        """
+        """Clip the gradients of this rank's share by the norm of all ranks', and update it."""
         self.log.updating()
         if self.max_grad_norm is not None:
             self.home.clip_gradients(norm, self.max_grad_norm)
@@ -225,11 +202,7 @@ class Session:
 
 @dataclass(frozen=True)
 class RanksCompared:
-    """Comparison of all ranks' next calls; identical on all ranks.
-
-    Attributes:
-        stopping: largest stop request of any rank; 0: none.
-    """
+    """Comparison of all ranks' next calls; `stopping` is the largest stop request, or 0."""
 
     same: bool
     unsaved: bool
@@ -249,11 +222,7 @@ def _same(old: Layout, new: Layout) -> Layout:
 
 
 def _optimizer(factory: OptimizerFactory | None, state: HomeState, groups: Groups) -> torch.optim.Optimizer | None:
-    """Create this rank's optimizer, and check that all ranks' have the same settings.
-
-    Raises:
-        Unsupported, ValueError: on every rank.
-    """
+    """Create this rank's optimizer; raise on every rank if one fails or settings differ."""
     optimizer: torch.optim.Optimizer | None = None
     refused: Exception | None = None
     try:

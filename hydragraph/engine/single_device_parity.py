@@ -1,7 +1,7 @@
 """Comparison of losses and gradients with plain PyTorch on the unmodified model.
 
-The reference runs one sequence at a time through the transformers model, with its own attention. It shares no code with
-the system under test, except the random words of dropout (`Masks`).
+The reference runs one sequence at a time, and shares no code with the system under test, except the random words of
+dropout (`Masks`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hydragraph.spec.strategy import Strategy
 
 LOSS_TOLERANCE = 1e-5  # relative
 GRADIENT_TOLERANCE = 1e-5  # relative to the parameter's own gradient ...
-GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some true gradients are 0 (key biases)
+GLOBAL_TOLERANCE = 1e-7  # ... plus this fraction of the norm of all gradients: some are 0 (key biases)
 
 Sequences = Sequence[Tensor | Mapping[str, Tensor]]
-# Entered while the model runs one sequence: its number in the mini-batch, or -1 for no dropout, and its length.
+# Context of a sequence: its number in the mini-batch, or -1 for no dropout, and its length.
 Masks = Callable[[int, int], AbstractContextManager[None]]
 
 
@@ -38,7 +38,7 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """Mean loss per target, and gradients by parameter name, of one device."""
+    """One device's mean loss per target, and gradients by parameter name."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -68,7 +68,7 @@ class ParityRow:
 
     @property
     def passed(self) -> bool:
-        """Whether loss and gradients are within their tolerances; False for NaN."""
+        """Whether loss and gradients are within their tolerances."""
         return self.loss_error <= LOSS_TOLERANCE and self.ratio <= 1
 
 
@@ -78,7 +78,7 @@ def reference(
     """Compute loss and gradients with plain autograd, one sequence at a time.
 
     Args:
-        model: a Hugging Face model with weights; its `.grad` fields are not changed.
+        model: a Hugging Face model with weights.
         sequences: 1-D token ids, or mappings with `input_ids`, `labels` (-100 does not count) and optionally `weights`,
             a factor of the sequence's losses.
         masks: masks of dropout for the gradients; the loss is computed without dropout.
@@ -126,7 +126,7 @@ def compare(expected: Reference, gradients: Mapping[str, Tensor], loss: float, s
     Raises:
         ValueError: a parameter has a nonzero gradient on one side only.
     """
-    silent = {name for name, gradient in gradients.items() if not gradient.any()}  # an expert without a token
+    silent = {name for name, gradient in gradients.items() if not gradient.any()}  # experts without tokens
     different = sorted((expected.gradients.keys() ^ gradients.keys()) - silent)
     if different:
         raise ValueError(f"strategy {strategy}: these parameters have a gradient on one side only: {different}")
@@ -152,11 +152,7 @@ def verify(
     masks: Masks | None = None,
     label_smoothing: float = 0.0,
 ) -> list[ParityRow]:
-    """Compare every strategy with one device; every rank of the executor calls it.
-
-    Returns:
-        One row per strategy on rank 0; an empty list elsewhere.
-    """
+    """Compare every strategy with one device, on every rank; return one row per strategy on rank 0, [] elsewhere."""
     expected = reference(model, sequences, masks, label_smoothing) if rank == 0 else None
     rows = []
     for strategy in strategies:

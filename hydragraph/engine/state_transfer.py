@@ -28,7 +28,7 @@ from hydragraph.runtime.state_movement import Columns, OwnedState, Route, agreed
 
 _WHAT = "move"
 
-# A checkpoint of `Executable.save`, pieces of `Executable.keep`, or both: the newer is read.
+# `Executable.save`'s checkpoint, `Executable.keep`'s pieces, or both: the newer is read.
 Restore = str | Path | Pieces | tuple[Pieces, str | Path]
 
 
@@ -38,12 +38,10 @@ class Moved:
 
     Attributes:
         step: last step that the state includes, identical on all ranks.
-        finished: whether that step had raised on this rank and the move finished it: step your learning-rate scheduler
+        finished: whether the move finished that step, which had raised on this rank: step your learning-rate scheduler
             once more.
-        restored: step of the checkpoint that was read; None: no state was lost.
-        extra: the `extra` of that checkpoint.
-        seconds: duration on this rank.
-        read: bytes of pieces that this rank read, by kind of place: "memory", "disk" and "store".
+        restored: step of the checkpoint that was read, with its `extra`; None: no state was lost.
+        read: as for `recovery.Survived`.
     """
 
     step: int
@@ -61,8 +59,8 @@ class Brought:
 
     Attributes:
         restored: whether a checkpoint was read; it provides `extra` and `buffers`.
-        received: bytes received from other ranks.
-        read: bytes of pieces that this rank read, by kind of place.
+        received: bytes from other ranks.
+        read: as for `Moved`.
     """
 
     restored: bool
@@ -73,11 +71,7 @@ class Brought:
 
 
 def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Keep this rank's state in pieces; all ranks call it.
-
-    Returns:
-        Errors of writing earlier checkpoints, of all ranks.
-    """
+    """Keep this rank's state in pieces, on all ranks; return errors of writing earlier checkpoints, of all ranks."""
     groups = session.groups
     step, buckets = session.log.progress.updates, session.program.buckets
     own = OwnedState.of(session.home, session.optimizer)
@@ -103,7 +97,7 @@ def keep(session: Session, pieces: Pieces, extra: Mapping[str, Any], buffers: Ma
         "extra": dict(extra),
         save_and_load.BUFFERS: dict(buffers),
     }
-    entry = partial(encoded, "extra", deepcopy(common))  # because training changes the original
+    entry = partial(encoded, "extra", deepcopy(common))  # training changes the original
     pieces.put(Kept(step, series), own, buckets, columns, entry, busy, whole, tidies=session.world.rank == 0)
     return tuple(error for *_, errors in reports for error in errors)
 
@@ -120,9 +114,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
     """Fill a new session's state; all ranks call it. The old state is not changed.
 
     Args:
-        session: not yet filled.
         old: this rank's old session; None: it has no valid state.
-        meeting: which rank has which state.
         restore: read if a part of the state is lost.
 
     Raises:
@@ -162,11 +154,7 @@ def bring(session: Session, old: Session | None, meeting: AgreedState, restore: 
 
 
 def _read(session: Session, route: Route, restore: Restore | None, nobody: bool) -> Brought:
-    """Read the whole state, as all parts must be of one step and survivors are ahead of a checkpoint.
-
-    Args:
-        route: transfers, with lost parts.
-    """
+    """Read the whole state, as all parts must be of one step and survivors are ahead of a checkpoint."""
     if restore is None and nobody:
         raise ValueError(
             "move: all ranks that had the state are lost, and nothing was saved: start again, or give a checkpoint as "
@@ -188,9 +176,6 @@ def _read(session: Session, route: Route, restore: Restore | None, nobody: bool)
 def read(session: Session, restore: Restore) -> Brought:
     """Read the whole state from a checkpoint; all ranks call it.
 
-    Args:
-        restore: a directory, pieces, or both; the newer is read.
-
     Raises:
         Damaged, ValueError: on all ranks: as for `save_and_load.load`, or no place has a whole checkpoint in pieces.
     """
@@ -202,18 +187,17 @@ def read(session: Session, restore: Restore) -> Brought:
         if path is not None:
             least = groups.gather(_steps_of(path) if session.world.rank == 0 else 0)[0]
         recovered = recover(pieces, session.program.buckets, session.home, groups, least=least)
-        pieces.last = None  # pieces kept from now on are of another series
+        pieces.last = None  # the next pieces are of another series
         if recovered is not None:
             return _taken(session, recovered)
     assert path is not None, "without a path, recover returns or raises"
     saved = save_and_load.load(path, session.home, session.optimizer, groups)
     session.log.restored(int(saved["steps"]))
-    # Checkpoints of earlier versions have no buffers.
+    # Earlier versions wrote no buffers.
     return Brought(True, 0, saved["user"], saved.get(save_and_load.BUFFERS, {}))
 
 
 def _steps_of(path: Path) -> int:
-    """Return the last step that a checkpoint includes; -1 if it cannot be read."""
     try:
         return save_and_load.read_steps(path)
     except (ValueError, OSError):

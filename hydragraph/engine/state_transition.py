@@ -4,11 +4,10 @@
     none         none             a rank that was compiled to join others
     A            none             steps
     A            B, not whole     a move or a handover during a step fills B; a failure discards B
-    A            B, whole         B is complete: this rank takes it, or, if the last meeting failed, may have to
-    B            none             steps again, in the next generation
+    A            B, whole         this rank takes B, or, if the last meeting failed, may have to
+    B            none             steps again
 
-Whether a complete B counts is agreed when ranks meet again (`runtime.state_agreement`), as some may already have taken
-it when a failure is noticed.
+Ranks agree on whether a complete B counts when they meet again.
 """
 
 from __future__ import annotations
@@ -28,27 +27,22 @@ _LOG = logging.getLogger(__name__)
 
 
 class Holding:
-    """A rank's current session and the one that is arriving."""
+    """A rank's current and arriving session."""
 
     def __init__(self, start: Callable[[], Iterable[Mapping[str, Tensor]]] | None) -> None:
-        """Start without a session.
-
-        Args:
-            start: returns the initial weights of a model that has none; called late, because they may be loaded
-                instead.
-        """
+        """Start without a session; `start` returns initial weights, unless others are loaded first."""
         self.held: Session | None = None
         self.handover: Handover | None = None
         self.generation = 0
         self._start = start
         self._arriving: Session | None = None
         self._whole = False
-        self._ahead = 0  # generation of the arriving session
-        self._called: tuple[int, ...] = ()  # this process's ranks in meetings since the last switch
+        self._ahead = 0  # arriving generation
+        self._called: tuple[int, ...] = ()  # ranks since the last switch
 
     @property
     def session(self) -> Session:
-        """Current session; a ValueError if there is none yet."""
+        """Current session; a ValueError if there is none."""
         if self.held is None:
             raise ValueError("this executable has joined no ranks yet: call move first")
         return self.held
@@ -70,7 +64,7 @@ class Holding:
         self._start = None
 
     def standing(self, rank: int) -> Standing | None:
-        """Return the state that this rank has when it meets others as `rank`; None: none."""
+        """Return this rank's state when it meets others as `rank`, or None."""
         before, self._called = self._called, (*self._called, rank)
         if self.held is None:
             return None

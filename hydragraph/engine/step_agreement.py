@@ -1,12 +1,6 @@
-"""Agreement on the next step at the end of the current one.
+"""Agreement on the next step at the end of the current one, so that ranks wait for a slow rank once per step.
 
-    without a promise                        with a promise
-    step 7 ... commit 7                      step 7 ... check and digest mini-batch 8, commit 7 (with the digests)
-    check and digest mini-batch 8            step 8
-    compare digests: all ranks meet
-    step 8
-
-So ranks wait for a slow rank once per step instead of twice.
+Ranks check the promised mini-batch before they commit the current step, and the commit compares their digests.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ class Call:
 
     Attributes:
         batch, strategy: None if rejected; strategy is also None by default.
-        mark: digest of the call, including an error, so ranks that reject it alike stay in step.
+        mark: digest of the call, including an error.
     """
 
     batch: MiniBatch | None
@@ -37,11 +31,7 @@ class Call:
 
 @dataclass(eq=False)
 class Promise:
-    """A promised step that follows the current one.
-
-    Attributes:
-        call: checked arguments, once the step before has computed.
-    """
+    """A promised step that follows the current one; `call` has its arguments once they are checked."""
 
     sequences: Batches
     strategy: Strategy | str | None
@@ -56,7 +46,7 @@ class Promise:
 
     @property
     def agreed(self) -> tuple[Call, RanksCompared]:
-        """The call and the comparison of ranks, once all have promised it."""
+        """The call and the comparison of ranks, once agreed."""
         assert self.call is not None, "ranks compare what they have checked"
         assert self.ranks is not None, "ranks have met at a commit"
         return self.call, self.ranks

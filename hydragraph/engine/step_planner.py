@@ -21,8 +21,7 @@ class IterationPlan:
     """Strategy and assignment of one iteration.
 
     Attributes:
-        candidate: index of the strategy.
-        seconds: expected time; 0 for the quick plan, which has no estimate.
+        seconds: expected time; 0 for the quick plan.
         hidden_s: planning during training.
         exposed_s: planning that training waited for.
         late: whether this is the quick plan.
@@ -54,7 +53,6 @@ class IterationPlanner:
 
     def announce(self, lengths: Sequence[int]) -> None:
         """Plan a coming iteration in the background."""
-        # A run that never announces mini-batches needs no processes.
         if self._policy.workers and self._service is None:
             self._service = PlanService(self._chosen, self._policy.workers, self._policy.ahead)
         if self._service is not None and self._static_takes(lengths):
@@ -68,10 +66,10 @@ class IterationPlanner:
         """
         began = time.perf_counter()
         key = tuple(lengths)
-        # Workers know only the static candidate, so a sequence too long for it is planned here.
+        # Workers know only the static candidate.
         if not self._static_takes(key):
             if self._service is not None:
-                self._service.take(key, 0.0)  # perhaps announced before the request changed
+                self._service.take(key, 0.0)  # perhaps announced before a change
             return self._planned(answer(self._request, key), began, None)
         if self._service is None or not self._service.submit(key):
             return self._planned(answer(self._chosen, key), began, self._static)
@@ -89,11 +87,10 @@ class IterationPlanner:
             self._service.change(self._chosen)
 
     def take_over(self, before: IterationPlanner | None) -> None:
-        """Continue after another planner: while planning processes start, steps take the quick plan.
+        """Continue after another planner, with its processes; while they start, steps take the quick plan.
 
         Args:
-            before: this process's previous planner: its processes are re-used, and its announcements discarded. None:
-                another rank planned.
+            before: this process's previous planner, whose announcements are discarded.
         """
         self._hurries = True
         if before is None:
@@ -128,8 +125,7 @@ class IterationPlanner:
         return IterationPlan(self._last, assignment, seconds, hidden, waited)
 
     def _quick(self, lengths: tuple[int, ...], began: float) -> IterationPlan:
-        """Return a plan of the last candidate, or of the one that takes the longest sequences."""
-        # The last candidate's programs already exist, so this step need not wait for new ones.
+        """Return a plan of the last candidate, whose programs exist, or of the one that takes the longest sequences."""
         longest = max(lengths, default=0)
         request = self._request.reaching(longest)
         reach = [request.reach(i) for i in range(len(request.candidates))]

@@ -1,4 +1,4 @@
-"""The report that a step returns: loss, tokens, and the seconds of every rank."""
+"""Report that a step returns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ class StepReport:
         tokens: number of target tokens.
         grad_norm: norm of all gradients, before clipping; 0 for an evaluation.
         strategy, chosen: the strategy as text and as an object.
-        sequences: number of sequences in the mini-batch.
-        micro_batches: number of micro-batches of each pipeline.
+        micro_batches: number in each pipeline.
         seconds: wall time on this rank.
-        padding: tokens added to micro-batches to make them divisible for sequence parallelism.
-        planning_s: seconds that this step waited for a strategy and an assignment.
-        planning_hidden_s: seconds of planning that overlapped with training.
+        padding: tokens added for sequence parallelism.
+        planning_s, planning_hidden_s: seconds of planning that this step waited for, and that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
-        expected_s: step time predicted by the profile, including communication and the update; 0 without a profile.
-        ranks: by rank, its time and the time that it waited for communication.
+        expected_s: step time predicted by the profile; 0 without a profile.
+        ranks: by rank, its time and its waits for communication.
         assignment: which pipeline computed which sequences in which micro-batch.
     """
 

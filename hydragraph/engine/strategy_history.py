@@ -1,9 +1,4 @@
-"""Strategies that ran on earlier sets of ranks. Ranks are renumbered in recoveries; seats are stable.
-
-ranks 0 1 2 3 in seats 0 1 2 3   <tp1,pp2> on ranks 0, 1 + <tp1,pp2> on ranks 2, 3
-rank 1 is lost: ranks 0 1 2      in seats 0 2 3: <[0,?]..> + <tp1,pp2> on ranks 1, 2; the other pipeline is cut
-another takes its seat           in seats 0 2 3 1, perhaps: the earlier strategy is known, on ranks 0, 3 and 1, 2
-"""
+"""Strategies that ran on earlier sets of ranks. Ranks are renumbered in recoveries; seats are stable."""
 
 from __future__ import annotations
 
@@ -17,11 +12,7 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Era:
-    """One set of ranks that met and trained.
-
-    Attributes:
-        strategies: most recent first, with seats in place of ranks.
-    """
+    """One set of ranks that met and trained; `strategies`, most recent first, name seats instead of ranks."""
 
     seats: frozenset[int]
     strategies: tuple[Strategy, ...]
@@ -29,11 +20,7 @@ class Era:
 
 @dataclass(frozen=True)
 class Past:
-    """History known to one process.
-
-    Attributes:
-        seats: seats of the current ranks, by rank; None: every rank's seat equals its number.
-    """
+    """History known to one process; `seats` are those of the current ranks, by default equal to their numbers."""
 
     seats: tuple[int, ...] | None = None
     eras: tuple[Era, ...] = ()

@@ -21,7 +21,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class IterationChoice:
-    """Strategy and assignment of one iteration, the time that choosing took, and the expected time."""
+    """Strategy and assignment of one iteration, and times."""
 
     strategy: Strategy
     assignment: Assignment
@@ -30,8 +30,6 @@ class IterationChoice:
 
 @dataclass(frozen=True)
 class _Change:
-    """New candidates, used at once or (`ready_first`) once all ranks are ready for them."""
-
     strategies: tuple[Strategy, ...]
     request: PlanRequest
     static: int | None
@@ -40,8 +38,6 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Told:
-    """Message from rank 0 to all others before each step."""
-
     plan: IterationPlan | ValueError | None
     coming: tuple[Strategy, ...] = ()
     ready_first: bool = False
@@ -54,8 +50,8 @@ class Chooser:
         before: the previous chooser; it is closed, and its planning processes are re-used.
 
     Attributes:
-        decision: on rank 0, whether one strategy is kept, as a sentence; "" without a decision.
-        refused: why the last change was rejected; "" if it was accepted or is in progress.
+        decision: on rank 0, a sentence on whether one strategy is kept, or "".
+        refused: why the last change was rejected, or "".
     """
 
     def __init__(
@@ -75,8 +71,8 @@ class Chooser:
         self._measured = planning.profile is not None
         self._plans = self._measured or len(strategies) > 1
         self._planner: IterationPlanner | None = None  # on rank 0
-        self._change: _Change | None = None  # on rank 0, until applied by all ranks
-        self._coming: tuple[Strategy, ...] = ()  # strategies that ranks prepare for, or are ready for
+        self._change: _Change | None = None  # on rank 0
+        self._coming: tuple[Strategy, ...] = ()  # prepared, or being prepared
         self._making: Beforehand | None = None
         self._ready = False
         if self._plans and groups.world.rank == 0:
@@ -92,15 +88,12 @@ class Chooser:
         return self._planner is not None
 
     def announce(self, lengths: tuple[int, ...]) -> None:
-        """Plan a later mini-batch with sequences of these lengths in the background."""
+        """Plan a mini-batch with sequences of these lengths in the background."""
         if self._planner is not None:
             self._planner.announce(lengths)
 
     def choose(self, lengths: tuple[int, ...], strategy: Strategy | None) -> IterationChoice:
-        """Choose the strategy and assignment of a mini-batch; all ranks call it.
-
-        Args:
-            strategy: None: the best.
+        """Choose the strategy, unless one is given, and the assignment of a mini-batch; all ranks call it.
 
         Raises:
             ValueError: agreed on every rank: planning failed.
@@ -120,11 +113,7 @@ class Chooser:
     def change(
         self, strategies: tuple[Strategy, ...], request: PlanRequest, static: int | None, ready_first: bool
     ) -> None:
-        """Choose from other strategies; called on the planning rank.
-
-        Args:
-            static: index of the candidate to keep; None: choose every time.
-            ready_first: compile their graphs on all ranks in the background first.
+        """Choose from other strategies, on the planning rank; arguments as for `Executable.choose_from`.
 
         Raises:
             Unsupported: the previous request has just become ready.
@@ -150,7 +139,6 @@ class Chooser:
         self._drop()
 
     def _plan(self, lengths: tuple[int, ...]) -> IterationPlan | ValueError:
-        """Return rank 0's plan, or its error, on every rank."""
         if self._ready:
             self.strategies = self._coming
             self._replan()
@@ -176,11 +164,10 @@ class Chooser:
         self._change = None
 
     def _follow(self, told: _Told) -> None:
-        """Prepare for new strategies, or check whether all ranks are ready for them."""
         coming = told.coming
         if not coming:
             return
-        if not told.ready_first:  # the candidate index of this plan refers to the new strategies
+        if not told.ready_first:  # the plan refers to the new strategies
             self._drop()
             self.strategies = coming
         elif coming != self._coming:

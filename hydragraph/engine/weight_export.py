@@ -1,4 +1,4 @@
-"""Weights and buffers under the model's names: as a state dict, or bucket by bucket."""
+"""Weights and buffers under the model's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_dict(compiled: CompiledModel, session: Session, keys: frozenset[str] |
 
 
 def persistent_buffers(compiled: CompiledModel, session: Session) -> dict[str, Tensor]:
-    """Return the buffers that belong to the model's state dict, on the CPU."""
+    """Return copies of the buffers in the model's state dict, on the CPU."""
     stored = set(compiled.tensors.values())
     return {name: b.detach().cpu().clone() for name, b in session.buffers.items() if name in stored}
 
@@ -34,7 +34,7 @@ class PublishedWeights:
     """Weights bucket by bucket, with the names and shapes of `save_pretrained`.
 
     Args:
-        dtype: dtype of floating-point tensors, except those that the model's classes keep in fp32.
+        dtype: as for `Executable.weights`.
 
     Raises:
         Unsupported: a peft model has several adapters.
@@ -46,7 +46,7 @@ class PublishedWeights:
         self._dtype = dtype
         keys = None if self._shell is None else published_keys(self._shell)
         self._exact = frozenset[str]() if self._shell is None or dtype == torch.float32 else self._shell.fp32_keys
-        self._first: dict[str, str] = {}  # canonical name -> the first of its keys
+        self._first: dict[str, str] = {}  # canonical name -> first key
         for key, source in compiled.tensors.items():
             if keys is None or key in keys:
                 self._first.setdefault(source, key)
