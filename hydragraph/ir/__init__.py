@@ -1,1 +1,1 @@
-"""Intermediate representation: Program, RankProgram, layouts, links between layouts, and proofs about them."""
+"""Intermediate representation: Program, RankProgram, layouts, links, and proofs about them."""

@@ -1,12 +1,6 @@
-"""Geometry of a checkpoint: an interval of a flattened tensor as axis-aligned boxes.
+"""Intervals of a flattened tensor as axis-aligned boxes, which checkpoints store.
 
-A rank owns an interval of a parameter's canonical order; a checkpoint stores boxes of its natural shape.
-
-Worked example: [3, 11) of a tensor of shape [3, 4], whose row r is the elements [4 r, 4 r + 4). Row 1 is whole.
-
-    offsets (0, 3)  sizes (1, 1)  at 0    the end of row 0: element 3
-    offsets (1, 0)  sizes (1, 4)  at 1    the whole row 1: elements 4 to 7
-    offsets (2, 0)  sizes (1, 3)  at 5    the beginning of row 2: elements 8 to 10
+[3, 11) of a tensor [3, 4] is the end of row 0, row 1, and the beginning of row 2.
 """
 
 from __future__ import annotations
@@ -19,12 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned part of a tensor whose elements, row by row, are consecutive in an interval.
-
-    Attributes:
-        sizes: number of indices along each dimension, never 0.
-        at: offset of its elements from the start of the interval.
-    """
+    """Axis-aligned part of a tensor: consecutive elements of an interval, from its element `at`."""
 
     offsets: Extent
     sizes: Extent
@@ -32,7 +21,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def moved(self, dim: int) -> Box:
@@ -41,12 +30,7 @@ class Box:
 
 
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
-    """Cut the interval [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order.
-
-    Args:
-        lo, hi: an interval of the flattened tensor; an empty one has no boxes.
-        shape: shape of the tensor; `()` is a single element.
-    """
+    """Cut [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order."""
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))
 
@@ -59,11 +43,10 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     row = math.prod(shape[1:])
     first = -(-lo // row)
     last = hi // row
-    # Without a row boundary, the interval is inside row `last`, a tensor with one dimension less.
+    # Without a row boundary, the interval is inside row `last`.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # Whole rows, preceded by the end of one row and followed by the beginning of another. Both touch an end of their
-    # row, so each leaves one partial end: a dimension adds two boxes.
+    # The end of one row, whole rows, and the beginning of another.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

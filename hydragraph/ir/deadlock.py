@@ -1,4 +1,4 @@
-"""Simulation of all ranks' programs together, to detect deadlocks."""
+"""Detection of deadlocks by simulating all ranks' programs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class Deadlock:
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
     """Simulate the programs of all ranks, in rank order; return None if all end.
 
-    Over gloo, sends are buffered, and everything else waits as long as it could: a receive for its message; a free of a
-    message for its receiver; a computation for its tensor-parallel peers and for every rank to enter the pulls of its
-    weights; a pull or push for every rank to enter the earlier ones in its `after`; and the commit for all ranks.
-    Programs that end here also end over `Transport.NCCL`, but not always over the other two (`ir.queues`).
+    Over gloo, sends are buffered, and all other instructions wait as long as they could: for messages, tensor-parallel
+    peers, or all ranks to enter an exchange. Programs that end over gloo also end over `Transport.NCCL`, but not always
+    over the other transports.
     """
     if transport is not Transport.GLOO:
         queued = run_queues(programs, transport)
@@ -55,8 +54,6 @@ _EXCHANGED = (Op.PULL, Op.PUSH)
 
 
 class _Simulation:
-    """Each rank's position, the messages in flight, and the number of ranks in each exchange."""
-
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.programs = programs
         self.at = [0] * len(programs)
@@ -109,7 +106,7 @@ class _Simulation:
             source = instruction.partner
             return () if self.received[source, rank] < self.sent[source, rank] else (source,)
         if instruction.op is Op.FREE:
-            # Messages between two ranks arrive in order, so the n-th one has arrived when n have been received.
+            # Messages between two ranks arrive in order.
             messages = [value for value in instruction.reads if value.kind is ValueKind.MESSAGE]
             return tuple(m.peer for m in messages if self.received[rank, m.peer] < self.turn.get((rank, m), 0))
         if instruction.op not in (*_COMPUTED, Op.COMMIT):
@@ -118,7 +115,6 @@ class _Simulation:
         return tuple(r for r, its in current.items() if its is None or its.step != instruction.step)
 
     def _incomplete(self, instruction: Instruction) -> set[tuple[Op, str]]:
-        """Return the exchanges that an instruction waits for and that some rank has not entered."""
         needed = set()
         if instruction.op in _COMPUTED:
             needed = {(Op.PULL, value.exchange) for value in instruction.reads if value.kind is ValueKind.WEIGHTS}

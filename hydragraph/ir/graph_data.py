@@ -1,12 +1,12 @@
 """Graphs as plain data, for JSON and pickle, and back.
 
-    {"hints": [64, 5],                       the sizes of the symbols s0, s1 when the graph was traced
+    {"hints": [64, 5],                       sizes of s0, s1
      "graphs": [[["hidden", "placeholder", "hidden", [], {}, ["tensor", "float32", "cpu", [1, "s0", 64], ...]],
                  ["t", "call_function", "aten::t.default", [{"node": "hidden"}], {}, ["tensor", ...]],
                  ["output", "output", "output", [{"tuple": [{"node": "t"}]}], {}, None]]]}
 
-Every node is [name, kind, target, args, kwargs, value]. Targets come from a fixed list; names are never evaluated or
-imported. Data from files is validated first (`frontend.compiled_folder.record_schema`).
+Nodes are [name, kind, target, args, kwargs, value]. Targets are operators or functions in `PYTHON`; names are never
+evaluated or imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hydragraph.private.graph_values import (
 from hydragraph.private.operator_schemas import full_name, is_operator
 
 _OPERATORS = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_"
-# Python functions that graphs call, by their names in the data.
+# Functions that graphs call.
 PYTHON: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"torch.{f.__name__}": f for f in (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not)},
@@ -46,13 +46,13 @@ _NAMES = {function: name for name, function in PYTHON.items()}
 
 
 def encode(*graphs: fx.GraphModule) -> dict[str, Any]:
-    """Convert graphs of one trace to data; a ValueError names what cannot be represented."""
+    """Convert graphs of one trace to data; raise a ValueError if that is impossible."""
     values = ValueEncoder()
     return {"graphs": [[_node(n, graph, values) for n in graph.graph.nodes] for graph in graphs], "hints": values.hints}
 
 
 def decode(data: Mapping[str, Any]) -> list[fx.GraphModule]:
-    """Build graphs from data, or raise a ValueError for an unknown target."""
+    """Build graphs from data; raise a ValueError for an unknown target."""
     values = ValueDecoder(data["hints"])
     return [_graph(nodes, values) for nodes in data["graphs"]]
 
@@ -69,7 +69,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the form of a node's value without rebuilding it; None if it is not a known tensor."""
+    """Return the form of a node's value without rebuilding it; None: not a known tensor."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -78,19 +78,19 @@ def form_of(node: Any) -> TensorForm | None:
 
 
 def value_of(node: Any) -> Any:
-    """Return a node's traced value: a fake tensor, a size, or a tuple of these; None if it is unknown."""
+    """Return a node's traced value (fake tensor, size, tuple), or None."""
     if not isinstance(node, fx.Node):
         return None
-    # A decoded graph has "later", which makes PyTorch's "val" on first use.
+    # A decoded graph makes "val" on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return (storage number, form) for each tensor that a node makes; views share their number."""
+    """Return (storage number, form) of each tensor that a node makes; views share their number."""
     if isinstance(node, fx.Node) and "forms" in node.meta:
-        # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
+        # A decoded graph's fake tensors share no storage.
         return list(zip(node.meta["storages"], node.meta["forms"](), strict=True))
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
@@ -167,7 +167,7 @@ def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
         callee = known_target(target) if op == "call_function" else target
         operands = tuple(_read(a, by_name) for a in args)
         node = graph.create_node(op, callee, operands, {k: _read(v, by_name) for k, v in kwargs.items()}, name)
-        # `create_node` would change names that are Python builtins.
+        # `create_node` changes names of Python builtins.
         node.name = name
         by_name[name] = node
         if value is not None:

@@ -1,4 +1,4 @@
-"""Forms of the tensors that leave blocks: the hidden state, and the summed loss."""
+"""Forms of the hidden state and of the summed loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def hidden_size(program: Program) -> int:
 
 
 def hidden_dtype(program: Program) -> torch.dtype:
-    """Return the dtype of the hidden state and its gradient, which may differ from the weights'."""
+    """Return the dtype of the hidden state and its gradient."""
     return _output(program, 0).dtype
 
 
@@ -25,7 +25,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(program: Program, block: int) -> TensorForm:
-    # The output's value would cost half a second.
+    # The output's value costs half a second.
     form = form_of(results_of(program.templates[program.blocks[block].template].graph)[0])
     assert form is not None
     return form

@@ -14,10 +14,10 @@ class HomeLayouts:
     """Owners of each bucket's state; buckets of equal size and shares share one layout.
 
     Args:
-        home: without a rule; if it has copies, placed on its nodes (`Home.on`).
+        home: without a rule; with copies, placed on its nodes (`Home.on`).
 
     Raises:
-        ValueError: it is for a different number of ranks.
+        ValueError: the home is for a different number of ranks.
     """
 
     def __init__(self, home: Home, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Instruction set of a rank's iteration, over values (`ir.value`)."""
+"""Instruction set of a rank's iteration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Op(Enum):
 
     PULL = "pull"  # W.bucket = link home -> here
     FORWARD = "forward"  # one block, one micro-batch
-    BACKWARD = "backward"  # one block's backward or a half of it, accumulated into G.bucket
-    OFFLOAD = "offload"  # copy what one block's forward saved to host memory
-    FETCH = "fetch"  # copy it back, after the computations before this instruction
-    SEND = "send"  # one value to one rank
-    RECEIVE = "receive"  # one value from one rank
-    PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied to second ones
+    BACKWARD = "backward"  # a block's backward or half of it, accumulated into G.bucket
+    OFFLOAD = "offload"  # copy a block's saved values to host memory
+    FETCH = "fetch"  # copy them back, after the computations before this instruction
+    SEND = "send"
+    RECEIVE = "receive"
+    PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied
     FREE = "free"  # drop values; for a message, once it has left
     COMMIT = "commit"  # agree that gradients are finite; the last communication
     UPDATE = "update"
@@ -29,7 +29,7 @@ class Op(Enum):
 
 
 class Stream(Enum):
-    """Execution stream of an instruction; instructions of one stream run in order."""
+    """Execution stream, whose instructions run in order."""
 
     PULL = "pull"
     COMPUTE = "compute"
@@ -40,14 +40,14 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Stream and kinds of values of an operation's instructions."""
+    """Stream and kinds of values of an operation."""
 
     stream: Stream
     reads: tuple[ValueKind, ...] = ()
     writes: tuple[ValueKind, ...] = ()
 
 
-_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # exchanged between stages
+_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # between stages
 
 RULES: Mapping[Op, Rule] = {
     Op.PULL: Rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
@@ -83,12 +83,10 @@ class Instruction:
     """One step of one rank.
 
     Attributes:
-        target: the bucket of a pull or push, the block of a forward, backward, offload or fetch, else "".
-        micro_batch: micro-batch of the block (`ir.rank_program.Role`); else None.
-        peer: the other rank of a send or receive; else None.
+        target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
         writes: values it makes or (G.*) adds to.
         after: reads of other streams that it waits for; for a free, only messages and copies; for a pull or push, also
-            earlier ones that must be complete (`passes.bytes_in_flight`).
+            earlier ones that must be complete.
     """
 
     op: Op
@@ -106,7 +104,7 @@ class Instruction:
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """Identity of the step, the same on all tensor-parallel ranks."""
+        """Identity, the same on all tensor-parallel ranks."""
         return self.op, self.target, self.micro_batch
 
     @property
@@ -117,7 +115,7 @@ class Instruction:
 
     @property
     def work(self) -> Work:
-        """Kind of work of a forward or backward, whose halves make and read a postponed value."""
+        """Kind of a forward, a backward, or half a backward."""
         if self.op is Op.FORWARD:
             return Work.FORWARD
         if any(value.kind is ValueKind.POSTPONED for value in self.reads):
@@ -127,7 +125,7 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    """Return the values that an instruction must wait for, given the stream of each value it reads."""
+    """Return the values to wait for, given the stream of each value read."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

@@ -1,11 +1,10 @@
 """Printed form of an instruction, and its parser.
 
-    pull     W.layer.0 = link home -> here
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-Each line has the stream, the values made or (`+=`) added to, the operation with the values read, and those waited for.
+Each line has the stream, the values made or (`+=`) added to, the operation with its reads, and the values waited for.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ _FORMS: tuple[tuple[Op, str, re.Pattern[str]], ...] = tuple(
         (Op.UPDATE, "update", "update"),
     )
 )
-# The word that identifies a line's operation, for errors.
+# Words that identify an operation.
 _WORDS = {"link": (Op.PULL, Op.PUSH), **{op.value: (op,) for op in Op}}
 
 
 def instruction_text(instruction: Instruction) -> str:
-    """Return one instruction's line, such as `p2p      h2.0 = receive <- rank 3`."""
+    """Return a line such as `p2p      h2.0 = receive <- rank 3`."""
     line = f"{instruction.stream.value:<9}{_statement(instruction)}"
     return f"{line:<{MARGIN}}  after {', '.join(instruction.after)}" if instruction.after else line
 
@@ -82,7 +81,7 @@ def _statement(instruction: Instruction) -> str:
 
 
 def parse_instruction(line: str, number: int) -> Instruction:
-    """Parse a line of `instruction_text`; a ValueError names the line, what was expected, and what was found."""
+    """Parse a line of `instruction_text`; a ValueError names the line."""
     name, _, rest = line.partition(" ")
     try:
         stream = Stream(name)

@@ -1,9 +1,7 @@
-"""Layouts: the intervals of a bucket's flat state that each rank holds, their order, and how gradients are combined.
+"""Layouts: the intervals of a bucket's flat state that each rank holds, and how gradients are combined.
 
-A bucket's flat state is parameter-major, so a tensor-parallel shard is one interval per parameter and fused segment, a
-home shard one interval, and a movement of state a link between two layouts (`ir.link`). Intervals are in elements.
-
-Symbols of a layout's arrays, each with one entry per interval:
+The state is parameter-major: a tensor-parallel shard is one interval per parameter and fused segment, a home shard one.
+A layout's arrays have one entry per interval, in elements:
 
     rank     the holder
     lo, hi   the interval [lo, hi) of the bucket
@@ -11,12 +9,10 @@ Symbols of a layout's arrays, each with one entry per interval:
     copy     which copy of the state it belongs to
     partial  whether the holders' gradients are summed (PARTIAL) or equal (REPLICA)
 
-Worked example: a bucket of 11 elements consists of w [4, 2], sharded along its rows, with q and k fused in it, 2 rows
-each, and a norm n of 3 elements. q is [0, 4), k is [4, 8), n is [8, 11). A stage of ranks 5 and 6 holds it as follows:
+A bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage hold
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4
-    partial  w: yes; n: as its kind says, REPLICA if both computed the same gradient
 """
 
 from __future__ import annotations
@@ -37,26 +33,23 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GradientKind(Enum):
-    """How gradients of a stage's holders of the same elements are combined."""
+    """Combination of gradients of a stage's holders."""
 
-    REPLICA = "replica"  # every holder has the same value: take one
-    PARTIAL = "partial"  # the gradient is the sum over the holders, perhaps a single one
+    REPLICA = "replica"  # all holders have the same: take one
+    PARTIAL = "partial"  # sum over the holders
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Assignment of a bucket's elements to ranks: one row per interval, sorted by rank and buffer position.
 
-    A rank's local buffer is the concatenation of its intervals in row order. Arrays are 1-D and read-only; no interval
-    is empty. Layouts compare by identity, so they can key a cache.
+    A rank's local buffer is the concatenation of its intervals. Arrays are 1-D, int64 (partial: bool) and read-only;
+    no interval is empty. Layouts compare by identity.
 
     Attributes:
-        rank, lo, hi, at: int64, as in the module's docstring.
-        copy: int64: the index of the stage in a propagation layout, 0 or 1 in a home layout. Each copy holds every
-            element at least once. In a home layout, copy 0 has the *first owners*, where gradients are summed, and copy
-            1 the *second owners*.
-        partial: bool, whether its gradient is PARTIAL in its copy.
-        nodes: int64, the node of each rank, -1 if unknown; None: the layout does not depend on nodes.
+        copy: the index of the stage in a propagation layout. In a home layout, 0 for the *first owners*, where
+            gradients are summed, and 1 for the *second owners*. Each copy holds every element.
+        nodes: node of each rank, -1 if unknown; None: the layout does not depend on nodes.
     """
 
     rank: Ints
@@ -76,16 +69,16 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold any elements, ascending."""
+        """The ranks that hold elements, ascending."""
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
-        """Return the number of elements in a rank's local buffer."""
+        """Return the length of a local buffer."""
         mine = self.rank == rank
         return int((self.hi[mine] - self.lo[mine]).sum())
 
     def of(self, rank: int) -> Layout:
-        """Return the rows of one rank."""
+        """Return a rank's rows."""
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
@@ -93,10 +86,10 @@ class Layout:
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return the layout with the rank numbers of another world, without ranks that are not in it.
+        """Return the layout with another world's rank numbers, without ranks that left.
 
         Args:
-            before: old rank number of each new rank; None for a rank that is new.
+            before: old number of each new rank; None for a rank that joined.
             nodes: node of each new rank.
         """
         names = {old: new for new, old in enumerate(before) if old is not None}
@@ -107,7 +100,7 @@ class Layout:
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return the part within disjoint intervals [lo, hi), with positions in local buffers kept."""
+        """Return the part within disjoint intervals [lo, hi), at unchanged positions in buffers."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -118,17 +111,17 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """The first owners' rows of a home layout, with positions in local buffers kept."""
+        """The first owners' rows, at unchanged positions in buffers."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
     def second(self) -> Layout:
-        """The second owners' rows, like `first`."""
+        """The second owners' rows, likewise."""
         return self._where(self.copy != 0)
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """Starts and ends of the intervals that no rank holds, ascending, disjoint and not empty."""
+        """Intervals that no rank holds, as starts and ends, ascending."""
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -148,19 +141,17 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket.
+    """Make the home layout of a bucket: a copy is cut into one interval per rank, in order.
 
-    A copy is cut into one interval per rank, in order; equal shares of a divisible size are exactly equal, as the
-    native collectives require. A second copy is the first one shifted by half of the bucket. Other cuts are rounded to
-    multiples of `align` elements, so a small bucket may leave ranks without elements.
+    Equal shares of a divisible size are exactly equal, as native collectives require. Other cuts are multiples of
+    `align`, so a small bucket may leave ranks without elements. A second copy is shifted by half a bucket.
 
     Args:
         ranks: distinct, in any order.
-        shares: relative weights, one per rank, not negative; None: equal. With two copies, a node with more than half
-            of all shares owns the whole bucket once.
+        shares: non-negative, one per rank; None: equal. With two copies, a node with more than half of all owns the
+            whole bucket once.
         copies: 1, or 2: every element has a second owner, on another node.
-        align: elements; 8 fp32 values fill a vector register.
-        nodes: of `ranks`, in their order; None: each is on a separate node.
+        nodes: node of each of `ranks`; None: all differ.
 
     Raises:
         ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
@@ -175,7 +166,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # Sorted by element within a rank, so that its part of one parameter is contiguous.
+    # By element, so that a rank's part of one parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -189,37 +180,37 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Round the cuts rather than the lengths: errors do not accumulate.
+    # Errors of rounded cuts do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
-    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the remainder from rounding goes to the last rank with a share
+    cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the last share gets the remainder
     return cuts
 
 
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut two copies, the second shifted by half a bucket: no node owns an element twice.
+    """Cut two copies, the second shifted by half a bucket.
 
-    A node's ranks are adjacent and cover at most half of a copy. Three equal ranks on three nodes own a bucket of 6:
+    A node's ranks are adjacent and cover at most half of a copy, so no node owns an element twice. Three equal ranks on
+    three nodes own a bucket of 6:
 
-        element  0 1 2 3 4 5
         first    0 0 1 1 2 2
         second   1 2 2 0 0 1
 
     Returns:
-        For each interval, possibly empty: its owner's index, lo, hi, and copy.
+        The owner's index, lo, hi, and copy of each interval, possibly empty.
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
-    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could let a node cover more than half
+    exact = [Fraction(float(weights[i])) for i in order]  # a rounded sum could exceed half
     total = sum(exact)
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # At most one node has more than half of all shares; it gets half of each copy.
+    # At most one node has more than half; it gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
-    ends = [Fraction(0)]  # in the bucket, from 0 to 1
+    ends = [Fraction(0)]  # from 0 to 1
     for i, weight in zip(order, exact, strict=True):
         if 2 * of_node[largest] <= total:
             part = weight / total
@@ -229,7 +220,7 @@ def _twice(
     unit = 1 if size % len(nodes) == 0 and len(set(exact)) == 1 else align
 
     def cut(at: Fraction) -> int:
-        # Positions are rounded alike in both copies, to avoid overlaps.
+        # Rounding alike in both copies avoids overlaps.
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
@@ -250,9 +241,8 @@ def propagation(
     """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its ranks.
 
     Args:
-        stages: for each stage that uses the bucket, its ranks in tensor-parallel order; no rank occurs twice.
-        kinds: the gradient kind of each replicated parameter, by name, for all stages or per stage; ignored for stages
-            of one rank. A parameter with a rule is PARTIAL.
+        stages: ranks of each stage that uses the bucket, in tensor-parallel order; no rank occurs twice.
+        kinds: of each replicated parameter, for all stages or per stage; ignored for stages of one rank.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -275,7 +265,7 @@ def propagation(
 
 
 def whole(size: int, *ranks: int) -> Layout:
-    """Assign the whole bucket of `size` elements to each of some ranks."""
+    """Assign the whole bucket to each rank."""
     rank = np.array(ranks, np.int64)
     zeros = np.zeros(len(ranks), np.int64)
     return _layout(rank, zeros, zeros + size, np.arange(len(ranks)), np.ones(len(ranks), bool), size)
@@ -304,7 +294,7 @@ def _check_home(
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    # A single holder's gradients are PARTIAL, so that adjacent parameters are merged.
+    # With one holder all are PARTIAL, so that adjacent parameters are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
@@ -328,7 +318,7 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank (stably), drop empty ones, merge adjacent ones, and place them."""
+    """Sort intervals by rank, drop empty ones, merge adjacent ones, and place them."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))

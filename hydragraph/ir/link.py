@@ -1,29 +1,22 @@
-"""Link: the mutual slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
+"""Links: the slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
-Intersecting intervals gives the pieces of Hydraulis (5.2), and covers uneven shards. The source's interval ends cut a
-line into *cells*; the ranks that hold part of a cell hold all of it, and each target interval, cut at the same ends,
-chooses its senders cell by cell.
+The source's interval ends cut a line into *cells*, which a rank holds entirely or not at all. Each target interval, cut
+at the same ends, chooses its senders cell by cell (Hydraulis, section 5.2, for uneven shards).
 
-Symbols; [n] is the length of an array:
+Symbols, with the lengths of arrays:
 
-    line           [source rows]  the line that each source interval lies on. Values need one line; gradients need one
-                                  per copy of the state, since every copy's gradient must be included. Line i has the
-                                  elements [i * size, (i + 1) * size)
+    line           [source rows]  line of each source interval: one for values, one per copy of the state for gradients,
+                                  since every copy contributes. Line i has elements [i * size, (i + 1) * size)
     ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
     first, rows                   the source rows rows[first[c] : first[c + 1]] hold cell c
-    row, lo, hi    [T]            the target's intervals, one for each of them and each line
-    item           [S]            index into T for each slice, the intersection of an interval and a cell
-    cell           [S]            the slice's cell
-    holders        [S]            number of source rows that hold that cell: the slice's candidates
+    row, lo, hi    [T]            the target's intervals, on each line
+    item, cell     [S]            interval (index into T) and cell of each slice, their intersection
+    holders        [S]            number of source rows that hold the slice: its candidates
     turn           [S]            round-robin number, to choose among candidates of equal cost
-    piece, holder  [P]            indices into S and into the source rows, for each pair of a slice and a candidate
-    place                         a number within a group: 0, 1, ... within an interval's cells, or a slice's candidates
+    piece, holder  [P]            index into S and source row of each pair of a slice and a candidate
 
-Worked example: of a bucket of 8, rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 all; rank 3 needs [2, 6). One line.
-
-    cells    ends 0 4 8; cell 0 is held by the rows of ranks 0 and 2, cell 1 by those of ranks 1 and 2
-    slices   [2, 4) in cell 0 and [4, 6) in cell 1; 2 holders each, so pairs 0 -> 3, 2 -> 3, then 1 -> 3, 2 -> 3
-    copy     the candidate nearest to rank 3 is rank 2, in both: it sends 2 -> 3 [2, 6), one slice after merging
+Example: rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 both; rank 3 needs [2, 6). The slices [2, 4) and [4, 6) have two
+candidates each, and rank 2 is the nearest.
 """
 
 from __future__ import annotations
@@ -35,15 +28,14 @@ import numpy as np
 
 from hydragraph.ir.layout import Bools, Ints, Layout
 
-_PIECE, _PIECES = 1024, 64  # pieces that holders share: minimum elements, and maximum number per bucket
+_PIECE, _PIECES = 1024, 64  # minimum elements of a piece, maximum pieces of a bucket
 
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Mutual slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
+    """Slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
 
-    A slice moves elements [lo, hi) of the bucket from `src`, at `src_at` of its local buffer, to `dst`, at `dst_at`. If
-    src == dst it is a local movement.
+    A slice moves elements [lo, hi) from `src`, at `src_at` of its local buffer, to `dst`, at `dst_at`; src may be dst.
     """
 
     src: Ints
@@ -62,19 +54,16 @@ class Slices:
 
     @property
     def elements(self) -> int:
-        """Number of moved elements, including local movements."""
+        """Number of moved elements."""
         return int((self.hi - self.lo).sum())
 
     @property
     def travelling(self) -> Slices:
-        """The slices between two different ranks."""
+        """Slices between different ranks."""
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return what one rank sends and receives, in both of which a pair's slices have the same order.
-
-        Local movements are in both.
-        """
+        """Return what a rank sends and receives, both with local movements, in the same order on both ends."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
@@ -87,24 +76,20 @@ class Slices:
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link values: cover every target interval exactly once, by its own rank if that holds it.
 
-    Otherwise the nearest replica sends: one on the same node, if known, then the closest rank. Equally near replicas
-    alternate over target ranks and cells.
+    Otherwise the nearest replica sends: on the same node, if known, then the closest rank. Equally near ones alternate.
 
     Args:
         rank: return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
-        ValueError: the sizes differ, or no rank of the source holds elements that the target needs.
+        ValueError: the sizes differ, or no rank of the source holds needed elements.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values like `copy`, but let holders on the same node, or else on any node, take turns.
-
-    That balances the load where elements move once: several holders send parts of long intervals.
-    """
+    """Link values like `copy`, but let all holders, or those on the target's node, send parts in turn."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -127,11 +112,11 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
     """Link gradients: select the contributions that the first owners in the target must sum.
 
-    Every copy in the source contributes its gradient once: from PARTIAL intervals every holder sends; from REPLICA
-    intervals the owner itself if it is a holder, otherwise holders take turns.
+    From PARTIAL intervals every holder sends. From REPLICA intervals one holder per copy sends: the owner itself if
+    possible, otherwise holders take turns.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source is missing elements that the target needs.
+        ValueError: the sizes differ, or a copy of the source is missing needed elements.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
@@ -139,19 +124,19 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Link the sums of first owners to second owners, if any; both sides' offsets are in the buffers of `owners`."""
+    """Link the sums of first owners to second owners; offsets are in the buffers of `owners`."""
     return copy(owners.first, owners.second, rank)
 
 
 def stays(source: Layout, target: Layout) -> bool:
-    """Return whether `copy(source, target)` is entirely local."""
+    """Return whether `copy` is entirely local."""
     if not {*target.ranks} <= {*source.ranks}:
         return False
     return all(_keeps(copy(source, target, rank), rank) for rank in target.ranks)
 
 
 def sums_stay(source: Layout, target: Layout) -> bool:
-    """Return whether `reduce(source, target)` is entirely local."""
+    """Return whether `reduce` is entirely local."""
     owners = target.first.ranks
     if not {*owners} <= {*source.ranks}:
         return False
@@ -163,14 +148,14 @@ def _keeps(slices: Slices, rank: int) -> bool:
 
 
 def is_all_gather(source: Layout, target: Layout) -> bool:
-    """Return whether `copy(source, target)` is the native all-gather of equal shards over `source.ranks`."""
+    """Return whether `copy` is the native all-gather of equal shards over `source.ranks`."""
     return _equal_shards(source) and _whole_everywhere(target) and np.array_equal(source.rank, target.rank)
 
 
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
-    """Return whether `reduce(source, target)` is the native reduce-scatter over `target.ranks`."""
+    """Return whether `reduce` is the native reduce-scatter over `target.ranks`."""
     target = target.first
-    # Several holders of one copy may have the same gradient (REPLICA), which a reduce-scatter would sum.
+    # Holders of one copy may have equal gradients (REPLICA), which a reduce-scatter would sum.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
     same_ranks = np.array_equal(source.rank, target.rank)
     return _equal_shards(target) and _whole_everywhere(source) and own_copies and same_ranks
@@ -192,7 +177,7 @@ def _whole_everywhere(layout: Layout) -> bool:
 
 
 class Cells(NamedTuple):
-    """Cells of a source, in the module docstring's symbols."""
+    """Cells of a source, in the module's symbols."""
 
     ends: Ints
     first: Ints
@@ -201,12 +186,10 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Slices with every rank that could send them: one entry per slice and candidate, ordered by slice.
+    """One entry per slice and candidate sender, ordered by slice.
 
     Attributes:
-        slice: the slice of each entry.
-        start: the first entry of each slice.
-        turn: a number per slice, to break ties.
+        start: first entry of each slice.
     """
 
     src: Ints
@@ -222,13 +205,13 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for counts [2, 0, 3], every item's group [0, 0, 2, 2, 2] and place in it [0, 1, 0, 1, 2]."""
+    """Return, for counts [2, 0, 3], groups [0, 0, 2, 2, 2] and places in them [0, 1, 0, 1, 2]."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
-    """Cut [0, end) at every end of the source's intervals; a cell's rows ascend."""
+    """Cut [0, end) at every end of intervals; a cell's rows ascend."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
@@ -238,10 +221,7 @@ def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
-    """Intersect the target with the cells of the source, whose row i lies on line `line[i]`.
-
-    With a `rank`, slices of others may be missing.
-    """
+    """Intersect the target with the source's cells; with a `rank`, slices of others may be missing."""
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:
@@ -263,10 +243,10 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
             " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
         )
-    # The choice depends on the cell and the target, not on the slice, so every rank makes the same one.
+    # It does not depend on the slice, so every rank makes the same choice.
     turn = turns[row] + cell
 
-    # Each slice occurs once per holder, first in elements of the bucket, then as offsets in both local buffers.
+    # Each slice occurs once per holder.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -281,7 +261,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
-    """Repeat the target on every line; return rows and intervals, or those that may concern `rank`."""
+    """Return the target's rows and intervals on every line, or those that may concern `rank`."""
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()
@@ -291,7 +271,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # All between this rank's first and last element, including gaps; `_slices` drops what the rank does not send.
+        # Including gaps; `_slices` drops the excess.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -301,7 +281,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
-    # Of m cheapest candidates, number turn % m is chosen; a slice's own numbers start at before[start].
+    # Of m cheapest candidates, number turn % m is chosen.
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)
@@ -318,7 +298,6 @@ def _order(dst: Ints, src: Ints, lo: Ints) -> Ints:
 
 
 def _slices(pairs: _Pairs, kept: Bools, rank: int | None) -> Slices:
-    """Sort the kept entries by (dst, src, lo), and merge contiguous ones of a pair of ranks."""
     if rank is not None:
         kept = kept & ((pairs.src == rank) | (pairs.dst == rank))
     chosen = np.flatnonzero(kept)

@@ -1,7 +1,4 @@
-"""Number of elements between ranks in a link of two layouts, by the rules of `ir.link`, without making its slices.
-
-Example: of a bucket of 8, rank 0 owns [0, 4) and rank 1 [4, 8). Rank 1 needs all: `copied` is 4 from 0 to 1.
-"""
+"""Number of elements between ranks in a link (`ir.link`), without making its slices."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ _NEAREST, _OWN = range(2)  # choice of a sender: `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the elements that each rank sends to every other rank in `link.copy(source, target)` [ranks, ranks]."""
+    """Return the elements between ranks in `link.copy(source, target)` [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks beyond the known ones are on another node
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # unknown ranks are elsewhere
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
 
 def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the elements between ranks in `link.reduce(source, target)`, like `copied`."""
+    """Return the elements between ranks in `link.reduce(source, target)`."""
     line = np.unique(source.copy, return_inverse=True)[1]
     return _counted(reduce, source, target.first, line, np.zeros(ranks, np.int64), _OWN)
 
 
 def handed_on(owners: Layout, ranks: int) -> Ints:
-    """Return the elements between ranks in `link.hand_on(owners)`, like `copied`."""
+    """Return the elements between ranks in `link.hand_on(owners)`."""
     return copied(owners.first, owners.second, ranks)
 
 
@@ -47,7 +44,7 @@ def _counted(
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
     if len(sent) and size == target.size:
         return np.asarray(sent)
-    link(source, target)  # raises for layouts that it cannot link
+    link(source, target)  # raises for such layouts
     raise AssertionError("ir.link makes slices where none were counted")
 
 
@@ -65,7 +62,7 @@ def _sent(
     nodes: Ints,
     way: int,
 ) -> Ints:
-    """Count elements by sender and receiver [ranks, ranks]; [0, 0] if no rank holds some needed element."""
+    """Return elements by sender and receiver, [0, 0] if a needed one is missing."""
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(at.shape[0]):

@@ -1,12 +1,11 @@
-"""Parameters, their sharding rules, and the flat order that makes their shards intervals.
+"""Parameters, their sharding rules, and the flat order that makes shards intervals.
 
-A parameter's *canonical order* is its elements with the sharded dimension moved to the front, row by row. A shard is
-then one interval per fused segment (such as q, k and v, each sharded separately), for any degree.
+A parameter's *canonical order* is its elements with the sharded dimension moved to the front. A shard is then one
+interval per fused segment (such as q, k and v), for any degree.
 
-Worked example: w has shape [3, 4], is sharded along dimension 1, and fuses two segments of 2 columns each. In canonical
-order its columns are consecutive, 3 elements each, and of 2 ranks
+w [3, 4], sharded along dimension 1, fuses two segments of 2 columns, each of 3 consecutive elements:
 
-    index 0   holds column 0 of segment 0 and column 2, the first of segment 1: [0, 3) and [6, 9)
+    index 0   holds columns 0 and 2: [0, 3) and [6, 9)
     index 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
 """
 
@@ -22,7 +21,7 @@ from hydragraph.errors import Unsupported
 
 
 def shares_heads(heads: int, tp: int) -> bool:
-    """Return whether `tp` ranks can share heads evenly: each holds the same number, or each head the same ranks."""
+    """Return whether `tp` ranks share heads evenly: each holds the same number, or each head the same ranks."""
     return heads % tp == 0 if heads >= tp else tp % heads == 0
 
 
@@ -31,10 +30,9 @@ class ShardRule:
     """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        segments: units of each fused segment, parts that may not be split: `(8, 8, 8)` for q, k and v of eight heads.
-        unit: elements along `dim` in one unit, such as the head size.
-        heads: the units are attention heads: ranks share a head if there are fewer heads than ranks, and its gradient
-            is the sum of theirs.
+        segments: number of units of each fused segment: `(8, 8, 8)` for q, k and v of eight heads.
+        unit: elements along `dim` that may not be split, such as the head size.
+        heads: units are attention heads: ranks may share one, and then sum its gradient.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -52,9 +50,9 @@ class ShardRule:
             raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of one segment that rank `index` of `tp` holds."""
+        """Return the units [a, b) of a segment that rank `index` of `tp` holds."""
         n = self.segments[segment]
-        # Fewer heads than ranks: t / n consecutive ranks hold the same head.
+        # t / n consecutive ranks hold the same head.
         if self.heads and n < tp:
             if not shares_heads(n, tp):
                 raise Unsupported(
@@ -72,11 +70,11 @@ class ShardRule:
         return index * n // tp, (index + 1) * n // tp
 
     def allows(self, tp: int) -> bool:
-        """Return whether `tp` ranks can shard the dimension; only attention heads restrict the degree."""
+        """Return whether `tp` ranks can shard the dimension."""
         return not self.heads or all(shares_heads(segment, tp) for segment in self.segments)
 
     def shared(self, tp: int) -> bool:
-        """Return whether several of `tp` ranks hold the same unit."""
+        """Return whether ranks share units."""
         return self.heads and min(self.segments) < tp
 
 
@@ -87,7 +85,6 @@ class Parameter:
     Attributes:
         name: the first in `model.named_parameters()`.
         rule: None: every rank of a stage holds all of it.
-        trainable: its `requires_grad`.
 
     Raises:
         ValueError: it has no elements, or the rule does not cover its dimension.
@@ -117,7 +114,7 @@ class Parameter:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of the full tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -125,11 +122,7 @@ class Parameter:
         return self.size // self.shape[self.rule.dim] if self.rule else self.size
 
     def intervals(self, tp: int, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the canonical intervals [lo, hi) held by rank `index` of a stage of `tp` ranks, in order.
-
-        Raises:
-            Unsupported: the degree cannot shard its heads.
-        """
+        """Return the canonical intervals [lo, hi) of rank `index` of `tp`; raise Unsupported if heads prevent it."""
         if self.rule is None or tp == 1:
             return ((0, self.size),)
         intervals = []
@@ -149,18 +142,18 @@ class Parameter:
             raise Unsupported(error.what, where=self.name, remedy=error.remedy) from None
 
     def local_shape(self, tp: int, index: int) -> tuple[int, ...]:
-        """Return the natural shape of one rank's shard; raises the errors of `intervals`."""
+        """Return the shard's shape; raises like `intervals`."""
         if self.rule is None or tp == 1:
             return self.shape
         length = sum(hi - lo for lo, hi in self.intervals(tp, index)) // self._row
         return (*self.shape[: self.rule.dim], length, *self.shape[self.rule.dim + 1 :])
 
     def canonical(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor or a shard in 1-D canonical order; copies only if necessary."""
+        """Return a tensor or shard in 1-D canonical order, copied only if necessary."""
         return (tensor.movedim(self.rule.dim, 0) if self.rule else tensor).reshape(-1)
 
     def natural(self, flat: Tensor, tp: int = 1, index: int = 0) -> Tensor:
-        """View a shard's 1-D canonical elements as its natural shape; strides may be transposed."""
+        """View a shard's canonical elements in its natural shape; strides may be transposed."""
         shape = self.local_shape(tp, index)
         if self.rule is None:
             return flat.view(shape)
@@ -172,11 +165,11 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector, exchanged in one message per pair of ranks.
 
-    A block's own parameters form a bucket; a tied parameter has its own, and so have parameters without a gradient.
+    A block's own parameters form a bucket; tied parameters and those without a gradient have separate ones.
 
     Attributes:
-        blocks: names of the blocks that use it; may be empty.
-        learns: whether its parameters get a gradient: all are trainable and contribute to the loss.
+        blocks: that use it; may be empty.
+        learns: its parameters are trainable and contribute to the loss.
     """
 
     name: str
@@ -192,16 +185,16 @@ class Bucket:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of the whole flat vector."""
+        """Number of elements."""
         return sum(p.size for p in self.parameters)
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Key of its layouts: buckets of equal form have equal layouts and links."""
+        """Key: buckets of equal form have equal layouts."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:
-        """Return the offset of each parameter in the flat vector, by name."""
+        """Return parameters' offsets."""
         starts = {}
         at = 0
         for parameter in self.parameters:

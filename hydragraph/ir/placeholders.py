@@ -1,10 +1,10 @@
-"""Placeholders of a Program that a strategy fills in (Hydraulis, section 5.3): targets of FX nodes that never run."""
+"""Placeholders that a strategy fills in (Hydraulis, section 5.3): targets of FX nodes that never run."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-# Inputs of templates with dropout (`hydragraph.frontend.dropout_calls`).
+# Inputs of templates with dropout.
 DROPOUT_KEYS = "dropout_keys"
 DROPOUT_BLOCK = "dropout_block"
 
@@ -14,12 +14,12 @@ def _unfilled(name: str) -> NoReturn:
 
 
 def pull(bucket: str) -> Any:
-    """Pull-Parameter: a bucket's weights enter."""
+    """Pull-Parameter: weights enter."""
     _unfilled("pull")
 
 
 def push(bucket: str, *uses: Any) -> Any:
-    """Push-Gradient: a bucket's gradients leave for their owners, after the last use's backward."""
+    """Push-Gradient: gradients leave for their owners."""
     _unfilled("push")
 
 
@@ -27,12 +27,12 @@ def communicate(value: Any, where: str) -> Any:
     """Communicate-Activation: a strategy may communicate an activation here.
 
     Args:
-        where: "stage" between blocks (a possible pipeline cut), "enter" before a product that tensor parallelism may
+        where: "stage" between blocks, a possible pipeline cut; "enter" before a product that tensor parallelism may
             shard, "exit" after one that sums the ranks' parts.
     """
     _unfilled("communicate")
 
 
 def compute(template: str, *values: Any) -> Any:
-    """Run one block: its template over weights, hidden state and aux values."""
+    """Run one block's template."""
     _unfilled("compute")

@@ -1,4 +1,4 @@
-"""The strategy-independent Program: blocks in order, their templates, and placeholders."""
+"""The strategy-independent Program: blocks, their templates, and buckets of parameters."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Template:
 
     Attributes:
         name: the SHA-256 of its graph, in hex.
-        graph: its outputs are one hidden value (the epilogue: the summed loss; aux: its values).
-        parameters: local names, as inside the block's module.
+        graph: returns the hidden state (epilogue: the summed loss; aux: its values).
+        parameters: local names in the block's module.
         inputs: "hidden", "aux.0", ..., or batch fields.
     """
 
@@ -47,20 +47,20 @@ class Template:
 
     @cached_property
     def content(self) -> Hashable:
-        """Identity: the graph's digest, the meaning of its placeholders, and the traced sizes."""
-        # Equal texts may have different traced sizes, which the trace may depend on.
+        """Identity: the graph's digest, its placeholders' meaning, and the traced sizes."""
+        # A trace may depend on sizes that are not in its text.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
         return graph_digest(self.graph), self.parameters, self.buffers, self.inputs, tuple(traced)
 
 
 def short(name: str) -> str:
-    """Return the first digits of a template's name."""
+    """Return a template name's first digits."""
     return name[:6]
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
-    """Return the SHA-256, in hex, of a graph's text and the shapes and dtypes of its placeholders."""
+    """Return the SHA-256, in hex, of a graph's text and its placeholders' forms."""
     signature = [(str(tuple(v.shape)), str(v.dtype)) for v in _given(graph)]
     return hashlib.sha256(graph.code.encode() + repr(signature).encode()).hexdigest()
 
@@ -71,12 +71,12 @@ def _given(graph: fx.GraphModule) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """Instance of a template in the model, with its parameters and buffers.
+    """Instance of a template in the model.
 
     Attributes:
         name: "embed", "layer.0", ..., "head".
-        parameters: canonical names in the model, in the template's order.
-        aux: for each of the template's inputs "aux.i", the index of the aux output that feeds it.
+        parameters: canonical names, in the template's order.
+        aux: index of the aux output for each input "aux.i".
     """
 
     name: str
@@ -92,14 +92,14 @@ class Program:
 
     Attributes:
         causal: labels are the next tokens; otherwise sequences must provide labels.
-        blocks: in order; the first is "embed", the last "head".
+        blocks: from "embed" to "head".
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
-        buckets: units of pulls and pushes, in block order; parameters that no block uses come last.
+        buckets: in block order; parameters that no block uses come last.
         heads: query head counts.
-        unplaced: a token id that is not counted in positions, and has position -1: RoBERTa's padding id.
-        positions: maximum number of tokens in a sequence, and the name of the config's setting.
-        origin: a digest of the captured model's modules and config.
-        push_dtype: dtype in which gradients are sent to their owners.
+        unplaced: a token id without a position (-1): RoBERTa's padding id.
+        positions: maximum tokens of a sequence, and the name of the config's setting.
+        origin: digest of the model's modules and config.
+        push_dtype: of gradients sent to their owners.
         window: maximum elements of weights, and of gradients, in flight.
     """
 
@@ -127,28 +127,28 @@ class Program:
         return len(self.blocks) - 2
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree can shard all heads."""
+        """Return whether a degree can shard all heads."""
         return all(count % tp == 0 for count in self.heads) and all(
             parameter.rule is None or parameter.rule.allows(tp) for parameter in self.parameters.values()
         )
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training uses dropout: batches then have keys (`kernels.philox`)."""
+        """Whether training uses dropout, for which batches have keys (`kernels.philox`)."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:
-        """Return a block's number for dropout: from 1 for layers, 0 for embed and head."""
+        """Return a block's number for dropout: from 1 for layers, else 0."""
         return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The templates of the blocks, each once."""
+        """The blocks' templates."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
     def outline(self) -> Outline:
-        """The names that rank programs are built from."""
+        """Names for rank programs."""
         return Outline(
             blocks=tuple(b.name for b in self.blocks),
             buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
@@ -159,7 +159,7 @@ class Program:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The parameters that get a gradient: trainable ones that contribute to the loss."""
+        """Parameters that get a gradient."""
         return frozenset(p.name for b in self.buckets if b.learns for p in b.parameters)
 
     @cached_property
@@ -170,7 +170,7 @@ class Program:
 
     @cached_property
     def graph(self) -> fx.Graph:
-        """The whole model as one FX graph of `pull`, `compute`, `communicate` and `push` placeholders."""
+        """The whole model as a graph of placeholders (`ir.placeholders`)."""
         graph = fx.Graph()
         tokens = graph.placeholder("batch")
         aux = self._call(graph, compute, (self.aux.template, tokens), "aux")
@@ -205,7 +205,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return the printed form: a line per block, where T is the token count."""
+    """Return a line per block; T is the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")
@@ -223,7 +223,7 @@ def program_text(program: Program) -> str:
 
 
 def template_text(program: Program, name: str) -> str:
-    """Return one template's graph as code."""
+    """Return a template's code."""
     return f"template {short(name)}\n{program.templates[name].graph.code.strip()}"
 
 

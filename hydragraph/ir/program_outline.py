@@ -1,4 +1,4 @@
-"""Outline of a model for building rank programs."""
+"""Outline of a model, for building rank programs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Literal
 
 from hydragraph.ir.value import bucket_of
 
-# "train" updates the weights, "gradients" ends with gradients at home, "evaluate" only runs forwards.
+# "gradients" ends with gradients at home, "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
-# A mode, or an evaluation whose head computes log-probabilities.
+# "score" computes log-probabilities.
 Purpose = Literal["train", "evaluate", "gradients", "score", "score_entropy"]
 
 
 def mode_of(purpose: Purpose) -> Mode:
-    """Return the mode of a purpose's programs."""
+    """Return a purpose's mode."""
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
-# Names are parts of value names, whose punctuation they must not contain.
+# Without the punctuation of value names.
 _NAME = re.compile(r"[\w.\-/:]+")
 
 
@@ -31,9 +31,9 @@ class Outline:
     """Model as a chain of named blocks, each with the buckets of weights that it uses.
 
     Attributes:
-        blocks: the first block ("embed"), one block per layer ("layer.0", ...), the last block ("head").
+        blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
-        elements: number of elements of each bucket; empty: every bucket has one.
+        elements: size of each bucket; empty: 1 each.
         window: maximum elements of weights, and of gradients, in flight. None: two of the largest blocks.
 
     Raises:
@@ -50,7 +50,6 @@ class Outline:
 
         if len(self.blocks) < 2:
             raise ValueError(f"blocks is {self.blocks}: give a first and a last block, and the layers between them")
-        # `forward aux [m]` makes the values that every stage computes for itself.
         if "aux" in self.blocks:
             raise ValueError('block "aux": the name is taken by a micro-batch\'s auxiliary values; rename the block')
         for kind, names in (("block", self.blocks), ("bucket", tuple(name for name, _ in self.buckets))):
@@ -84,7 +83,7 @@ class Outline:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Number of elements of each bucket."""
+        """Elements by bucket."""
         elements = self.elements or (1,) * len(self.buckets)
         return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
 
@@ -93,39 +92,35 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return the maximum elements in flight for an iteration's pulls, or pushes.
-
-        Args:
-            exchanges: their names. If any is streamed, the default is one of the largest blocks.
-        """
+        """Return the maximum elements in flight for pulls, or for pushes; half by default if any is streamed."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets by the first block that uses them; pushes run in reverse."""
+        """The buckets by their first block; pushes run in reverse."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
     @cached_property
     def weights(self) -> Mapping[str, tuple[str, ...]]:
-        """Each block's buckets, in pull order."""
+        """Buckets by block, in pull order."""
         users = dict(self.buckets)
         return {block: tuple(name for name in self.pull_order if block in users[name]) for block in self.blocks}
 
     @cached_property
     def gradients(self) -> Mapping[str, tuple[str, ...]]:
-        """Each block's buckets that get a gradient, in pull order."""
+        """Buckets with a gradient by block, in pull order."""
         return {block: tuple(n for n in names if n not in self.frozen) for block, names in self.weights.items()}
 
     @cached_property
     def lowest(self) -> int:
-        """Position of the first block with trainable parameters; past the end if none."""
+        """Position of the first trainable block; past the end if none."""
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:
-        """Return the half-open range of block positions of a stage with layers [first_layer, last_layer)."""
+        """Return the positions [first, last) of a stage's blocks."""
         # Layer i is the block at position i + 1.
         first = 0 if first_layer == 0 else first_layer + 1
         last = len(self.blocks) if last_layer == self.layers else last_layer + 1

@@ -1,12 +1,11 @@
 """Simulation of a device's queues, to check whether programs over NCCL end.
 
-With gloo, a rank's host waits for a message. With NCCL, a queue of the device waits, and each communicator executes its
-operations in order, as soon as both ends have reached them.
+With NCCL, a queue of the device waits for a message, not the host:
 
     host         queues everything in program order; it waits only where a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
-    messages     run in program order per communicator; a message waits for everything computed before the last send
-                 that precedes it, and until both ends have reached it
+    messages     run in program order per communicator; a message waits for its other end, and for everything computed
+                 before the last send that precedes it
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True)
 class Stuck:
-    """Position of a stuck rank.
-
-    Attributes:
-        waits: the ranks it waits for; itself if one of its queues waits for another.
-    """
+    """Position of a stuck rank, and the ranks it waits for: itself if one of its queues waits for another."""
 
     at: int
     waits: tuple[int, ...]
@@ -47,11 +42,7 @@ class Stuck:
 
 @dataclass(eq=False)
 class _Message:
-    """One end of a message.
-
-    Attributes:
-        after: number of the rank's computations that it waits for.
-    """
+    """One end of a message, which waits for its rank's first `after` computations."""
 
     rank: int
     peer: int
@@ -63,8 +54,6 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Computation:
-    """Entry of the compute queue; it runs with its peers once its messages have arrived."""
-
     at: int
     key: tuple[Op, str, int | None]
     peers: tuple[int, ...]
@@ -80,11 +69,7 @@ class _Rank:
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
-    """Return where each rank that does not end is stuck.
-
-    Args:
-        transport: any except gloo.
-    """
+    """Return where ranks are stuck, over any transport except gloo."""
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
     ranks = _queued(programs, transport)
@@ -93,7 +78,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
 
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Simulate first uses of communicators, where all members must meet; return where they are stuck."""
+    """Return where first uses of communicators, which all members enter together, are stuck."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:
@@ -143,7 +128,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
     for program in programs:
         rank = _Rank()
         by_value: dict[Value, _Message] = {}
-        marked = 0  # computations before the last send, which messages wait for
+        marked = 0  # computations before the last send
         for at, instruction in enumerate(program.instructions):
             if instruction.op in (Op.SEND, Op.RECEIVE):
                 assert instruction.peer is not None, "a send or receive has a peer"
@@ -154,7 +139,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
                 by_value |= dict.fromkeys(instruction.writes, end)
             elif instruction.op in (*_COMPUTED, Op.FREE, Op.COMMIT):
                 computes = instruction.op in _COMPUTED
-                # Includes reads missing from `after`.
+                # Reads may be missing from `after`.
                 needs = dict.fromkeys(by_value[v] for v in (*instruction.after, *instruction.reads) if v in by_value)
                 if instruction.op is Op.FREE and not any(v.kind is ValueKind.MESSAGE for v in instruction.reads):
                     continue
@@ -212,7 +197,6 @@ def _late(rank: int, computation: _Computation, ranks: Sequence[_Rank]) -> bool:
 
 
 def _other_end(end: _Message, ranks: Sequence[_Rank], transport: Transport) -> _Message | None:
-    """Return the other end of a message, if both are at the heads of their queues and may run."""
     queue = ranks[end.peer].queues.get(_communicator(end, transport)) if end.peer < len(ranks) else None
     if not queue or ranks[end.rank].done < end.after:
         return None
@@ -234,5 +218,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # Otherwise it waits for peers at the same computation that cannot run their part.
+    # Otherwise its peers cannot run their part.
     return Stuck(computation.at, behind or tuple(current))

@@ -3,14 +3,11 @@
     rank 2 of 4  strategy <tp2,pp1> + <tp1,pp2>@7c1e00  pipeline 1, stage 0: layers 0-1, tp 1 (ranks 2), micro-batches 3
     pull     W.layer.0 = link home -> here                      # comments are ignored
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
-    p2p      send h2.0 -> rank 3                                after h2.0
 
-The header gives the rank's place; each line below is an instruction (`ir.instruction_text`). A shared or interleaved
-stage names all its pipelines or stages, with their micro-batches or layers.
+The header gives the rank's place; the other lines are instructions (`ir.instruction_text`). Shared stages name all
+pipelines and their micro-batches; interleaved ones name all stages and their layers likewise:
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
-
-    ...  pipeline 0, stage 0 + pipeline 0, stage 2: layers 0-1 + 4-5, tp 1 (ranks 0), micro-batches 3 + 3
 """
 
 from __future__ import annotations
@@ -32,17 +29,12 @@ _HEADER = re.compile(
     rf"micro-batches (?P<micro_batches>{_COUNT}(?: \+ {_COUNT})*))"
 )
 
-Span = tuple[int, int]  # half-open range of layers, or of positions of blocks
+Span = tuple[int, int]  # half-open
 
 
 @dataclass(frozen=True)
 class Role:
-    """Role of a stage in one of its pipelines.
-
-    Attributes:
-        micro_batches: their numbers, from 0 across the pipelines that share stages: 0, 1, 2 for the first, then 3, 4
-            for the second.
-    """
+    """Role of a stage in a pipeline; micro-batches are numbered across pipelines that share stages."""
 
     pipeline: int
     stage: int
@@ -55,9 +47,9 @@ class RankProgram:
 
     Attributes:
         strategy: its text with its fingerprint.
-        roles: one for each pipeline or interleaved stage; empty without work.
+        roles: one per pipeline or interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
-        layers: half-open range of layers of each interleaved stage.
+        layers: half-open range of each interleaved stage.
     """
 
     rank: int
@@ -70,7 +62,7 @@ class RankProgram:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of the micro-batches that it runs."""
+        """Numbers of its micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:
@@ -82,15 +74,12 @@ class RankProgram:
 
     @classmethod
     def parse(cls, text: str) -> RankProgram:
-        """Parse the output of `str`; a ValueError names the line and what was expected."""
+        """Parse the output of `str`; a ValueError names the line."""
         return parse(text)
 
 
 def to_text(program: RankProgram, comments: Mapping[int, str] | None = None) -> str:
-    """Return a program as text, one line per instruction; `parse` is the inverse.
-
-    Args:
-        comments: instruction index -> comment on its line.
+    """Return the text that `parse` reads, with comments by instruction.
 
     Raises:
         ValueError: the strategy's text or a comment would break the line structure.
@@ -130,7 +119,7 @@ def _parse_count(text: str) -> range:
 
 
 def parse(text: str) -> RankProgram:
-    """Parse the output of `to_text`; comments after # and blank lines are ignored."""
+    """Parse the output of `to_text`; comments after # are ignored."""
     program: RankProgram | None = None
     instructions: list[Instruction] = []
     number = 0

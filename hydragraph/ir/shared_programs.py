@@ -1,11 +1,11 @@
 """Programs of many ranks: a body per kind of ranks that differ only in peers, and each rank's peers.
 
-In a body, peer n is the n-th peer of the rank that runs it. For two stages of two ranks each, tp 2 followed by tp 2:
+In a body, peer n is the n-th peer of the rank that runs it. Two stages of two ranks each:
 
-    body     send h1.0 -> rank 0        ranks 0, 1 and, in another pipeline, 4 and 5 run it
-    peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3); of rank 4: (6); of rank 5: (7)
+    body     send h1.0 -> rank 0
+    peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3)
 
-As a rank's peers are distinct, a proof about one rank's values holds for its kind (`ir.verify`).
+A rank's peers are distinct, so a proof about one rank's values holds for its kind (`ir.verify`).
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @property
     def instructions(self) -> int:
-        """Number of instructions of all ranks."""
+        """Number of all ranks' instructions."""
         return sum(len(self.bodies[kind]) for kind in self.kinds)
 
     @staticmethod
     def of(programs: Iterable[RankProgram]) -> SharedPrograms:
-        """Group programs into kinds, in the order of their first ranks."""
+        """Group programs into kinds, by first rank."""
         if isinstance(programs, SharedPrograms):
             return programs
         return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
 
     @staticmethod
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
-        """Combine each rank's header, body and peers; equal bodies of one kind are merged."""
+        """Combine headers, bodies and peers; equal bodies of one kind are merged."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # keyed by identity, so long bodies are compared only once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity, to compare bodies once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -98,7 +98,7 @@ class SharedPrograms(Sequence[RankProgram]):
                 kind = number.setdefault((place, body), len(bodies))
                 if kind == len(bodies):
                     bodies.append(body)
-                # Only for bodies that are kept alive: another object may reuse an id.
+                # An id may be reused unless its body is kept alive.
                 if bodies[kind] is body:
                     kind_of[quick] = kind
             else:
@@ -110,7 +110,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with peers numbered in order of first occurrence, and these peers."""
+    """Return instructions with peers numbered by first occurrence, and these peers."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:

@@ -4,9 +4,8 @@
                     p2p      send h2.0 -> rank A
     ranks.txt       rank  kind  P  T    peers
                     0     0     0  0-1  2
-                    1     0     0  0-1  3
 
-A rank's full text is its kind's with R, P, T and A, B, ... filled in from its row.
+A rank's row fills in R, P, T and A, B, ... in its kind's text.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def file_of(kind: int) -> str:
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return all files' texts by name."""
+    """Return texts by file."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -52,7 +51,7 @@ def program_texts(programs: SharedPrograms) -> dict[str, str]:
 
 
 def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
-    """Parse the output of `program_texts`; a ValueError names the file, the line, and what was expected."""
+    """Parse the output of `program_texts`; a ValueError names the file and line."""
     rows = list(_rows(_text(texts, TABLE)))
     patterns = [_read_pattern(texts, kind) for kind in range(1 + max((kind for _, kind, *_ in rows), default=-1))]
     rank_parts = []
@@ -65,7 +64,7 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Return numbers as text with ranges for consecutive ones: "0-7,12,14-15"."""
+    """Return text with ranges: "0-7,12,14-15"."""
     runs = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(numbers))
     return ",".join(runs) or _NOBODY
 
@@ -82,7 +81,7 @@ def _table(programs: SharedPrograms) -> str:
 
 
 def _pattern(program: RankProgram) -> str:
-    """Return a program's text with letters for everything that differs between a kind's ranks."""
+    """Return a program's text with letters for what differs in a kind."""
     header, _, body = to_text(program).partition("\n")
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
@@ -93,7 +92,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    """Parse a kind's text as that of rank 0, with pipelines and ranks numbered from 0."""
+    """Parse a kind's text as rank 0's."""
     name = file_of(kind)
     text = _text(texts, name)
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
@@ -108,7 +107,7 @@ def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
 
 
 def _numbered_pipelines(text: str) -> str:
-    """Number the pipelines P of a header: interleaved stages are in one pipeline."""
+    """Number the pipelines P of a header; interleaved stages are in one."""
     shared = count()
     one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
     return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)

@@ -1,21 +1,21 @@
 """Values that a rank's instructions read and write.
 
-A value is a string, with the information in its text as attributes:
+A value is a string of one of these forms:
 
     text         kind                  meaning
     h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               saved by a block's forward for its backward
-    o.{block}.{m}  OFFLOADED     the same in host memory (`passes.offload`)
-    c.{block}.{m}  COPYING       the same on its way to host memory: complete once it has been copied
-    f.{block}.{m}  FETCHED       the same, back on the device
+    o.{block}.{m}  OFFLOADED           the same in host memory (`passes.offload`)
+    c.{block}.{m}  COPYING             the same on its way to host memory
+    f.{block}.{m}  FETCHED             the same, back on the device
     t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
-    W.{bucket}@{n}, G.{bucket}@{n}     the same of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d on its way to rank r: made by the send, complete once it has left
+    W.{bucket}@{n}, G.{bucket}@{n}     of the bucket's n-th streamed pull or push (`passes.stream`)
+    {value}>{r}  MESSAGE               an h or d on its way to rank r; complete once it has left
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
 
-NONE = -1  # for kinds that lack this number
+NONE = -1
 
 
 class ValueKind(Enum):
@@ -46,12 +46,12 @@ class ValueKind(Enum):
 
 
 class Value(str):
-    """A string with the information in its text as attributes, since programs of strings compare, sort and hash fast.
+    """A string, for fast comparison and hashing, with the information in its text as attributes.
 
     Attributes:
         exchange: name of its pull or push: the bucket, or {bucket}@{n} if streamed.
         micro_batch: counted within the pipeline, or across all pipelines that share stages.
-        block, bucket, exchange, position, micro_batch, peer: "" or -1 for kinds that do not have them.
+        block, bucket, exchange, position, micro_batch, peer: "" or -1 for other kinds.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")
@@ -88,7 +88,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a bucket's streamed pull or push; `turn` counts over all ranks."""
+    """Return the name of a streamed pull or push; `turn` counts over all ranks."""
     return f"{bucket}@{turn}"
 
 
@@ -115,7 +115,6 @@ def activation_gradient(position: int, micro_batch: int) -> Value:
 
 
 def _of_block(kind: ValueKind) -> Callable[[str, int], Value]:
-    """Return a function of (block, micro_batch) that returns {kind}.{block}.{micro_batch}."""
     return _once(lambda block, m: Value(f"{kind.value}.{block}.{m}", kind, block=block, micro_batch=m))
 
 
@@ -182,7 +181,7 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[..., Value]], ...] = (
 
 
 def parse_value(text: str) -> Value:
-    """Parse a value's text; raise a ValueError for anything else."""
+    """Parse a value's text, or raise a ValueError."""
     for pattern, make in _READERS:
         match = pattern.fullmatch(text)
         if match is not None:

@@ -1,4 +1,4 @@
-"""Static proof that the ranks' programs of one iteration are complete, agree, and cannot deadlock."""
+"""Static proof that the ranks' programs are complete, agree, and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """Error for a rank program that breaks a rule."""
+    """A rank program breaks a rule."""
 
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
@@ -45,10 +45,10 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Work of a rank, from its and its neighbours' headers.
+    """Work of a rank, from headers.
 
     Attributes:
-        blocks: positions of the blocks of each of its interleaved stages.
+        blocks: positions, by interleaved stage.
         neighbours: ranks of the previous and the next stage, by (micro-batch, visit).
     """
 
@@ -58,14 +58,14 @@ class _Site:
 
 
 def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "train") -> None:
-    """Check the programs of all ranks of one iteration; see the headings below.
+    """Check the programs of all ranks of one iteration.
 
     Raises:
         VerificationError: names the rank, the instruction and the broken rule.
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Ranks of a kind differ only in their peers (`ir.shared_programs`), and only messages depend on peers.
+    # Ranks of a kind differ only in peers, on which only messages depend.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -97,7 +97,7 @@ def _line(instruction: Instruction) -> str:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that headers describe whole pipelines that share whole stages or no ranks."""
+    """Check that headers describe whole pipelines, which share whole stages or no ranks."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
@@ -219,7 +219,7 @@ def _check_copy(program: RankProgram, index: int) -> None:
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Replace streamed exchanges by their buckets, and fetched values by saved ones."""
+    """Replace streamed exchanges by buckets, and fetched values by saved ones."""
     return frozenset(
         _NAMED[value.kind](value.bucket)
         if value.kind in _NAMED
@@ -244,7 +244,6 @@ _Values = tuple[frozenset[Value], frozenset[Value]]
 def _work(
     blocks: Sequence[int], m: int, outline: Outline, mode: Mode, halved: Container[tuple[str, int | None]]
 ) -> Iterator[tuple[_Key, _Values]]:
-    """Yield a stage's computations on micro-batch m, with the values read and written."""
     if blocks:
         yield (Work.FORWARD, "aux", m), (frozenset(), frozenset({aux(m)}))
     for k in blocks:
@@ -296,7 +295,7 @@ def _check_values(program: RankProgram) -> None:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
                 del alive[value]
-        # A name is made once; only gradients are accumulated.
+        # Only gradients are accumulated.
         for value in instruction.writes:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
@@ -312,7 +311,7 @@ def _check_values(program: RankProgram) -> None:
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update, and that all kinds order pulls and pushes in the same way."""
+    """Check pulls, pushes, commit and update; all kinds must order pulls and pushes alike."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -322,7 +321,7 @@ def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline
     for program, _ in ones:
         _check_pushed_values(program)
         _check_end(program, mode)
-    # Exchanges of one operation share a communicator, which matches them only by order.
+    # A communicator matches exchanges by order.
     for op in (Op.PULL, Op.PUSH):
         expected = [instruction.target for _, instruction in _of(ones[0][0], op)]
         for program, _ in ones[1:]:
@@ -356,7 +355,7 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that every pull or push waits for just the oldest pending ones until it fits in the window."""
+    """Check that each exchange waits for just the oldest pending ones until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))
@@ -382,7 +381,7 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit reads all losses and gradients, and that only frees and the update follow it."""
+    """Check that one commit reads all results, before only frees and the update."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
@@ -414,7 +413,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
-    """Check that neighbours, and only they, send and receive the same values in the same order."""
+    """Check that neighbours, and only they, exchange the same values in the same order."""
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
@@ -436,7 +435,6 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
 
 
 def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
-    """Return the value of a send or receive, after checking its peer."""
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):

@@ -7,31 +7,26 @@ One pipeline of 3 stages (F0: the forward of micro-batch 0; B0: its backward):
     stage 1      F0      F1  B0  F2  B1  F3  B2
     stage 2          F0  B0  F1  B1  F2  B2  F3  B3
 
-A stage that runs n micro-batches in an iteration has a period of 1 / n of it: half for a forward, half for a backward.
-A tick is half of a period here. With different periods:
+A stage that runs n micro-batches has a period of 1 / n of the iteration, two ticks here, half for a forward and half
+for a backward. With different periods:
 
-- A micro-batch enters the first stage: the j-th of a pipeline's c at j / c of the iteration. Of P pipelines that share
-  stages, the i-th starts later by i / P of that interval.
+- Micro-batch j of a pipeline's c enters the first stage at j / c of the iteration. Of P pipelines that share stages,
+  the i-th starts later by i / P of that interval.
 - It reaches the next stage after half the period of the slower of the two stages, and returns in the same way.
 - On the last stage, its backward begins half a period after its forward.
 
-Ranks that run their tasks in clock order cannot deadlock: the inputs of a task are earlier by the clock, and so are the
-tasks that its rank runs before it. (The last stage runs each backward directly after its forward, not later than the
-clock.) Between two stages the clock adds the same time to all micro-batches, so they arrive in the order in which they
-leave. No step takes longer than half a period of the pipeline: at most S - s micro-batches of each pipeline are alive
+Ranks that run their tasks in clock order cannot deadlock: a task's inputs are earlier by the clock. All micro-batches
+take the same time between two stages, so they arrive in order. At most S - s micro-batches of each pipeline are alive
 on stage s of S.
 
-A pipeline that returns to the same devices (interleaved stages) passes through them in C rounds; in each, every one of
-its G groups of devices has at most one stage. Micro-batches enter in sets of G: devices run a whole set in one round
-before the next, and a micro-batch moves on after a whole period. Two rounds on two groups of devices, F0:1 in the
-second round:
+Interleaved stages: a pipeline passes through its G groups of devices in C rounds. Micro-batches enter in sets of G, and
+a set finishes a round before the next one. A micro-batch moves on after a whole period. F0:1 is in the second round:
 
-    tick     0    1    2    3    4    5    6    7    8    9    10   11   12
     row 0    F0        F1        F0:1      F1:1      F2   B0:1 F3   B1:1 F2:1 ...
     row 1              F0        F1        F0:1 B0:1 F1:1 B1:1 F2   B0   F3 ...
 
-The first row holds the activations of (C - 1) G + 2 (G - 1) + 1 micro-batches, each for one of its C stages. (Narayanan
-et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.)
+The first row holds (C - 1) G + 2 (G - 1) + 1 activations. (Narayanan et al., Efficient Large-Scale Language Model
+Training on GPU Clusters, 2021, section 2.2.)
 """
 
 from __future__ import annotations
@@ -46,16 +41,16 @@ from operator import itemgetter
 
 from hydragraph.ir.schedules.schedule import Action, Shape, Work
 
-Ticks = int  # fine enough that all times of pipelines that share stages are integers
+Ticks = int  # fine enough that all times are integers
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Schedule of one pipeline's micro-batches on one stage.
+    """Schedule of a pipeline's micro-batches on one stage.
 
     Attributes:
-        arrives: when the previous stage runs its forward; on the first stage: when this one does.
-        every: time between consecutive micro-batches of a set.
+        arrives: time of the previous stage's forward, or of this one's on the first stage.
+        every: time between micro-batches of a set.
         pause: additional time between sets.
     """
 
@@ -90,7 +85,7 @@ class Beat:
 
 @lru_cache(maxsize=256)
 def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
-    """Return each pipeline's beats by stage."""
+    """Return beats by pipeline and stage."""
     if any(len(set(rows)) < len(rows) for rows in shape.stages):
         assert len(shape.stages) == 1, "`Strategy` refuses shared stages in a pipeline that returns to its devices"
         return (_returning(shape.stages[0]),)
@@ -107,12 +102,12 @@ def beats_of(shape: Shape) -> tuple[tuple[Beat, ...], ...]:
 
 
 def forwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    """Return a stage's forwards with their times, in clock order."""
+    """Return a stage's forwards with times, in clock order."""
     return _timed(shape, stage, Work.FORWARD, Beat.forward_at)
 
 
 def backwards_of(shape: Shape, stage: int) -> list[tuple[Ticks, Action]]:
-    """Return a stage's backwards, like `forwards_of`."""
+    """Return a stage's backwards, likewise."""
     return _timed(shape, stage, Work.BACKWARD, Beat.backward_at)
 
 
@@ -135,7 +130,7 @@ def _beats_at(shape: Shape, row: int) -> Iterator[tuple[int, int, Beat]]:
 def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
     size = len(set(rows))
     forwards: list[int] = []
-    begin = 0  # begin of the round
+    begin = 0  # of the round
     there: list[int] = []
     for row in rows:
         if row in there:
@@ -143,7 +138,7 @@ def _returning(rows: Sequence[int]) -> tuple[Beat, ...]:
             there = []
         forwards.append(begin + 2 * len(there))
         there.append(row)
-    pause = begin  # the later rounds of a set
+    pause = begin
     return tuple(
         Beat(0, forwards[max(0, at - 1)], forward, 2 * forwards[-1] + 1 - forward, 2, size, pause)
         for at, forward in enumerate(forwards)

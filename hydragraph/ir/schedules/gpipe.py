@@ -1,4 +1,4 @@
-"""GPipe: a stage runs all forwards, then all backwards, so every micro-batch is in flight.
+"""GPipe: a stage runs all forwards, then all backwards.
 
 schedule gpipe
 stage 0  F0 F1 F2 .  .  B0 B1 B2
@@ -14,7 +14,7 @@ NAME = "gpipe"
 
 
 def gpipe(shape: Shape) -> Schedule:
-    """Return a shape's GPipe schedule."""
+    """Return a shape's schedule."""
     return Schedule(
         NAME,
         tuple(

@@ -1,18 +1,16 @@
-"""Schedule: the order in which every stage of some pipelines runs its work, as a value.
+"""Schedule: the order in which every stage of some pipelines runs its work.
 
-A schedule prints as a grid and parses back: a row per stage, a cell per action, and a column per unit of time if every
-action takes one and messages take none. F is a forward, B a backward, I and W the halves of a backward. `F1.4` is the
-forward of pipeline 1's micro-batch 4; the number of pipeline 0 is left out.
+It prints as a grid and parses back: a row per stage, a column per unit of time if every action takes one. F is a
+forward, B a backward, I and W its halves. `F1.4` is the forward of pipeline 1's micro-batch 4; pipeline 0 is left out.
 
     schedule example
     stage 0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3
     stage 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
-A stage that several pipelines share is one row, and so are devices that run several stages of one pipeline (interleaved
-stages); `F0:1` is the forward of micro-batch 0 through their second stage.
+Stages on the same devices are one row, whether of several pipelines or of one (interleaved stages); `F0:1` is the
+forward of micro-batch 0 through the pipeline's second stage there:
 
-    schedule example
     stage 0  F0   F1   F0:1 F1:1 .    B0:1 .    B1:1 B0   B1
     stage 1  .    F0   F1   F0:1 B0:1 F1:1 B1:1 B0   B1
 """
@@ -45,20 +43,15 @@ class Work(Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    __hash__ = object.__hash__  # faster than the hash of the name
+    __hash__ = object.__hash__  # faster than the name's
 
 
-# Kinds of work that produce the gradient of a stage's input.
+# Work that returns the gradient of a stage's input.
 RETURNING = (Work.BACKWARD, Work.INPUT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One micro-batch's work on a stage.
-
-    Attributes:
-        micro_batch: its number, unique among all pipelines of the shape.
-        visit: index of the stage among the pipeline's stages in this row.
-    """
+    """One micro-batch's work on a stage; `visit`: index among the pipeline's stages in this row."""
 
     work: Work
     pipeline: int
@@ -71,14 +64,12 @@ class Action(NamedTuple):
         return f"{self.work.value}{pipeline}{self.micro_batch}{visit}"
 
 
-Place = tuple[int, int]  # row and visit of one of a pipeline's stages
+Place = tuple[int, int]  # row and visit of a stage
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Pipelines that share stages, usually one.
-
-    Micro-batches are numbered across pipelines: pipeline 0 has the first `counts[0]` numbers.
+    """Pipelines that share stages, usually one; micro-batches are numbered across them.
 
     Attributes:
         counts: micro-batches of each pipeline, 1 or more.
@@ -91,7 +82,7 @@ class Shape:
 
     @classmethod
     def alone(cls, stages: int, count: int) -> Shape:
-        """Return the shape of one pipeline."""
+        """Return one pipeline's shape."""
         return cls((count,), (tuple(range(stages)),))
 
     @cached_property
@@ -101,18 +92,18 @@ class Shape:
 
     @cached_property
     def places(self) -> tuple[tuple[Place, ...], ...]:
-        """Place of each stage of each pipeline."""
+        """Places by pipeline and stage."""
         return tuple(map(places_of, self.stages))
 
     @cached_property
     def micro_batches(self) -> tuple[range, ...]:
-        """Micro-batch numbers by pipeline."""
+        """Numbers by pipeline."""
         ends = list(accumulate(self.counts, initial=0))
         return tuple(range(first, end) for first, end in pairwise(ends))
 
     @cached_property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """Pipelines of each stage."""
+        """Pipelines by row."""
         return tuple(tuple(p for p, chain in enumerate(self.stages) if s in chain) for s in range(self.size))
 
     @cached_property
@@ -125,7 +116,7 @@ class Shape:
 
     @cached_property
     def links(self) -> Mapping[tuple[Place, Place], tuple[int, ...]]:
-        """Pipelines that pass from one place to another, by both."""
+        """Pipelines by pair of consecutive places."""
         links: dict[tuple[Place, Place], tuple[int, ...]] = {}
         for pipeline, chain in enumerate(self.places):
             for link in pairwise(chain):
@@ -133,24 +124,24 @@ class Shape:
         return links
 
     def is_last(self, row: int) -> bool:
-        """Return whether a row only computes last stages, with the loss."""
+        """Return whether a row only computes last stages."""
         return any(chain[-1] == row and chain.count(row) == 1 for chain in self.stages)
 
 
 def places_of(rows: Sequence[int]) -> tuple[Place, ...]:
-    """Return each stage's place, given its row."""
+    """Return stages' places, given their rows."""
     return tuple((row, rows[:at].count(row)) for at, row in enumerate(rows))
 
 
 class ScheduleTable(NamedTuple):
     """A schedule of one pipeline as arrays [stages, actions], for compiled code (`cost.compiled_replay`).
 
-    The table of more micro-batches serves fewer if the actions of the others are skipped, by `skip`.
+    It serves fewer micro-batches if the actions of the others are skipped.
 
     Attributes:
         work: index of each action's kind in `WORKS`; -1 after the last.
         skip: index of the next action of a smaller micro-batch.
-        stage: its stage; with interleaved stages the last rows are empty.
+        stage: with interleaved stages the last rows are empty.
     """
 
     work: NDArray[np.int32]
@@ -164,7 +155,7 @@ WORKS = tuple(Work)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of the work of each stage."""
+    """Order of stages' work."""
 
     kind: str
     actions: tuple[tuple[Action, ...], ...]
@@ -187,7 +178,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Return the schedule of a grid; a ValueError names a line or cell that cannot be read."""
+        """Parse a grid; a ValueError names an invalid line or cell."""
         header, *lines = text.strip().splitlines()
         title = header.split()
         if len(title) != 2 or title[0] != "schedule":
@@ -201,11 +192,7 @@ class Schedule:
         return cls(title[1], tuple(rows))
 
     def check(self, shape: Shape, mode: Mode = "train") -> None:
-        """Check that stages run all micro-batches of a shape, agree on their order, and do not deadlock.
-
-        Raises:
-            ValueError: names the first wrong cell.
-        """
+        """Check that stages run all micro-batches, agree on order, and do not deadlock; a ValueError names a cell."""
         if len(self.actions) != shape.size:
             raise ValueError(f"schedule {self.kind}: it has {len(self.actions)} stages, but {shape.size} are needed")
         for stage, row in enumerate(self.actions):
@@ -218,7 +205,7 @@ class Schedule:
                 raise self._fault(stage, row[len(begins)], "deadlocks: it needs an action that runs after it")
 
     def in_flight(self, stage: int) -> int:
-        """Return the most micro-batches that a row holds at once, from forward to last gradient."""
+        """Return the most micro-batches that a row holds, from forward to last gradient."""
         row = self.actions[stage]
         last = {(action.micro_batch, action.visit): i for i, action in enumerate(row)}
         alive = most = 0
@@ -229,7 +216,7 @@ class Schedule:
         return most
 
     def table(self, rows: Sequence[int]) -> ScheduleTable:
-        """Return a pipeline's schedule as int32 arrays."""
+        """Return a pipeline's schedule as arrays."""
         longest = max(map(len, self.actions), default=0)
         index = {work: i for i, work in enumerate(WORKS)}
         stage = {place: s for s, place in enumerate(places_of(rows))}
@@ -300,7 +287,7 @@ class Schedule:
         """Return when each action begins; a row's list ends where it deadlocks.
 
         Args:
-            places: of each pipeline's stages, in order.
+            places: by pipeline and stage.
             lengths: of each row's actions; default: 1.
         """
         ends: dict[_End, int] = {}
@@ -324,7 +311,7 @@ class Schedule:
         return begins
 
 
-_End = tuple[Place, bool, int]  # place, whether it returns, micro-batch
+_End = tuple[Place, bool, int]  # place, returning, micro-batch
 
 
 def _needed(chain: Sequence[Place], place: Place, action: Action) -> list[_End]:
@@ -354,7 +341,7 @@ def _parsed(stage: int, at: int, cell: str) -> Action:
 
 
 def _next_smaller(numbers: Sequence[int]) -> list[int]:
-    """Return, for each number, the index of the next smaller one, or the length."""
+    """Return the index of the smaller number after each, or the length."""
     result = [len(numbers)] * len(numbers)
     larger: list[int] = []
     for i, number in enumerate(numbers):

@@ -1,7 +1,7 @@
 """Kinds of schedules, by the name in a strategy.
 
-Every kind runs a pipeline's micro-batches in ascending order, which fixes the order of sums of gradients. In a pipeline
-that shares no stage, the order for fewer micro-batches is the order for more without the others.
+Every kind runs a pipeline's micro-batches in ascending order, which fixes the order of gradient sums. If no stage is
+shared, the order for fewer micro-batches is a subsequence of the order for more.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ KINDS: Mapping[str, Callable[[Shape], Schedule]] = {
 }
 assert tuple(KINDS) == SCHEDULES
 
-# Kinds without halves of backwards.
+# Without halves of backwards.
 WHOLE_BACKWARD = frozenset(
     name
     for name, build in KINDS.items()
     if all(action.work in (Work.FORWARD, Work.BACKWARD) for row in build(Shape.alone(2, 1)).actions for action in row)
 )
-# Keeps all micro-batches of a stage in flight.
 ALL_IN_FLIGHT = gpipe.NAME
 
 
 @lru_cache(maxsize=64)
 def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
-    """Return the schedule of a kind for a shape; to evaluate, the forwards in clock order."""
+    """Return a kind's schedule; in mode "evaluate", forwards only."""
     if mode == "evaluate":
         stages = range(shape.size)
         return Schedule(kind, tuple(tuple(action for _, action in forwards_of(shape, stage)) for stage in stages))
@@ -43,23 +42,19 @@ def schedule_of(kind: str, shape: Shape, mode: Mode = "train") -> Schedule:
 
 @lru_cache(maxsize=256)
 def most_in_flight(kind: str, stages: int) -> tuple[int | None, ...]:
-    """Return the most micro-batches that each stage holds, at most the number of stages; None: all."""
+    """Return the most micro-batches on each stage, at most the number of stages; None: all."""
     count = stages + 1
     schedule = KINDS[kind](Shape.alone(stages, count))
     return tuple(most if most < count else None for most in map(schedule.in_flight, range(stages)))
 
 
 def in_flight(kind: str, stages: int, count: int) -> tuple[int, ...]:
-    """Return the most of `count` micro-batches that each stage holds."""
+    """Return the most of `count` micro-batches on each stage."""
     return tuple(count if most is None else min(most, count) for most in most_in_flight(kind, stages))
 
 
 def table_of(kind: str, rows: int | tuple[int, ...], count: int) -> ScheduleTable:
-    """Return a kind's table for an unshared pipeline, of at least `count` micro-batches.
-
-    Args:
-        rows: the row of each stage (`Shape`), or their number if each has its own.
-    """
+    """Return a kind's table of at least `count` micro-batches, given stages' rows or their number."""
     return _table(kind, tuple(range(rows)) if isinstance(rows, int) else rows, 1 << max(3, (count - 1).bit_length()))
 
 

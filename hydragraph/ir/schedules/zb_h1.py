@@ -4,13 +4,9 @@
     stage 0  F0 F1 .  .  B0 F2 .  B1 .  .  B2
     stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2
 
-A stage runs weight gradients directly after input gradients: where 1F1B would wait for the next gradient, and otherwise
-before the next forward, which needs the memory. The first stage keeps whole backwards. So every stage holds as many
-micro-batches as under 1F1B. With S equal stages whose forwards and halves take f, i and w, a pipeline idles for (S - 1)
-(f + i), and for (S - 1) (f + i + w) under 1F1B.
-
-The schedule of Qi et al. (Zero Bubble Pipeline Parallelism, 2023) idles for (S - 1) (f + i - w), but every stage holds
-as much as the first, which does not suit uneven stages that fill their devices' memory.
+The first stage has whole backwards. Every stage holds as many micro-batches as under 1F1B. With S equal stages whose
+forwards and halves take f, i and w, a pipeline idles for (S - 1) (f + i), under 1F1B for (S - 1) (f + i + w). In Qi et
+al. (Zero Bubble Pipeline Parallelism, 2023) it idles less, but every stage holds as much as the first.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ NAME = "zb-h1"
 
 
 def zb_h1(shape: Shape) -> Schedule:
-    """Return a shape's ZB-H1 schedule."""
+    """Return a shape's schedule."""
     rows = enumerate(one_f_one_b(shape).actions)
     return Schedule(NAME, tuple(tuple(half for action in row for half in _halves(shape, s, action)) for s, row in rows))
 
