@@ -1,1 +1,1 @@
-"""Kernels, one per file, each with a reference in plain PyTorch, and the Triton and numba compilers."""
+"""Kernels, each with a reference in plain PyTorch, and the Triton and numba compilers."""

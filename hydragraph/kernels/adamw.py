@@ -1,6 +1,6 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-Decoupled weight decay (Loshchilov & Hutter, 2019), in the order of operations of `torch.optim.AdamW`:
+In the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
     w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
 """
@@ -22,7 +22,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # elements: Triton uses wide accesses for lengths that are multiples of 16
+UNIT = 16  # elements for which Triton uses wide accesses
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -40,7 +40,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     if MAXIMIZE:
         gradient = -gradient
     moment = tl.load(moments + index, mask=inside, other=0.0)
-    # The two forms of torch.lerp: each is exact at one end.
+    # The two forms of torch.lerp.
     near = moment + first_rate * (gradient - moment)
     far = gradient - (gradient - moment) * (1.0 - first_rate)
     moment = tl.where(first_rate < 0.5, near, far)
@@ -56,7 +56,7 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Hyperparameters of one group, as in `torch.optim.AdamW`."""
+    """Hyperparameters, as in `torch.optim.AdamW`."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -65,7 +65,7 @@ class AdamWSettings:
     maximize: bool = False
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """Return the kernel's scalars for one step, counted from 1."""
+        """Return the kernel's scalars for a step, counted from 1."""
         first, second = self.betas
         size = self.lr / (1 - first**step)
         root = (1 - second**step) ** 0.5
@@ -74,12 +74,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One flat parameter with its AdamW state: 1-D contiguous fp32 tensors of one length.
-
-    Attributes:
-        moment, square: running means of g and of g^2.
-        copy: destination of the new weight in 16 bits, or None.
-    """
+    """One flat parameter with its AdamW state: 1-D contiguous fp32 tensors of one length; the copy has 16 bits."""
 
     weight: Tensor
     gradient: Tensor
@@ -132,10 +127,9 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's own fused operator on a CPU, such that a weight's bits depend only on its values.
+    """Run PyTorch's fused operator on a CPU, so that a weight's bits depend only on its values.
 
-    The operator rounds a vector's last elements, fewer than one register holds, differently. So the last elements of
-    all shards are updated as parts of one longer vector.
+    It rounds a vector's last elements differently, so those of all shards are updated in one longer vector.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -171,7 +165,7 @@ def _fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def reference(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Reference implementation in plain PyTorch."""
+    """Reference in plain PyTorch."""
     steps = [torch.tensor(float(shard.step - 1)) for shard in shards]
     weights, gradients, moments, squares = _columns(shards)
     torch_adamw(weights, gradients, moments, squares, [], steps, foreach=False, **_options(settings))
@@ -192,7 +186,7 @@ def _options(settings: AdamWSettings) -> dict[str, Any]:
 
 
 def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
-    """Join shards of equal steps whose tensors are all adjacent in the same storages."""
+    """Join shards of equal steps that are adjacent in the same storages."""
     run: list[Shard] = []
     for shard in shards:
         if run and not _follows(run[-1], shard):
@@ -204,7 +198,7 @@ def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def launch(shard: Shard, settings: AdamWSettings) -> None:
-    """Run the kernel on one checked shard: first its multiple of 16 elements, then the remainder."""
+    """Run the kernel on a shard's multiple of 16 elements, then on the remainder."""
     size = shard.weight.numel()
     body = size // UNIT * UNIT
     for low, high in ((0, body), (body, size)):
@@ -212,7 +206,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
             parts = [x[low:high] for x in shard.tensors()]
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
-                parts[-1],  # without a copy, any tensor, which is never written
+                parts[-1],  # never written without a copy
                 high - low,
                 *settings.numbers(shard.step),
                 MAXIMIZE=settings.maximize,
@@ -223,7 +217,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants launched in training."""
+    """Yield the variants used."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
@@ -234,12 +228,12 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """A group's joined parameters at its last step: a later step with the same ones makes no views.
+    """A group's joined parameters at its last step; a later step with the same ones makes no views.
 
     Attributes:
-        marks: addresses of each parameter, its gradient and its state.
-        next: expected values of the step counters after the next step.
-        runs: each with the index of its first parameter. They keep the memory at `marks` from being reused.
+        marks: addresses of parameters, gradients and states, which `runs` keep from being reused.
+        next: expected step counters.
+        runs: with the index of the first parameter.
     """
 
     marks: list[tuple[Any, ...]]
@@ -248,13 +242,9 @@ class _Prepared:
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` for flat shards trained by hydragraph, in one pass over memory.
+    """`torch.optim.AdamW` for flat shards, in one pass over memory, with the same arguments and state dict.
 
-    For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`. Its state dict is that of torch.optim.AdamW.
-
-    Args:
-        params: tensors, (name, tensor) pairs or groups.
-        lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
+    For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`.
     """
 
     def __init__(
@@ -272,27 +262,23 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; a copy of this optimizer needs another `copy_to`."""
+        """Restore a state; a copy of the optimizer needs another `copy_to`."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Make every later step also write the new weights, rounded, to 16-bit tensors.
-
-        Args:
-            copies: parameter -> 1-D bf16 or fp16 tensor of its length; replaces those of an earlier call.
-        """
+        """Make later steps also write the new weights to 16-bit tensors, 1-D, of the parameters' lengths."""
         self._copies = dict(copies)
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
-        """The copies passed to `copy_to`."""
+        """Copies passed to `copy_to`."""
         return self._copies
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the closure's result."""
+        """Update every parameter with a gradient; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -311,7 +297,7 @@ class AdamW(torch.optim.AdamW):
         if self._copies:
             marks += [_place(self._copies.get(p)) for p in learning]
         steps = [state["step"] for state in states]
-        # Adding a tensor on the counters' device takes a quarter of the time that adding a number takes.
+        # Faster than adding a number.
         if all(step.is_cpu for step in steps):
             torch.ops.aten._foreach_add_.Tensor(steps, torch.ones(()), alpha=1.0)
         else:

@@ -1,7 +1,6 @@
 """Backends of `varlen_attention`, chosen by the tensors or forced by name.
 
-All save the same log-sum-exp, so any backend can differentiate the output of another. Shapes as in
-`hydragraph.kernels.varlen_attention`.
+All save the same log-sum-exp, so any can differentiate another's output.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 _forced: ContextVar[str | None] = ContextVar("attention_backend", default=None)
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v, contiguous
+Gradients = tuple[Tensor, Tensor, Tensor]  # contiguous
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class AttentionCall:
 
     Attributes:
         starts: [N + 1], the start of each sequence, then T.
-        longest: 0-d int64 on the CPU, the longest sequence; 0 if unknown.
+        longest: length, 0-d int64 on the CPU; 0 if unknown.
     """
 
     starts: Tensor
@@ -54,7 +53,7 @@ class Backend(Protocol):
     name: str
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
-        """Return why it does not support these tensors or settings, or None."""
+        """Return why the call is not supported, or None."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
-        """Return the gradients; `saved` is q, k, v, output, log-sum-exp."""
+        """Return gradients; `saved` is q, k, v, output, log-sum-exp."""
         ...
 
 
@@ -71,7 +70,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
     """Force the backend of `varlen_attention`, including its backward, in this context.
 
     Args:
-        name: "flash_attn", "torch", "triton" or "loop"; None restores the choice by the tensors.
+        name: "flash_attn", "torch", "triton" or "loop"; None: chosen by the tensors.
 
     Raises:
         ValueError: the name is unknown.
@@ -86,16 +85,12 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """Return the forced backend's name."""
+    """Return the forced name."""
     return _forced.get()
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Backend:
-    """Return the forced backend, or the first that accepts the call; log each choice once.
-
-    Raises:
-        Unsupported: the forced backend does not support the tensors, or none does.
-    """
+    """Return the forced backend, or the first that accepts the call; raise Unsupported if there is none."""
     name = _forced.get()
     names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
     refusals: list[str] = []
@@ -120,7 +115,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _Flash(ABC):
-    """Flash kernels of a library: their bounds are int32, and their log-sum-exp is [Hq, T]."""
+    """Flash kernels of a library, with int32 bounds and log-sum-exp [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)
@@ -133,15 +128,15 @@ class _Flash(ABC):
 
     @abstractmethod
     def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
-        """Return a tuple that starts with the output and the log-sum-exp."""
+        """Return the output, the log-sum-exp, and more."""
 
     @abstractmethod
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        """Return the gradients, given grad, q, k, v, output and log-sum-exp."""
+        """Return gradients, given grad, q, k, v, output and log-sum-exp."""
 
 
 class _FlashAttn(_Flash):
-    """Backend with the flash-attn package, 2.7 or newer."""
+    """The flash-attn package, 2.7 or newer."""
 
     name = "flash_attn"
 
@@ -172,7 +167,7 @@ class _FlashAttn(_Flash):
 
 
 class _TorchFlash(_Flash):
-    """Backend with PyTorch's flash kernels; deterministic under `torch.use_deterministic_algorithms(True)`."""
+    """PyTorch's flash kernels."""
 
     name = "torch"
 
@@ -188,7 +183,7 @@ class _TorchFlash(_Flash):
         return outputs
 
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
-        # Without dropout the kernel reads neither of these.
+        # Unused without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=tensors[0].device)
         unused = torch.empty(0, device=tensors[0].device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -205,7 +200,7 @@ class _TorchFlash(_Flash):
 
 
 class _Triton:
-    """Backend with the deterministic kernels of `triton_attention`."""
+    """Kernels of `triton_attention`."""
 
     name = "triton"
 
@@ -221,7 +216,7 @@ class _Triton:
 
 
 class _Loop:
-    """Backend with PyTorch's CPU flash kernel, one call per run of equally long sequences."""
+    """PyTorch's CPU kernel, called once per run of equally long sequences."""
 
     name = "loop"
 
@@ -315,9 +310,9 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
-    """Return bounds and longest lengths of queries and keys, and no dropout."""
+    """Return bounds, longest lengths and dropout."""
     bounds = call.starts.to(torch.int32)
-    most = int(call.longest) or int(call.starts.diff().max())  # without `longest`, this waits for the device
+    most = int(call.longest) or int(call.starts.diff().max())  # may wait for the device
     return bounds, bounds, most, most, 0.0
 
 
@@ -332,6 +327,6 @@ def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """Reshape [N, H * group, L, D] to [N * L, H, D], summing the heads of a group."""
+    """Undo `_heads_first`, summing a group's heads."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

@@ -1,7 +1,7 @@
-"""Attention over packed sequences with dropout of its probabilities, in plain PyTorch on any device.
+"""Attention over packed sequences with dropout of its probabilities, in plain PyTorch.
 
-The mask is that of `hydragraph.kernels.dropout`: a row of probabilities belongs to the query's token, and a feature is
-the head and the position of the key. Shapes as in `hydragraph.kernels.varlen_attention`.
+In the mask (`hydragraph.kernels.dropout`), a row belongs to the query's token; a feature is the head and the key's
+position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.kernels.attention_backends import spans
 from hydragraph.kernels.new_tensors import contiguous_like, widened
 from hydragraph.kernels.philox import call_word, threshold, words
 
-_POSITIONS = 24  # bits of a feature for the key's position; the remaining ten are the head's
+_POSITIONS = 24  # bits of a feature for the key's position
 
 
 def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Tensor:
@@ -42,7 +42,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
 @dataclass(frozen=True)
 class _Head:
-    """One head of one sequence; softmax and mask of its scores are [L, L]."""
+    """One head of a sequence; softmax and mask are [L, L]."""
 
     rows: slice
     query: int
@@ -71,11 +71,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: Tensor, causal: bool, scale: float,
     keys: Tensor | None, block: Tensor | None, first: Tensor | None, p: float, call: int, unit: int,
 ) -> Tensor:  # fmt: skip
-    """Compute attention and drop its probabilities with probability p.
+    """Compute attention with dropout; `keys`, `block` and `call` as for `hydragraph::dropout`.
 
     Args:
-        keys, block, call: as for `hydragraph::dropout`.
-        first: 0-d int64 on the CPU: number of the first head here, times `unit`; None: all heads are here.
+        first: number of the first head here, times `unit`, 0-d int64 on the CPU; None: all heads are here.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::attention_dropout without keys is a placeholder")

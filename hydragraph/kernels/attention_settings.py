@@ -1,4 +1,4 @@
-"""Settings of an attention call: its mask, scale and cap."""
+"""Mask, scale and cap of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """Settings that every attention backend receives.
+    """Settings of an attention call.
 
     Attributes:
         causal: query i attends to keys j <= i only.
@@ -25,7 +25,7 @@ class AttentionSettings:
 
     @property
     def plain(self) -> bool:
-        """Whether neither a window nor a cap is set."""
+        """Whether window and cap are unset."""
         return self.window is None and self.cap is None
 
     def sides(self) -> tuple[int | None, int | None]:
@@ -35,7 +35,7 @@ class AttentionSettings:
 
 
 def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tensor:
-    """Return which keys queries attend to, bool [rows, columns], from positions within one sequence."""
+    """Return which keys queries see, bool [rows, columns], given positions."""
     distance = rows[:, None] - columns[None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
     before, after = settings.sides()
@@ -49,8 +49,7 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
     """Cut sequences after every `chunk` tokens.
 
-    Lengths are on the device, so the result has room for the maximum number of parts: sequence n has its parts from
-    index starts[n] // chunk + n on. Parts beyond a sequence's end are empty.
+    Lengths stay on the device: sequence n has the parts from index starts[n] // chunk + n on, of which some are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then T.

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton attention kernels, by head size, element type and GPU."""
+"""Tile sizes of the Triton attention kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LARGEST = 256  # head size
 
 @dataclass(frozen=True)
 class Tiling:
-    """Query rows and key columns of a tile of scores, warps, and stages of the load pipeline.
+    """Query rows and key columns of a tile of scores.
 
     Attributes:
-        stages: number of tiles that are loaded ahead of use.
-        registers: maximum number of registers per thread.
-        exact: for fp32: true fp32 products instead of three tf32 ones, which are faster but take more registers.
+        stages: tiles loaded ahead of use.
+        registers: maximum per thread.
+        exact: fp32 products instead of three tf32 ones, which are faster but take more registers.
     """
 
     rows: int
@@ -35,15 +35,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Tilings:
-    """Tilings of the three kernels."""
+    """Tilings by kernel."""
 
     forward: Tiling
     queries: Tiling
     keys: Tiling
 
 
-# Padded head size -> tilings that, as checked by compiling, neither spill registers nor exceed the shared memory: 227
-# KB on Hopper and Blackwell data centre GPUs, 99 KB on every GPU from Ampere on.
+# Padded head size -> tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and Blackwell
+# data centre GPUs, 99 KB from Ampere on.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -58,7 +58,7 @@ _ANY_FP32 = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(32, 16, 8, 1), Tiling(16, 16, 4, 1)),
     256: Tilings(*3 * (Tiling(16, 16, 8, 1, registers=255, exact=True),)),
 }
-# For windows and caps, which need more registers.
+# Windows and caps need more registers.
 _ANY_FP32_LIMITED = {
     128: Tilings(Tiling(32, 32, 8, 1), Tiling(16, 16, 4, 1), Tiling(16, 16, 8, 1)),
     256: _ANY_FP32[256],
@@ -67,12 +67,12 @@ INTERPRETED = Tilings(Tiling(32, 32, 4, 1), Tiling(32, 16, 4, 1), Tiling(16, 32,
 
 
 def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Mapping[int, Tilings]:
-    """Return padded head size -> tilings; `plain`: without a window or a cap."""
+    """Return tilings by padded head size; `plain`: without window and cap."""
     if dtype == torch.float32:
         return _ANY_FP32 if plain else _ANY_FP32_LIMITED
     return _HOPPER if plain and (9, 0) <= capability < (12, 0) else _ANY
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """Return the head size of a tile: the next power of two with a tiling."""
+    """Return a tile's head size, a power of two."""
     return max(128 if dtype == torch.float32 else 64, 1 << (size - 1).bit_length())

@@ -15,7 +15,7 @@ from hydragraph.kernels.new_tensors import contiguous_like
 
 
 def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield j, and for each token t >= j whether t - j is in the same sequence, [T - j, 1]."""
+    """Yield j, and whether t - j is in the sequence of t, [T - j, 1]."""
     places = torch.arange(tokens, device=cu_seqlens.device)
     bounds = cu_seqlens.long()
     starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]
@@ -25,13 +25,13 @@ def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, 
 
 @torch.library.custom_op("hydragraph::causal_convolution", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Convolve each channel with the tokens before, within each sequence; return [T, C].
+    """Convolve each channel within each sequence; return [T, C].
 
     Args:
         x: [T, C].
         weight: [C, K]; its last column belongs to the token itself.
         bias: [C].
-        cu_seqlens: bounds of the sequences, [N + 1].
+        cu_seqlens: [N + 1].
     """
     tokens, taps = x.shape[0], weight.shape[1]
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Registers and stack of a compiled kernel, from `cuobjdump`."""
+"""Registers and stack of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of each thread of a kernel; stack bytes are spilled registers, unless it has arrays."""
+    """Resources per thread; stack bytes are spilled registers, unless the kernel has arrays."""
 
     registers: int
     stack_bytes: int

@@ -1,10 +1,8 @@
 """Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
 
-The place is (seed, step, call in the model, number of the sequence in the mini-batch, position, feature), see
-`hydragraph.kernels.philox`. So the mask is the same for all ranks, packings, recomputations and resumed runs.
-
-Shapes: x has T tokens along one dimension; its other dimensions, in order, are the F features of a token. A rank that
-holds a part of a dimension draws that part of the mask.
+The place is (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks, packings,
+recomputations and resumed runs draw the same mask (`hydragraph.kernels.philox`). x has T tokens along one dimension;
+the others are features.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class _Form:
     """Sizes of a call: x has the features [outer, first : first + length, inner] of a whole [outer, whole, inner]."""
 
     tokens: int
-    after: int  # elements of x after the token dimension
+    after: int  # elements after the token dimension
     outer: int
     length: int
     inner: int
@@ -85,7 +83,7 @@ def _drop(  # type: ignore[no-untyped-def]
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the kernel for each dtype."""
+    """Yield the variants."""
     for name in ("bf16", "fp16", "fp32"):
         numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
         signature = {
@@ -133,9 +131,9 @@ def _dropout(
 
     Args:
         keys: numbers of the tokens, [1, T, 2] int64; None only while a model is traced.
-        block: 0-d int64 on the CPU, the number of the block of the model.
-        first: 0-d int64 on the CPU: start of this rank's part of dimension `dim`, times `scale`; None: x is whole.
-        dim, whole: dimension that ranks share, and its size on all of them; ignored if x is whole.
+        block: number of the model's block, 0-d int64 on the CPU.
+        first: start of this rank's part of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: x is whole.
+        whole: size of dimension `dim` on all ranks.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::dropout without keys is a placeholder")

@@ -1,7 +1,4 @@
-"""Gated delta rule by the Triton kernels of flash-linear-attention, in 16 bits with sums in fp32.
-
-The backward runs the forward again, since an operator saves only its arguments.
-"""
+"""Gated delta rule by flash-linear-attention, in 16 bits with sums in fp32."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-_LARGEST_KEY = 256  # features of a key that the kernels hold at once
-_OLDEST = "0.6"  # the first version that supports fewer heads of keys than of values
+_LARGEST_KEY = 256  # features
+_OLDEST = "0.6"
 
 
 def usable(k: Tensor) -> bool:
-    """Return whether the package supports these keys [T, Hk, K]."""
+    """Return whether the package supports keys [T, Hk, K]."""
     fits = k.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] <= _LARGEST_KEY
     return k.is_cuda and fits and _function() is not None
 
@@ -31,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, g and beta, in their dtypes."""
+    """Return gradients, in the inputs' dtypes."""
     leaves = [x.unsqueeze(0).detach().requires_grad_() for x in (q, k, v, g, beta)]
     with torch.enable_grad():
         out = _apply(leaves, cu_seqlens)
@@ -49,7 +46,7 @@ def _apply(leaves: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 @cache
 def _function() -> Any:
-    """Return the package's function, or None if it is missing or too old."""
+    """Return the package's function, or None if missing or too old."""
     try:
         version = import_module("fla").__version__
         function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

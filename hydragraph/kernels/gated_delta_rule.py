@@ -10,8 +10,7 @@ e_i = exp(g_1 + ... + g_i), D_ij = e_i / e_j for j <= i, else 0, and S the state
     (1 + strictly_lower(beta K K^T * D)) W = beta (V - e K S)
     O = e Q S + (Q K^T * D) W,      next S = e_n S + (e_n / e K)^T W
 
-The backward computes the states before each chunk again, and then proceeds from the last chunk to the first. On GPUs,
-flash-linear-attention computes 16-bit heads if it is installed (`fla_delta_rule.py`).
+The backward recomputes the states before each chunk, and proceeds from the last chunk to the first.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _Heads:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Quantities that depend only on some tokens of one sequence.
+    """Quantities of a chunk that do not depend on the state.
 
     Attributes:
         q, k, v: rows [H, n, size].
@@ -103,7 +102,7 @@ class _Chunk:
         return self.since[:, -1:] * state + (self.left * self.k).mT @ written
 
     def gradients(self, state: Tensor, dout: Tensor, dnext: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g, beta and the state before."""
+        """Return gradients of q, k, v, g, beta and the state."""
         written = self.written(state)
         pairs = self.q @ self.k.mT
         keys = self.k @ self.k.mT
@@ -136,7 +135,7 @@ def _chunks(cu_seqlens: Tensor) -> Iterator[list[slice]]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute `hydragraph::gated_delta_rule` in plain PyTorch."""
+    """Compute `hydragraph::gated_delta_rule`."""
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     heads = _Heads.of(q, k, v, g, beta)
     for rows_of in _chunks(cu_seqlens):
@@ -154,9 +153,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
     """Compute the gated delta rule within each sequence; return [T, H, V], in the dtype of v.
 
     Args:
-        q, k: queries and keys [T, Hk, K], which are scaled to length 1 here.
-        v: values [T, H, V]; Hk divides H, and a key serves H / Hk consecutive value heads.
-        cu_seqlens: bounds of the sequences, [N + 1].
+        q, k: [T, Hk, K], scaled to length 1 here.
+        v: [T, H, V]; a key serves H / Hk consecutive value heads.
+        cu_seqlens: [N + 1].
         g: logarithms of the decays [T, H], at most 0.
         beta: rates of the updates [T, H].
     """
@@ -167,7 +166,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute `hydragraph::gated_delta_rule_backward` in plain PyTorch."""
+    """Compute `hydragraph::gated_delta_rule_backward`."""
     heads = _Heads.of(q, k, v, g, beta)
     dout = widened(grad).transpose(0, 1)
     head_gradients = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v, heads.g, heads.beta)]
@@ -188,7 +187,7 @@ def backward(
 
 
 def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
-    """Return the gradient of x [T, Hk, K], given that of its unit vectors by value head, [T, H, K]."""
+    """Return the gradient of x [T, Hk, K], given its unit vectors' [T, H, K]."""
     wide = widened(x)
     dunit = dunit.unflatten(1, (x.shape[1], -1)).sum(2)
     inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)

@@ -1,4 +1,4 @@
-"""GPU architectures, and the published figures of one GPU of each."""
+"""GPU architectures with published figures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class GpuArch:
 
     Attributes:
         gpu: the GPU with these figures, as its driver names it.
-        shared_bytes: maximum shared memory of one block of threads.
-        flops_per_s: dense bf16 products on tensor cores.
-        link_bytes_per_s: bandwidth of NVLink in each direction.
+        shared_bytes: maximum per block of threads.
+        flops_per_s: dense bf16 products.
+        link_bytes_per_s: of NVLink in each direction.
     """
 
     name: str
@@ -28,11 +28,11 @@ class GpuArch:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability: (9, 0) is sm_90."""
+        """(9, 0) is sm_90."""
         return divmod(int(self.name.removeprefix("sm_")), 10)
 
 
-# NVIDIA's datasheets of these GPUs; shared memory: CUDA C programming guide, "Compute Capabilities".
+# Datasheets; shared memory: CUDA C programming guide, "Compute Capabilities".
 ARCHS = {
     arch.name: arch
     for arch in (

@@ -1,14 +1,10 @@
 """Fused product and loss of the head, by chunks of tokens: the [T, V] logits are never materialised.
 
-Logits of a chunk are computed, reduced to a loss, turned into their gradient in place, and multiplied into the
-gradients of the hidden states and of the head: three matrix products, as without fusion (Liger-Kernel, Hsu et al.,
-2024; Cut Cross-Entropy, Wijmans et al., 2024). Backward only scales the gradients.
+A chunk's logits are reduced to a loss, turned into their gradient in place, and multiplied into the gradients of the
+hidden states and the head (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
 
-If the vocabulary is sharded, each rank has the rows [first, first + V) of the head. Per token it computes the largest
-logit, the sum of exp(logit - largest), and the label's logit if the rank has it; `exchange` combines those of all ranks
-(see `combine`).
-
-Label smoothing s over N classes replaces the label's logit by the mean logit of the smoothed target:
+If the vocabulary is sharded, a rank has the rows [first, first + V) of the head, and `exchange` combines the ranks'
+statistics. Label smoothing s over N classes:
 
     loss = log(sum exp(z)) - (1 - s) z_label - s / N sum z      gradient = softmax(z) - (1 - s) one_hot - s / N
 
@@ -33,7 +29,7 @@ Exchange = Callable[[Tensor], Tensor]
 """[3, C] of this rank -> [3, C] of all: largest logit, sum of exp(logit - largest), mean logit of the target."""
 
 Target = tuple[float, float]
-"""Weights of a token's label, and of every class in addition."""
+"""Weights of a token's label, and of every class."""
 
 ONE_HOT: Target = (1.0, 0.0)
 
@@ -47,7 +43,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     first, size, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per token: largest, sum of exp(logit - largest), weighted logit of the label or 0 and of each class.
+    # One program per token: largest, sum of exp(logit - largest), weighted logits of label and classes.
     token = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0)
     row = logits + token * row_stride
@@ -58,11 +54,11 @@ def _reduce(  # type: ignore[no-untyped-def]
     for n in range(0, size, BLOCK):
         value = tl.load(row + n + inner, mask=n + inner < size, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(value, 0))
-        # If all values so far are -inf, exp(-inf - -inf) would be NaN.
+        # exp(-inf - -inf) would be NaN.
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         mass = mass * tl.exp(largest - shift) + tl.exp(value - shift)
         largest = larger
-        # Without smoothing logits are not added: 0 * -inf would be NaN.
+        # 0 * -inf would be NaN.
         total += tl.where((n + inner < size) & (of_each > 0.0), value, 0.0)
     label = tl.load(labels + token) - first
     here = (label >= 0) & (label < size)
@@ -78,7 +74,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     first, size, ignored, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # In place: softmax(logits) - target, or 0 for an ignored token. One program per token.
+    # softmax(logits) - target, or 0 for an ignored token.
     token = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, BLOCK)
     row = logits + token * row_stride
@@ -89,12 +85,12 @@ def _differentiate(  # type: ignore[no-untyped-def]
         column = n + inner
         value = tl.load(row + column, mask=column < size, other=0.0).to(tl.float32)
         p = tl.exp(value - mass) - tl.where(column == label - first, of_label, 0.0) - of_each
-        # Not p * scale: an ignored token's logits may be infinite.
+        # An ignored token's logits may be infinite.
         tl.store(row + column, tl.where(scale > 0.0, p, 0.0).to(logits.dtype.element_ty), mask=column < size)
 
 
 def target_of(smoothing: float, classes: int) -> Target:
-    """Return a smoothed target's weights."""
+    """Return a smoothed target."""
     return (1.0 - smoothing, smoothing / classes) if smoothing else ONE_HOT
 
 
@@ -102,7 +98,7 @@ def target_of(smoothing: float, classes: int) -> Target:
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and its gradients of hidden and weight, for ranks with the whole vocabulary."""
+    """Return the loss and its gradients, with the whole vocabulary."""
     rows = weight.shape[0]
     return loss_and_gradients(hidden, weight, labels, ignored, rows, target=target_of(smoothing, rows))
 
@@ -119,17 +115,16 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and its gradients of hidden and weight.
 
-    The loss is in fp32 (fp64 for fp64). If the vocabulary is sharded, the gradient of hidden is this rank's part of a
-    sum over ranks.
+    The loss is in fp32 (fp64 for fp64). If the vocabulary is sharded, the gradient of hidden is this rank's summand.
 
     Args:
         hidden: [T, E]. weight: [V, E], of the same dtype.
         labels: [T] int64 over the whole vocabulary.
-        ignored: tokens with this label contribute neither to the loss nor to gradients.
-        rows: approximate number of the head's rows per rank, equal on all ranks, so that they exchange the same chunks.
-        first: index of this rank's first row of the head.
-        exchange: combines the statistics of all ranks; None if this rank has the whole vocabulary.
-        target: see `target_of`, with the number of classes on all ranks.
+        ignored: label of tokens without a loss or gradient.
+        rows: approximate rows of the head per rank, equal on all ranks, so that they exchange the same chunks.
+        first: this rank's first row of the head.
+        exchange: None if this rank has the whole vocabulary.
+        target: of the classes on all ranks.
     """
     wide = wide_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -151,7 +146,7 @@ def loss_and_gradients(
 def token_losses(
     logits: Tensor, labels: Tensor, ignored: int, first: int, exchange: Exchange | None, target: Target = ONE_HOT
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's losses, 0 for ignored tokens, and lse."""
+    """Return a chunk's losses, 0 if ignored, and lse."""
     statistics = statistics_of(logits, labels, first, target)
     if exchange is not None:
         statistics = exchange(statistics)
@@ -160,7 +155,7 @@ def token_losses(
 
 
 def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty results of `loss_and_gradients`."""
+    """Return empty results."""
     loss = hidden.new_empty((), dtype=wide_dtype(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
@@ -171,9 +166,9 @@ def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the saved gradients times the loss's own, and None for further inputs."""
+    """Return the saved gradients times the loss's, and None for further inputs."""
     d_hidden, d_weight = ctx.saved_tensors
-    # An fp32 scale would make the gradients fp32.
+    # An fp32 scale would widen the gradients.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
     return (*scaled, *(None for _ in ctx.needs_input_grad[2:]))
 
@@ -191,7 +186,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int = -10
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """Combine the statistics [R, 3, C] of R ranks, in order, as `exchange` must."""
+    """Combine the statistics [R, 3, C] of R ranks, in order."""
     largest = statistics[:, 0].amax(0)
     shift = torch.where(largest == float("-inf"), 0.0, largest)
     mass = (statistics[:, 1] * (statistics[:, 0] - shift).exp()).sum(0)
@@ -199,19 +194,19 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a chunk and of the head's fp32 gradient."""
+    """Return the bytes of a chunk and the head's fp32 gradient."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == wide_dtype(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * wide_dtype(dtype).itemsize
 
 
 def chunk_tokens(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Return the number of tokens in a chunk: logits of about the size of the hidden states, in a multiple of 128."""
+    """Return the tokens of a chunk: a multiple of 128 whose logits are about as large as all hidden states."""
     return max(128, min(tokens, -(-tokens * hidden // vocabulary)) // 128 * 128)
 
 
 def statistics_of(logits: Tensor, labels: Tensor, first: int, target: Target = ONE_HOT) -> Tensor:
-    """Return a chunk's statistics [3, C] from logits [C, V]."""
+    """Return the statistics [3, C] of logits [C, V]."""
     if not use_kernel(logits.device, "linear_cross_entropy") or logits.dtype == torch.float64:
         return reference_statistics(logits, labels, first, target)
     statistics = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -251,7 +246,7 @@ def to_gradient(
 def reference_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> Tensor:
-    """Reference of `to_gradient`, which returns the result."""
+    """Return the result of `to_gradient`."""
     of_label, of_each = target
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])
@@ -262,7 +257,7 @@ def reference_gradient(
 
 
 def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Add logits.T @ hidden to the head's gradient, which is fp32 (fp64): 16-bit sums would lose later chunks."""
+    """Add logits.T @ hidden to the head's fp32 (fp64) gradient; 16-bit sums would lose later chunks."""
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)
     elif logits.device.type == "cuda":
@@ -272,7 +267,7 @@ def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants launched in training; fp16 is like bf16."""
+    """Yield the variants used; fp16 is like bf16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         common |= {"of_label": "fp32", "of_each": "fp32"}

@@ -1,12 +1,11 @@
-"""Fused product and loss of the head for losses that weigh tokens: one cross-entropy per token, by chunks of tokens.
+"""Fused product and loss of the head with one cross-entropy per token, by chunks of tokens.
 
-The factors, [T], are known only in the backward. So the forward keeps log(sum exp(logits)) of each token, and the
-backward computes the logits again, one chunk at a time:
+The losses' factors [T] are known only in the backward, which computes the logits again:
 
-    forward     logits of a chunk -> losses, lse                                         one matrix product
-    backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients      three matrix products
+    forward     logits of a chunk -> losses, lse
+    backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients
 
-If the vocabulary is sharded, only the forward exchanges statistics. Shapes and arguments as in `head_loss`.
+Shapes and arguments as in `loss_and_gradients`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
 def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy and lse, for ranks with the whole vocabulary."""
+    """Return losses and lse, with the whole vocabulary."""
     return losses_of(hidden, weight, labels, ignored, weight.shape[0])
 
 
@@ -36,7 +35,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, 0 for ignored tokens, and lse of each token [T]; arguments as for `loss_and_gradients`."""
+    """Return each token's loss, 0 if ignored, and lse, [T]."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
@@ -55,9 +54,8 @@ def head_token_gradients(
 
     Args:
         lse: over the whole vocabulary.
-        factors: gradient of each token's loss.
-        start: index of this rank's first row of the head, 0-d; None: 0.
-        of_hidden, of_weight: which of the two are needed; the other one is empty.
+        start: this rank's first row of the head, 0-d; None: 0.
+        of_hidden, of_weight: which are needed; the other one is empty.
     """
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
     first = 0 if start is None else int(start)
@@ -78,7 +76,7 @@ def head_token_gradients(
 
 
 def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty losses and lse."""
+    """Return empty results."""
     losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     return losses, torch.empty_like(losses)
 
@@ -88,7 +86,7 @@ def _like_gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: 
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the operands of the backward, for an operator of hidden, weight, labels, maybe start, ignored."""
+    """Save an operator's hidden, weight, labels, maybe start, ignored."""
     hidden, weight, labels, *rest = inputs
     start = rest[0] if isinstance(rest[0], Tensor) else None
     ctx.ignored = rest[start is not None]
@@ -99,7 +97,7 @@ def token_gradients(ctx: Any, factors: Tensor, *_: Tensor) -> tuple[Tensor | Non
     """Return the gradients of hidden and weight, and None for further inputs."""
     hidden, weight, labels, lse, *start = ctx.saved_tensors
     needed = ctx.needs_input_grad[:2]
-    # The gradient of a slice or an expanded sum may have any strides.
+    # Strides of a slice's gradient are arbitrary.
     gradients = torch.ops.hydragraph.head_token_gradients(
         hidden, weight, labels, lse, factors.contiguous(), start[0] if start else None, ctx.ignored, *needed
     )

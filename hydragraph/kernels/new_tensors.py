@@ -1,4 +1,4 @@
-"""New tensors of kernels: results like their operands, and the dtype of sums."""
+"""Results like operands, and the dtype of sums."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and of log-sum-exp: fp32, or fp64 for fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in its `wide_dtype`."""
+    """Convert to `wide_dtype`."""
     return x.to(wide_dtype(x.dtype))
 
 

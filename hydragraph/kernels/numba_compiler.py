@@ -1,8 +1,7 @@
 """numba's compiler with a disk cache that tolerates damaged files and folders that are not writable.
 
-numba's own cache fails an import if nothing can be cached, raises pickle errors for a truncated file, runs machine code
-with a flipped bit, keeps running old code of functions that a function imports, and compiles again in every
-environment. This one is in the user's cache folder, and equal source files share it.
+numba's own cache fails imports if it has no folder, raises pickle errors for truncated files, runs machine code with a
+flipped bit, ignores changes of imported functions, and compiles again in every environment.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
 _MOST = 3000
 
-# Warnings of this process, and folders of announced compilations.
+# Warnings, and announced folders.
 _said: list[str] = []
 _announced: list[str] = []
 
-# Whether other processes have ended that compile for this one.
+# Whether other compiling processes have ended.
 _others: list[Callable[[], bool]] = []
 _POLL_S = 0.05
 
 
 def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = False) -> Any:
-    """Decorator: compile a function with numba on its first call, once per user and version.
+    """Compile a function with numba on its first call, once per user and version, as a decorator.
 
     Args:
         quick: compilation takes a second at most, so it is not announced.
-        shared: Python and compiled functions both call it, so one version serves both. Without this, compiled callers
-            get a version that Python cannot call: converting arguments takes as long to compile as a small function.
+        shared: Python and compiled functions both call it; otherwise compiled callers get a version without Python's
+            conversion of arguments, which takes long to compile.
     """
-    # A division by zero is infinite, as in the formulas, and loops have no checks.
+    # Division by zero is infinite.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
     dispatcher = jit()(function)
     inner = dispatcher if shared else jit(no_cpython_wrapper=True)(function)
@@ -55,7 +54,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # Callers would compile a function for every combination of constants.
+    # Otherwise every combination of constants would be compiled.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
@@ -66,7 +65,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether a function's current file is compiled on disk, for any types."""
+    """Return whether a function's current file is compiled on disk."""
     cache = getattr(function, "_cache", None)
     try:
         return isinstance(cache, _Cache) and bool(cache._cache_file._load_index())
@@ -76,7 +75,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Wait for other processes instead of compiling what they compile, until they have ended."""
+    """Wait for other processes to compile, until they have ended."""
     _others.append(ended)
     try:
         yield
@@ -86,7 +85,7 @@ def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
 
 class _Files(IndexDataCacheFile):  # type: ignore[misc]
     def _dump(self, value: Any) -> bytes:
-        # pickle ignores the hash, so numba itself can still read the file.
+        # pickle ignores the hash, so numba can still read the file.
         data: bytes = super()._dump(value)
         return data + hashlib.sha256(data).digest()
 
@@ -98,19 +97,19 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Cache that drops entries it cannot read, and tolerates failed writes."""
+    """Cache that drops unreadable entries, and tolerates failed writes."""
 
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
         self._quick = quick
         self._cache_path = _folder() or self._cache_path
         self.stamp = _stamp(function, _digest(function.__code__.co_filename))
-        # Every version has its own files, so that installations can share a folder.
+        # Versions have separate files, as installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
         self._cache_file = _Files(self._cache_path, name, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Return the code compiled for a signature, or None if it must be compiled."""
+        """Return compiled code, or None."""
         try:
             overload = super().load_overload(*arguments)
             if overload is None and not self._quick:
@@ -123,7 +122,6 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             return overload
         except Exception as error:
             _say(f"numba's cache in {self.cache_path} is damaged ({type(error).__name__}: {error}): compiling again")
-            # The next process does not read the damaged entry again.
             with suppress(OSError):
                 self.flush()
             return None
@@ -137,7 +135,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 def _folder() -> str | None:
-    """Return NUMBA_CACHE_DIR, or else a folder in the user's cache folder; None: it is not writable."""
+    """Return NUMBA_CACHE_DIR or the user's cache folder; None: not writable."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(base, "hydragraph", "compiled"))
     with suppress(OSError):
@@ -146,7 +144,7 @@ def _folder() -> str | None:
 
 
 def _evict(folder: Path) -> None:
-    """Delete the oldest quarter of the files if there are more than `_MOST`, which are those of twenty versions."""
+    """Delete the oldest quarter of too many files."""
     files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
         with suppress(FileNotFoundError):  # another process deletes as well
@@ -160,11 +158,7 @@ def _digest(file: str) -> str:
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    """Return a digest of a function's file and of what numba copies from other modules.
-
-    Args:
-        source: digest of the file.
-    """
+    """Return a digest of a function's file and of what numba copies from other modules."""
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():
         if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):
@@ -172,7 +166,7 @@ def _stamp(function: Callable[..., Any], source: object) -> str:
     caches = (getattr(value, "_cache", None) for value in values.values())
     functions = sorted({cache.stamp for cache in caches if isinstance(cache, _Cache)})
     constants = sorted(f"{name} {value!r}" for name, value in values.items() if _is_constant(value))
-    # Compiled code reads the fields of named tuples by position, and numba knows a tuple by its name and types.
+    # Fields of named tuples are read by position.
     tuples = sorted(f"{name} {value._fields}" for name, value in values.items() if _is_named_tuple(value))
     return hashlib.sha256(repr((source, functions, constants, tuples)).encode()).hexdigest()
 
@@ -186,7 +180,7 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _say(sentence: str) -> None:
-    """Log the first warning of a process; later ones have the same cause."""
+    """Log only the first warning; later ones have the same cause."""
     if not _said:
         _LOG.warning("%s", sentence)
     _said.append(sentence)

@@ -1,14 +1,14 @@
 """Random words that depend only on their place: Philox4x32-10 in plain PyTorch.
 
-Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). One evaluation turns a counter of four 32-bit words
-and a key of two into four random words, whichever rank draws them, in any order.
+One evaluation turns a counter of four 32-bit words and a key of two into four random words (Salmon et al., "Parallel
+Random Numbers: As Easy as 1, 2, 3", 2011).
 
     counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
     key       64 bits from the seed and the step (`key_of`)
     result    the words of features 4 i to 4 i + 3
 
-A token's numbers travel with it as `keys` [1, T, 2] int64: the key, and the number of its sequence times 2**32 plus its
-position. A negative second number switches dropout off.
+A token has `keys` [1, T, 2] int64: the key, and its sequence's number times 2**32 plus its position. A negative second
+number switches dropout off.
 """
 
 from __future__ import annotations
@@ -22,23 +22,18 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_BLOCK = 16  # bits: the number of a call within its block is below 2**16
-_TOGETHER = 1 << 16  # evaluations whose intermediate words stay in a CPU's cache
+_BLOCK = 16  # bits of a call's number
+_TOGETHER = 1 << 16  # evaluations that fit in a CPU's cache
 
 
 def key_of(seed: int, step: int) -> int:
-    """Return the key of a step, a signed 64-bit number that differs for all steps below 2**32 of one seed."""
+    """Return a signed 64-bit key, different for all steps below 2**32 of one seed."""
     key = (seed ^ (step << 32)) & (2**64 - 1)
     return key - 2**64 if key >= 2**63 else key
 
 
 def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
-    """Return the keys of packed sequences, [1, T, 2] int64.
-
-    Args:
-        lengths: tokens of each sequence.
-        numbers: number of each sequence in the mini-batch; -1: without dropout.
-    """
+    """Return the keys of packed sequences, [1, T, 2] int64; the number -1 switches dropout off."""
     tokens = torch.cat(
         [torch.arange(n) + (i << 32) if i >= 0 else torch.full((n,), -1) for n, i in zip(lengths, numbers, strict=True)]
     )
@@ -46,19 +41,19 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's word for a call within a block, both counted from 0; a ValueError if one is too large."""
+    """Return the counter's word for a call within a block; a ValueError if a number is too large."""
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
         raise ValueError(f"call {call} of block {block}: at most {1 << _BLOCK} calls and blocks have distinct words")
     return block << _BLOCK | call
 
 
 def threshold(p: float) -> int:
-    """Return the number below which a word drops its element."""
+    """Return the number below which words drop elements."""
     return round(p * 2**32)
 
 
 def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
-    """Return the random words of tokens and features, [T, F] int64, each from 0 to 2**32 - 1.
+    """Return the random words of tokens and features, [T, F] int64, from 0 to 2**32 - 1.
 
     Args:
         keys: [T, 2] int64.
@@ -75,7 +70,7 @@ def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
 
 
 def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
-    # Products of int64 wrap around modulo 2**64 as unsigned ones do.
+    # int64 products wrap around as unsigned ones do.
     k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
     position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
     c0: Tensor = groups[None, :]

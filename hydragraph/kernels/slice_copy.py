@@ -1,9 +1,7 @@
-"""Copy of thousands of ranges between two flat buffers in one launch: the local part of a link, with cast and sum.
+"""Copy of thousands of ranges between two flat buffers in one launch, with cast and sum.
 
-A `SliceTable` is made once per link: it cuts ranges into tiles that no two programs share, and separates tiles that
-allow 16-byte accesses. Ranges with the same target are summed in the order of the table, so results are bitwise
-reproducible. On a CPU ranges are moved as raw memory, since starting a PyTorch operator takes longer than copying
-kilobytes.
+Ranges are cut into tiles that no two programs share; some allow 16-byte accesses. Ranges with the same target are
+summed in the order of the table, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-UNIT = 8  # elements in one 16-byte access to a 16-bit buffer
-WIDE = 4096  # elements of an aligned tile: 32 per thread keep enough bytes in flight to hide the latency of memory
-NARROW = 512  # elements of any other tile: fewer, since scalar accesses cost registers
+UNIT = 8  # elements of a 16-byte access
+WIDE = 4096  # elements of an aligned tile, to hide the latency of memory
+NARROW = 512  # of any other tile
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
-RUN = 2**17  # elements that are gathered before a cast or sum, to fit in a core's cache
-MANY = 256  # ranges; from this number on, Python takes longer than the copy
-_MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # element types by size, for plain moves
+RUN = 2**17  # elements that fit in a core's cache
+MANY = 256  # ranges for which Python is too slow
+_MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]
 
@@ -44,8 +42,8 @@ class Batch:
     """Ranges with ascending targets.
 
     Attributes:
-        origins, places, lengths: [R] int64: source offset, target offset and length of each, in elements.
-        beside: [R] int64: offset of each if all of them are packed without gaps.
+        origins, places, lengths: source offset, target offset and length of each, [R] int64, in elements.
+        beside: offset of each without gaps, [R] int64.
     """
 
     origins: Offsets
@@ -56,7 +54,7 @@ class Batch:
 
     @property
     def whole(self) -> slice | None:
-        """The part of the target that they fill; None if there are gaps."""
+        """The part of the target that they fill, unless there are gaps."""
         first = int(self.places[0])
         end = int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
@@ -67,7 +65,7 @@ def _write(  # type: ignore[no-untyped-def]
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write a tile at the pointers `to`: its only origin, or the sum of all its origins."""
+    """Write a tile at the pointers `to`: its only origin, or the sum of all."""
     element = target.dtype.element_ty
     if SUMS:
         value = tl.load(to, mask=inside)
@@ -86,8 +84,8 @@ def _slice_copy(  # type: ignore[no-untyped-def]
     ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
     UNIT: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per tile (target offset, length, first origin, number of origins); offsets of the first `aligned`
-    # tiles are in units of UNIT elements, which tells the compiler that it may use wide accesses.
+    # One program per tile (target offset, length, first origin, number of origins). Offsets of aligned tiles are in
+    # units of UNIT elements, for wide accesses.
     tile = tl.program_id(0).to(tl.int64)
     at = tl.load(tiles + 4 * tile)
     length = tl.load(tiles + 4 * tile + 1)
@@ -105,14 +103,14 @@ def _slice_copy(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """Table of the ranges copied from one flat buffer to another.
+    """Table of the ranges copied from one flat buffer to another, made once per link.
 
     Attributes:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
-        origins: [O] int64: source offsets, those of one tile adjacent and in the order of the ranges.
-        aligned: number of tiles (at the start) in units of 8 elements.
-        source_end, target_end: minimum number of elements of each buffer.
+        origins: [O] int64: source offsets, in the order of the ranges within a tile.
+        aligned: number of tiles, the first ones, in units of 8 elements.
+        source_end, target_end: minimum size of each buffer.
     """
 
     ranges: Tensor
@@ -126,20 +124,20 @@ class SliceTable:
 
     @cached_property
     def ordered(self) -> tuple[Offsets, Offsets, Offsets]:
-        """Source offsets, target offsets and lengths of the ranges, in an order that gives the same sums."""
+        """Source offsets, target offsets and lengths; if targets overlap, in the given order."""
         rows: Offsets = self.ranges.numpy()
         rows = rows[:, rows[2] > 0]
         if not self.sums:
-            rows = rows[:, np.argsort(rows[1], kind="stable")]  # each element is written once, in any order
+            rows = rows[:, np.argsort(rows[1], kind="stable")]
         origins, places, lengths = map(np.ascontiguousarray, rows)
         return origins, places, lengths
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The ordered ranges in batches that fit in a core's cache."""
+        """The ranges in batches that fit in a cache."""
         origins, places, lengths = self.ordered
         before = np.cumsum(lengths) - lengths
-        # A batch ends where the next range does not follow the last one, because ranges in a batch may not overlap.
+        # Ranges in a batch may not overlap.
         back = np.flatnonzero(places[1:] < (places + lengths)[:-1]) + 1
         batches: list[Batch] = []
         for low, high in pairwise([0, *back.tolist(), len(places)]):
@@ -161,8 +159,8 @@ class SliceTable:
 
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
-            sums: whether target ranges may overlap, which only `slice_copy(..., accumulate=True)` accepts.
-            device: device of the buffers.
+            sums: target ranges may overlap, for `slice_copy(..., accumulate=True)`.
+            device: of the buffers.
 
         Raises:
             Unsupported: other tensors, negative numbers, or overlapping target ranges without `sums`.
@@ -191,11 +189,11 @@ class SliceTable:
 
 
 def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate: bool = False) -> None:
-    """Copy ranges of `source` to ranges of `target`, rounding to nearest even, or add them to the target.
+    """Copy ranges of `source` to `target`, rounding to nearest even, or add them.
 
     Args:
         source, target: 1-D contiguous, bf16, fp16, fp32 or fp64, not overlapping in memory.
-        accumulate: add to the target, in the order of the table; the target is fp32 or fp64.
+        accumulate: add to the target, fp32 or fp64, in the order of the table.
 
     Raises:
         Unsupported: wrong tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
@@ -221,7 +219,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Compute the reference's bits on a CPU: gather, cast or sum many ranges at once, and scatter."""
+    """Compute the reference's bits on a CPU, many ranges at once."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few
@@ -270,7 +268,7 @@ def _memory(buffer: Tensor) -> Any:
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Run the kernel, one program per tile."""
+    """Run the kernel."""
     _slice_copy[(len(table.tiles),)](
         source,
         target,
@@ -285,7 +283,7 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants launched in training: casts of pulls, moves, and sums of pushes."""
+    """Yield the variants used: casts of pulls, moves, and sums of pushes."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:
@@ -332,8 +330,7 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
     """Cut [3, R] ranges at the start and end of every target range.
 
     Returns:
-        source offset of every piece, those of one target interval adjacent and in the order of the ranges; target
-        offset and length of each interval; and [I + 1] the start of its pieces.
+        Source offsets of pieces, by target interval; intervals' target offsets and lengths; starts of pieces [I + 1].
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))
@@ -350,11 +347,7 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
-    """Cut disjoint intervals into tiles, the aligned ones first and in units of UNIT.
-
-    Returns:
-        tiles [tiles, 4], their origins, the number of aligned tiles.
-    """
+    """Return tiles [tiles, 4] of disjoint intervals, aligned ones first; their origins; the number of aligned ones."""
     counts = np.diff(order)
     shift = (origins - np.repeat(targets, counts)) % UNIT
     matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)

@@ -1,7 +1,6 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-A tile of R queries meets only the C keys that one of them attends to. PyTorch's CPU kernel computes tiles without a
-cap, with a mask. Shapes: N sequences of L tokens, H heads of size D.
+Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys that one of them attends to.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# Minimum queries of a tile: with fewer, products are slow; with more, more keys are outside their windows.
+# More queries have more keys outside their windows.
 _ROWS = 128
-# Approximate number of scores in memory at a time: 16 MB in fp32.
+# Scores in memory: 16 MB in fp32.
 _SCORES = 1 << 22
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L], for q, k and v [N, H, L, D]."""
+    """Return the output [N, H, L, D] and the log-sum-exp [N, H, L]."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
     for rows, columns in _tiles(q, settings):
@@ -44,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tup
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, columns in _tiles(q, settings):
@@ -74,7 +73,7 @@ def _capped_backward(
 
 
 def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """Return a tile's capped scores, -inf where a key is hidden, and the cap's derivative; [N, H, R, C] each."""
+    """Return a tile's capped scores, -inf if hidden, and the cap's derivative; [N, H, R, C]."""
     bent = (q @ k.mT).mul_(scale / cap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope

@@ -3,10 +3,10 @@
 FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) for each query row, and
 rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta = rowsum(out *
 grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. dq has a kernel over query tiles; dk
-and dv share one over key tiles, which sums over query heads: no two programs write the same element.
+and dv share one over key tiles: no two programs write the same element.
 
-Shapes as in `hydragraph.kernels.varlen_attention`; D is padded to a power of two. The grid depends only on T and N, so
-that no length is copied from the GPU: sequence n has the slots from starts[n] // tile + n on; others exit immediately.
+The grid depends only on T and N, so that no length is copied from the GPU: sequence n has the slots from
+starts[n] // tile + n on; others exit immediately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = math.log2(math.e)
-_MAX_STRIDE = 2**23  # elements: offsets within a tile of 256 tokens stay below 2^31
+_MAX_STRIDE = 2**23  # elements: offsets in a tile stay below 2^31
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-unt
 
 @Inlined
 def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return where a tile's columns begin, where they need a mask from, and where they end."""
+    """Return where columns begin, where masks begin, and where columns end."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
-    if WINDOW:  # all tiles are masked, because a third loop, for those at the window's far end, would cost registers
+    if WINDOW:  # all tiles are masked, because a third loop would cost registers
         until = tl.minimum(until, row + ROWS + window - 1)
         begin = tl.maximum(0, row - window + 1) // COLUMNS * COLUMNS
         whole = begin
@@ -74,7 +74,7 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @Inlined
 def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Load a tile, masked past the tokens at the edge, and past the dimensions if it is not full."""
+    """Load a tile, masked at the edge, and past the dimensions if not full."""
     if EDGE:
         tile = tl.load(at, mask=tokens & dims, other=0.0)
     elif FULL:
@@ -86,7 +86,6 @@ def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ig
 
 @Inlined
 def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return whether rows see columns, given as vectors that broadcast to a tile."""
     seen = (columns <= rows) | (causal == 0)
     if WINDOW:
         seen = seen & (rows - columns < window) & (rows - columns > -window)
@@ -95,7 +94,7 @@ def _seen(rows, columns, causal, window, WINDOW: tl.constexpr):  # type: ignore[
 
 @Inlined
 def _bent(scores, cap_log2):  # type: ignore[no-untyped-def]
-    """Return tanh(scores / cap) = 1 - 2 / (1 + exp(2 scores / cap)), which is exact at both infinities."""
+    """Return tanh(scores / cap), which is exact at both infinities."""
     return 1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
 
 
@@ -107,12 +106,12 @@ def _attend(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per (slot of query rows, query head).
+    # One program per slot and query head.
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, ROWS)
     length = (end - first).to(tl.int32)
-    # The last rows of a causal sequence are the most expensive, so they start first.
+    # The most expensive rows of a causal sequence start first.
     row = ((end // ROWS - slot + sequence) * ROWS).to(tl.int32)
     if row >= length:
         return
@@ -130,7 +129,7 @@ def _attend(  # type: ignore[no-untyped-def]
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
-    for edge in tl.static_range(2):  # tiles without a mask, then those that need one
+    for edge in tl.static_range(2):  # without a mask, then with one
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             k_from = k_at + (first + n) * k_token + k_tile
@@ -138,17 +137,17 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = _load(k_from, (columns < length)[None, :], (dims < SIZE)[:, None], edge == 1, SIZE == PADDED)
             values = _load(v_from, (columns < length)[:, None], (dims < SIZE)[None, :], edge == 1, SIZE == PADDED)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale_log2
-            if CAP:  # cap * tanh(scores / cap), written out
+            if CAP:  # cap * tanh(scores / cap)
                 scores = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap_log2)))
             if edge == 1:
                 counts = (columns < length)[None, :] & _seen(rows[:, None], columns[None, :], causal, window, WINDOW)
                 scores = tl.where(counts, scores, float("-inf"))
             larger = tl.maximum(largest, tl.max(scores, 1))
             if WINDOW:
-                # A row may see no column of its first tiles: any finite shift of its scores, all -inf, makes p zero.
+                # A row may see no column: any finite shift makes p zero.
                 shift = tl.where(larger == float("-inf"), 0.0, larger)
             else:
-                # Every row sees column 0, in its first tile, so the maximum is finite from then on.
+                # Every row sees column 0 in its first tile.
                 shift = larger
             p = tl.exp2(scores - shift[:, None])
             shrink = tl.exp2(largest - shift)
@@ -158,7 +157,7 @@ def _attend(  # type: ignore[no-untyped-def]
     heads = tl.num_programs(1)
     to = (first + rows) * heads + head
     tl.store(out + to[:, None] * SIZE + dims[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=in_q)
-    tl.store(lse + to, (largest + tl.log2(mass)) * 0.6931471805599453, mask=rows < length)  # ln 2: a natural logarithm
+    tl.store(lse + to, (largest + tl.log2(mass)) * 0.6931471805599453, mask=rows < length)  # ln 2
 
 
 @kernel("tokens")
@@ -167,7 +166,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     tokens, grad_token, grad_head,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # delta and the base-2 logarithm, both [Hq, T], so that tiles read them contiguously.
+    # [Hq, T], so that tiles read them contiguously.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, PADDED)
@@ -189,7 +188,7 @@ def _differentiate_queries(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per (slot of query rows, query head); slots as in _attend.
+    # One program per slot and query head.
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, ROWS)
@@ -242,12 +241,12 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per (slot of key columns, key/value head); scores are transposed: [COLUMNS, ROWS].
+    # One program per slot of key columns and key/value head; scores are transposed: [COLUMNS, ROWS].
     slot = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     sequence, first, end = _locate(starts, sequences, slot, COLUMNS)
     length = (end - first).to(tl.int32)
-    # The first columns of a causal sequence are the most expensive, so they start first.
+    # The most expensive columns of a causal sequence start first.
     column = ((slot - sequence - first // COLUMNS) * COLUMNS).to(tl.int32)
     if column >= length:
         return
@@ -273,14 +272,14 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
         grad_at = grad + head * grad_head
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
-        # One loop, masked throughout: a separate loop for tiles without a mask would cost registers.
+        # A loop without a mask would cost registers.
         for m in tl.range(begin, until, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
             in_grad = (rows < length)[:, None] & (dims < SIZE)[None, :]
             queries = tl.load(q_at + (first + m) * q_token + q_tile, mask=in_q, other=0.0)
             grads = tl.load(grad_at + (first + m) * grad_token + grad_tile, mask=in_grad, other=0.0)
-            # Rows beyond the sequence: exp2(-inf) is 0.
+            # exp2(-inf) is 0.
             mass = tl.load(mass_at + rows, mask=rows < length, other=float("inf"))
             shift = tl.load(delta_at + rows, mask=rows < length, other=0.0)
             scores = tl.dot(keys, queries, input_precision=PRECISION) * scale_log2
@@ -300,7 +299,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why these kernels do not support these tensors, or None."""
+    """Return why the kernels do not support tensors, or None."""
     if reason := why_not(q.device):
         return reason
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -313,10 +312,10 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: AttentionSettings) -> tuple[Tensor, Tensor]:
-    """Return the output [T, Hq, D] and the natural log-sum-exp of the scores [T, Hq] in fp32.
+    """Return the output [T, Hq, D] and the natural log-sum-exp [T, Hq] in fp32.
 
     Args:
-        starts: [N + 1] int32 or int64 on the same device, the start of each sequence, then T.
+        starts: [N + 1] int32 or int64, the start of each sequence, then T.
     """
     q, k, v = (_dense(x) for x in (q, k, v))
     tokens, heads, size = q.shape
@@ -337,7 +336,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: Attention
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -377,7 +376,7 @@ def backward(
 
 
 def variants(capability: tuple[int, int]) -> Iterator[KernelVariant]:
-    """Yield every configuration launched on GPUs of one compute capability; fp16 is like bf16."""
+    """Yield every configuration for a capability; fp16 is like bf16."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         yield _prepare_variant(name)
         for options in _OPTIONS:
@@ -417,7 +416,7 @@ def _tilings(q: Tensor, settings: AttentionSettings) -> Tilings:
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:
-    """Return the compile-time constants; fp32 products are three tf32 ones, about as exact, if these fit."""
+    """Return the constants; fp32 products are three tf32 ones if these fit."""
     precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
     return {**tile, "PRECISION": precision, "WINDOW": options.window, "CAP": options.cap}
@@ -432,5 +431,5 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x with stride 1 along D, and a token stride within the limit."""
+    """Return x with stride 1 along D, and limited token stride."""
     return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MAX_STRIDE else x.contiguous()

@@ -1,4 +1,4 @@
-"""Lazily compiled Triton kernels, so that hydragraph can be imported without Triton."""
+"""Lazily compiled Triton kernels, which import without Triton."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from hydragraph.errors import Unsupported
 class Kernel:
     """Function in Triton's language, passed to Triton on its first launch.
 
-    Its module imports `triton.language` as `tl` only for type checkers; `tl` and compiled `Inlined` functions are added
-    to it before compilation.
+    Its module imports `triton.language` as `tl` only for type checkers; before compilation, `tl` and compiled `Inlined`
+    functions are added to it.
 
     Attributes:
-        unspecialized: run-time integers whose value must not trigger another compilation (Triton specialises on
-            arguments that are 1 or multiples of 16).
+        unspecialized: run-time integers that must not trigger another compilation if they are 1 or multiples of 16.
     """
 
     def __init__(self, function: Callable[..., None], unspecialized: tuple[str, ...]) -> None:
@@ -32,7 +31,7 @@ class Kernel:
 
     @cached_property
     def compiled(self) -> Any:
-        """Triton's kernel object: a JITFunction, or the interpreter's if TRITON_INTERPRET is set."""
+        """A JITFunction, or the interpreter's under TRITON_INTERPRET."""
         import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         module = self.function.__globals__
@@ -46,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Inlined:
-    """Function in Triton's language that the kernels of its module inline."""
+    """Function that kernels of its module inline."""
 
     function: Callable[..., Any]
 
@@ -66,7 +65,7 @@ class KernelVariant:
 
     Attributes:
         signature: run-time argument -> Triton's name of its type, such as "*bf16" or "i64".
-        aligned: run-time integers that are multiples of 16 (all pointers are).
+        aligned: run-time integers that are multiples of 16.
     """
 
     name: str
@@ -78,7 +77,7 @@ class KernelVariant:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a device, or None if they can."""
+    """Return why Triton cannot run on a device, or None."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda" or (device.type == "cpu" and _interpreted()):
@@ -93,7 +92,7 @@ def use_kernel(device: torch.device, where: str) -> bool:
         Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
-        return False  # first: looking for Triton's files takes 0.4 ms, as long as moving a bucket
+        return False  # looking for Triton takes 0.4 ms
     if device.type == "cuda" and (reason := why_not(device)):
         raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
     return device.type == "cuda" or why_not(device) is None
@@ -108,7 +107,7 @@ def _interpreted() -> bool:
 
 
 def require_one_device(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise Unsupported if the tensors are on several devices."""
+    """Raise Unsupported for tensors on several devices."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise Unsupported(devices, where=where, remedy="move them to one device")

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the only operator that mixes tokens, so packing cannot leak between sequences.
+"""Attention over packed sequences: the only operator that mixes tokens.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -45,11 +45,11 @@ def varlen_attention(
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
         window: token i attends to tokens j with |i - j| < window only.
-        chunk: a token attends within its chunk only, of `chunk` tokens.
+        chunk: a token attends within its chunk of `chunk` tokens only.
         cap: scores s become cap * tanh(s / cap).
         sink: [Hq], a further score of each head without a value.
-        backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. Like `with
-            attention_backend(...)`, it applies where the operator runs: a captured graph does not record it.
+        backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. A captured graph
+            does not record it.
 
     Returns:
         [T, Hq, D].
@@ -84,7 +84,7 @@ def reference(
     cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Reference in plain PyTorch, [T, Hq, D]: one softmax per sequence."""
+    """Reference in plain PyTorch, [T, Hq, D]."""
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for a, b in spans(cu_seqlens):
@@ -139,7 +139,7 @@ def _call(
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    # A backward kernel recomputes p = exp(s - lse) and rowsum(out * grad), which hold with these two values.
+    # Backward kernels recompute p = exp(s - lse) and rowsum(out * grad), which hold with these two.
     mass = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
 
@@ -187,7 +187,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of the sinks, [Hq]: -sum over tokens of exp(sink - lse) (grad . out)."""
+    """Return -sum over tokens of exp(sink - lse) (grad . out), [Hq]."""
     share = (sink.to(lse.dtype) - lse).exp()
     return -(share * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0).to(sink.dtype)
 
