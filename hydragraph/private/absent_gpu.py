@@ -1,7 +1,4 @@
-"""Compilation for a GPU that this machine does not have: the code of a graph is written to Inductor's cache.
-
-PyTorch's CUDA module and Triton's driver report published figures, and kernels are not loaded.
-"""
+"""Compilation for an absent GPU: the code of a graph is written to Inductor's cache."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ class BuiltKernel:
     """A kernel that Inductor wrote and Triton compiled, in the first configuration that Inductor would try.
 
     Attributes:
-        shared_bytes: shared memory per block of threads.
-        configurations: number of configurations that a GPU would time to choose one.
-        bytes: device memory that a launch reads and writes, for the sizes that the graph was tuned for.
+        shared_bytes: per block of threads.
+        configurations: number that a GPU would time.
+        bytes: device memory that a launch reads and writes.
     """
 
     cubin: bytes
@@ -46,14 +43,14 @@ class BuiltKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch in the code of a graph: a kernel with its text in Triton's language, or a library's operator."""
+    """One launch: a kernel with its source, or a library's operator."""
 
     name: str
     source: str
 
 
 def launches(code: Any) -> list[Launch]:
-    """Return the launches of a graph that Inductor compiled (`Code`), in order of the text."""
+    """Return a compiled graph's launches, in order of the text."""
     tree = ast.parse(code.source_code)
     calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     sources = {node.args[0].value: node.args[1].value for name, node in calls if name == "async_compile.triton"}  # type: ignore[attr-defined]
@@ -67,10 +64,7 @@ _LIBRARIES = ("extern_kernels.", "torch.ops.")
 
 @contextmanager
 def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]:
-    """Let Inductor compile for an architecture, with a separate cache.
-
-    Args:
-        kernels: source -> compiled kernel, which this fills.
+    """Let Inductor compile for an architecture, with a separate cache, and fill `kernels`, by source.
 
     Raises:
         Unsupported: Triton interprets kernels here, or PyTorch's build for CPUs finds no C++ compiler.
@@ -88,12 +82,12 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
     from torch._inductor.utils import fresh_cache
 
     guard()
-    traffic: dict[str, int] = {}  # name of a kernel of the current graph -> bytes
-    binaries: list[Any] = []  # configurations of the current kernel
+    traffic: dict[str, int] = {}  # bytes by kernel
+    binaries: list[Any] = []  # by configuration
     define: Any = TritonScheduling.define_kernel
     load: Any = AsyncCompile.triton
     build: Any = triton.compile
-    look_up: Any = device_interface.get_interface_for_device  # in a build for CPUs, it does not know CUDA
+    look_up: Any = device_interface.get_interface_for_device  # does not know CUDA in a build for CPUs
 
     def measure(scheduling: Any, source: str, nodes: Any, kernel: Any) -> Any:
         name = define(scheduling, source, nodes, kernel)
@@ -147,7 +141,7 @@ def absent_gpu(arch: GpuArch, kernels: dict[str, BuiltKernel]) -> Iterator[None]
 
 
 def share_cache(arch: str) -> None:
-    """Key Inductor's cache by the GPU's architecture instead of its name."""
+    """Key Inductor's cache by the GPU's architecture."""
     from torch._inductor.codecache import CacheBase
 
     CacheBase.get_system = staticmethod(_system(arch))  # type: ignore[assignment, method-assign, unused-ignore]
@@ -206,7 +200,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _driver(arch: GpuArch) -> SimpleNamespace:
-    """Return a driver that knows the target, and cannot load or launch."""
+    """Return a driver that only knows the target."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     major, minor = arch.capability
@@ -220,7 +214,7 @@ def _driver(arch: GpuArch) -> SimpleNamespace:
 
 @functools.cache
 def guard() -> None:
-    """Let PyTorch select an absent GPU, as its views and copies do; its builds for CPUs would refuse."""
+    """Let PyTorch select an absent GPU."""
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return

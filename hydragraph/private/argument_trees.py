@@ -1,4 +1,4 @@
-"""Nested arguments as flat lists and back, and the dispatch mode, which have no public name in PyTorch 2.15."""
+"""Nested arguments as flat lists, and the dispatch mode."""
 
 from __future__ import annotations
 

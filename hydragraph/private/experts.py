@@ -1,7 +1,4 @@
-"""Traceable grouped product of experts.
-
-Until after 5.20, the backward of transformers' operator is a loop over token counts, which cannot be traced.
-"""
+"""Traceable grouped product of experts, as transformers' is not until after 5.20."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, gradient: Te
         rows: [T, I], grouped by expert.
         weight: [E, I, O].
         ends: [E], index after each expert's last row.
-        gradient: [T, O], of the rows multiplied by their expert's weight.
+        gradient: [T, O].
     """
     of_rows = torch.zeros_like(rows)
     of_weight = torch.zeros_like(weight)
@@ -46,7 +43,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def make_traceable() -> None:
-    """Give transformers' operator a traceable backward if it has none."""
+    """Give transformers' operator a traceable backward."""
     ops = torch.ops.transformers
     if hasattr(ops, "grouped_mm_fallback") and not hasattr(ops, "grouped_mm_fallback_backward"):
         torch.library.register_autograd("transformers::grouped_mm_fallback", _backward, setup_context=_keep)

@@ -1,6 +1,6 @@
-"""Conversion of a graph's values, fake tensors and the symbolic sizes that they share, to plain data and back.
+"""Conversion of a graph's values, fake tensors and symbolic sizes, to plain data and back.
 
-A size is a number, or a Python expression over the symbols "s0", "s1", ... of its graph, such as "2*s0".
+A size is a number, or an expression over the graph's symbols "s0", "s1", ..., such as "2*s0".
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hydragraph.private.tracing import hint_of, new_symbol
 
-SYMBOLIC = (torch._sym_sqrt,)  # functions of sizes in graphs that PyTorch does not document
+SYMBOLIC = (torch._sym_sqrt,)  # undocumented functions of sizes
 
-# A value as data: a number or expression; or ("tensor", dtype, shape, strides, storage); or a list of values; or None.
+# A number or expression; ("tensor", dtype, shape, strides, storage); a list of values; or None.
 Data = Any
 
 
 def storage_of(value: Tensor) -> int:
-    """Return an identifier of a tensor's storage, fake or real."""
+    """Return a storage's identifier."""
     number: int = value.untyped_storage()._cdata
     return number
 
 
 @dataclass
 class ValueEncoder:
-    """Encoder of the values of one trace; symbols and storages are numbered in order of appearance."""
+    """Encoder of the values of one trace; symbols and storages are numbered by appearance."""
 
-    hints: list[int] = field(default_factory=list)  # sizes that the symbols had in the trace, by number
+    hints: list[int] = field(default_factory=list)  # the symbols' sizes
     _symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     _storages: dict[int, int] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decoder of data into values of a new trace, with a `ValueEncoder`'s hints."""
+    """Decoder of data for a new trace."""
 
     def __init__(self, hints: Sequence[int]) -> None:
         self._hints = hints
@@ -80,7 +80,7 @@ class ValueDecoder:
         self._mode: FakeTensorMode | None = None
 
     def value(self, data: Data) -> Any:
-        """Return the encoded value; storages are identified by `storages`, not by the tensors."""
+        """Return the encoded value; its tensors do not share storages."""
         if not isinstance(data, list):
             return self._size(data)
         if data[0] == "list":
@@ -91,7 +91,7 @@ class ValueDecoder:
         return FakeTensor(self._trace(), tensor, torch.device(device))
 
     def forms(self, data: Data) -> list[TensorForm]:
-        """Return the forms of a value's tensors, in order, which takes less time than the tensors do."""
+        """Return the forms of a value's tensors, without making them."""
         if not isinstance(data, list):
             return []
         if data[0] == "list":
@@ -114,12 +114,12 @@ class ValueDecoder:
         return self._known[size]
 
 
-LARGEST_SIZE = 1 << 48  # far above any memory size
-_LONGEST = 500  # characters of a decoded expression
+LARGEST_SIZE = 1 << 48
+_LONGEST = 500  # characters of an expression
 
 
 def size_of(size: object, hints: Sequence[int]) -> int:
-    """Return a size's value in the traced example, from unvalidated data; a ValueError if no tensor could have it."""
+    """Return a size's value in the trace, from unvalidated data; a ValueError if no tensor could have it."""
     if isinstance(size, str):
         numbers = {f"s{i}": hint for i, hint in enumerate(hints)}
         try:
@@ -135,7 +135,7 @@ def size_of(size: object, hints: Sequence[int]) -> int:
 
 
 class TensorForm(NamedTuple):
-    """Dtype and sizes of a tensor; fixed sizes are integers."""
+    """Dtype and sizes of a tensor."""
 
     dtype: torch.dtype
     sizes: tuple[Any, ...]
@@ -147,21 +147,21 @@ class TensorForm(NamedTuple):
 
 
 def form_in(data: Data) -> TensorForm | None:
-    """Return the form of an encoded tensor, or None."""
+    """Return an encoded tensor's form, or None."""
     if not isinstance(data, list) or data[0] != "tensor":
         return None
     return TensorForm(getattr(torch, data[1]), tuple(data[3]))
 
 
 def storages(data: Data) -> list[int]:
-    """Return the storage numbers of a value's tensors."""
+    """Return tensors' storage numbers."""
     if not isinstance(data, list):
         return []
     return [data[5]] if data[0] == "tensor" else [n for part in data[1:] for n in storages(part)]
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Return a small power: evaluating untrusted text must take bounded time."""
+    """Return a small power, as untrusted text must take bounded time."""
     if not isinstance(exponent, int) or not 0 <= exponent <= 4 or (isinstance(base, int) and base > LARGEST_SIZE):
         raise ValueError(f"the power {exponent} of a size: capture the model again")
     return base**exponent

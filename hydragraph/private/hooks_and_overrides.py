@@ -1,4 +1,4 @@
-"""Features that no trace records: module and tensor hooks, and custom backwards."""
+"""Features that no trace records: hooks and custom backwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_MODULES = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "post-accumulate hook"}
-# Hooks that transformers leaves on a model that was run; they only record outputs on request.
+# Transformers' hooks that only record outputs.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 
 
@@ -34,7 +34,7 @@ def _hooks(owner: Any, tables: dict[str, str], prefix: str = "") -> Iterator[tup
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's hooks and kinds, except those that record outputs or reparametrise."""
+    """Yield a module's hooks and kinds, except harmless ones."""
     for kind, hook in _hooks(module, _OF_MODULES):
         if not isinstance(hook, WeightNorm) and getattr(hook, "__module__", "") not in _HARMLESS:
             yield kind, hook
@@ -51,19 +51,15 @@ def global_hooks() -> Iterator[tuple[str, Any]]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is compiled or distributed over processes."""
+    """Return whether a module is compiled or distributed."""
     wrappers = ("torch._dynamo.", "torch.nn.parallel.", "torch.distributed.")
     return f"{type(module).__module__}.".startswith(wrappers)
 
 
 @contextlib.contextmanager
 def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
-    """Raise if a model, while traced, uses a feature that no trace records.
-
-    Args:
-        refuse: makes the error from a description and a remedy.
-    """
-    apply = inspect.getattr_static(Function, "apply")  # a classmethod, in Python or in C (since PyTorch 2.14)
+    """Raise `refuse(description, remedy)` if a model uses a feature that no trace records."""
+    apply = inspect.getattr_static(Function, "apply")  # in C since PyTorch 2.14
 
     def own_backward(kind: type[Function], *arguments: Any, **keywords: Any) -> Any:
         values = [*arguments, *keywords.values()]
@@ -103,7 +99,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
     with (
         refused_if(torch.autocast, enter, lambda region: region._enabled, "a torch.autocast region", cast),
         refused_if(torch, "set_autocast_enabled", switches_on, "torch.set_autocast_enabled", cast),
-        # PyTorch's own subclasses (checkpoints, save_on_cpu) return the values unchanged.
+        # PyTorch's own subclasses return the values unchanged.
         refused_if(saved_tensors_hooks, enter, lambda region: type(region) is saved_tensors_hooks, saved, unhook),
         refused_if(torch.inference_mode, enter, lambda region: region.mode, inference, "use torch.no_grad()"),
         mock.patch.object(Tensor, "grad_fn", property(node_of), create=True),
@@ -115,7 +111,7 @@ def noticing(refuse: Callable[[str, str], Exception]) -> Iterator[None]:
 
 
 def own_backward_refused(name: str) -> tuple[str, str]:
-    """Return the description and the remedy for a custom torch.autograd.Function."""
+    """Return description and remedy for a torch.autograd.Function."""
     remedy = "write its forward with operators of this gradient (x + (y - x).detach() has y's value and x's gradient)"
     return f"torch.autograd.Function {name}, whose backward is not traced", remedy
 
@@ -137,7 +133,7 @@ def own_backward_of(result: Tensor) -> str | None:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Return whether a Function is PyTorch's or made by torch.library."""
+    """Return whether PyTorch defines a Function."""
     place = kind.__module__
     importable = getattr(sys.modules.get(place), kind.__name__, None) is kind
     return place.startswith("torch.") and (importable or place.startswith("torch._library"))
@@ -154,7 +150,7 @@ class _HookedNode:
 
 
 def own_functions_of(tensor: Tensor) -> str | None:
-    """Return a tensor's class if it overrides PyTorch's operators."""
+    """Return a tensor's class if it overrides operators."""
     plain = (torch._C._disabled_torch_function_impl, getattr(Tensor.__torch_function__, "__func__", None))
     kind = type(tensor)
     function = inspect.getattr_static(kind, "__torch_function__")
@@ -177,7 +173,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Return the number of a module's own hooks; quick, as every step calls it."""
+    """Return the number of a module's own hooks."""
     own = module.__dict__
     return sum(len(own[name]) for name in _OF_MODULES)
 
@@ -189,5 +185,5 @@ def number_of_tensor_hooks(tensor: Any) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's counter of changes in place (not through `tensor.data`); -1: it has none."""
+    """Return a tensor's counter of in-place changes (not through `tensor.data`), or -1."""
     return -1 if tensor.is_inference() else tensor._version

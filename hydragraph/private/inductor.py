@@ -1,4 +1,4 @@
-"""Unstable internals of Inductor, which is imported where it is used, because that takes seconds."""
+"""Internals of Inductor, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 from hydragraph.kernels.triton_jit import why_not
 from hydragraph.private.tracing import hint_of, new_symbol
 
-LEAST = 2  # PyTorch's symbols are never 0 or 1, and compiled code may rely on that
+LEAST = 2  # symbols are never 0 or 1
 
-Code = Callable[[list[Any]], Sequence[Any]]  # compiled code: takes its inputs as a list, which it empties
-Condition = Callable[[Sequence[int]], bool]  # takes the run-time sizes
+Code = Callable[[list[Any]], Sequence[Any]]  # empties its list of inputs
+Condition = Callable[[Sequence[int]], bool]  # takes sizes
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return what Inductor is missing to compile for a device, or None."""
+    """Return what Inductor is missing for a device, or None."""
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else 7
         return why_not(device) or (None if major >= 7 else "this GPU is older than those that Triton compiles for")
@@ -48,27 +48,27 @@ def fake_like(value: Tensor, device: torch.device, strides: Sequence[int] | None
 
 
 def mode_of(values: Iterable[object]) -> FakeTensorMode:
-    """Return the fake values' trace."""
+    """Return values' trace."""
     return next(v.fake_mode for v in values if isinstance(v, FakeTensor))
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    """Compute one node on fake values."""
+    """Compute a node's fake value."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)
 
 
 def symbols_of(values: Iterable[object]) -> list[sympy.Symbol]:
-    """Return the symbols of fake values, by name."""
+    """Return values' symbols, by name."""
     symbols = {s for value in values for size in _sizes(value) for s in size.node.expr.free_symbols}
     return sorted(symbols, key=str)
 
 
 def sources(values: Sequence[object]) -> dict[sympy.Symbol, tuple[int, int | None, int]]:
-    """Return where a run can read the values of symbols: symbol -> (index of a value, dimension, factor).
+    """Return where a run can read symbols: symbol -> (index of a value, dimension, factor).
 
-    The symbol is that size divided by the factor; for a SymInt value, the dimension is None.
+    The symbol is that size divided by the factor; a SymInt value has no dimension.
     """
     places: dict[sympy.Symbol, tuple[int, int | None, int]] = {}
     for index, value in enumerate(values):
@@ -87,7 +87,7 @@ def _sizes(value: object) -> list[torch.SymInt]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """New trace without assumptions on sizes, with a symbol for each of an earlier trace."""
+    """New trace without assumptions on sizes, with a symbol for each of an earlier one."""
 
     mode: FakeTensorMode
     symbols: Mapping[sympy.Symbol, torch.SymInt]
@@ -115,11 +115,11 @@ class _Trace:
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any], hints: Mapping[sympy.Symbol, int]
 ) -> tuple[Code, Condition] | None:
-    """Compile a functional graph of tensor operators, with symbolic sizes; return None if strides would change.
+    """Compile a functional graph with symbolic sizes; return None if strides would change.
 
     Args:
-        inputs, outputs: its fake values, from any trace.
-        hints: symbol of that trace -> the size to tune for. The code takes the symbols' values before the inputs.
+        inputs, outputs: fake values, from any trace.
+        hints: symbol -> the size to tune for. The code takes the symbols' values before the inputs.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -133,7 +133,7 @@ def compile_graph(
     for result, output in zip(results, outputs, strict=True):
         if isinstance(output, Tensor) and str(result.meta["val"].stride()) != str(trace.fake(output).stride()):
             return None
-    # Ranks of one machine compile concurrently, each on its own core.
+    # Ranks compile concurrently.
     alone = {"compile_threads": 1} if all(v.device.type == "cpu" for v in fakes if isinstance(v, Tensor)) else {}
     with tracing(TracingContext(trace.mode)), config.patch(alone):
         code = compile_fx_inner(traced, [*sizes, *fakes], cudagraphs=BoxedBool(False), is_inference=True)
@@ -141,7 +141,6 @@ def compile_graph(
 
 
 def _decompose(graph: fx.GraphModule, sizes: list, inputs: list, mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace a graph into operators that Inductor supports, keeping the results' strides."""
     from torch._inductor.decomposition import select_decomp_table
 
     def function(sizes: list, inputs: list) -> tuple:

@@ -1,7 +1,4 @@
-"""Operators registered with PyTorch: their type, properties, arguments and results.
-
-Their class and schema have no public name in releases 2.11 to 2.15.
-"""
+"""Operators registered with PyTorch: properties, arguments and results."""
 
 from __future__ import annotations
 
@@ -12,21 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # an operator, and all overloads of one name
+PACKETS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def aten_operators(names: str) -> frozenset[Any]:
-    """Return PyTorch operators by name: "mean.dim", or "clone" for an overload called default."""
+    """Return PyTorch operators by name, such as "mean.dim"; default overload: "default"."""
     parts = (name.partition(".") for name in names.split())
     return frozenset(getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in parts)
 
 
 class OperatorArgument(NamedTuple):
-    """One argument of an operator call.
-
-    Attributes:
-        aliased: whether the result is or contains a view of it, or the operator writes into it.
-    """
+    """One argument of a call; `aliased`: the result is or contains a view of it, or the operator writes into it."""
 
     name: str
     value: Any
@@ -40,8 +33,8 @@ class Signature(NamedTuple):
     Attributes:
         names: those from `positional` on are keyword-only.
         required: arguments without a default.
-        types: of its arguments in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
-        pure: whether it writes into none of its arguments.
+        types: in PyTorch's schema: "Tensor", "Optional[int]", "List[int]".
+        pure: it writes into none of its arguments.
     """
 
     names: tuple[str, ...]
@@ -71,18 +64,18 @@ def is_operator(target: object) -> bool:
 
 
 def full_name(target: object) -> str:
-    """Return an operator's qualified name: "aten::mm.default"."""
+    """Return a name such as "aten::mm.default"."""
     assert isinstance(target, torch._ops.OpOverload)
     return f"{target._schema.name}.{target._overloadname}"
 
 
 def has_tag(target: object, *tags: torch.Tag) -> bool:
-    """Return whether a target is an operator with any of these tags."""
+    """Return whether an operator has any of these tags."""
     return isinstance(target, torch._ops.OpOverload) and any(tag in target.tags for tag in tags)
 
 
 def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
-    """Yield an operator call's arguments."""
+    """Yield a call's arguments."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -92,7 +85,7 @@ def arguments_of(node: fx.Node) -> Iterator[OperatorArgument]:
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """Return the first argument with one of these names, or its default; None if the operator has none."""
+    """Return the first argument with one of these names, or its default, or None."""
     if isinstance(node.target, torch._ops.OpOverload):
         for i, argument in enumerate(node.target._schema.arguments):
             if argument.name in names:
@@ -101,7 +94,7 @@ def argument_of(node: fx.Node, *names: str) -> Any:
 
 
 def makes_tensors(target: object, namespace: str = "aten") -> bool:
-    """Return whether an operator is of a namespace and returns tensors with their own memory."""
+    """Return whether an operator of a namespace only returns tensors with their own memory."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != namespace:
         return False
     tensors = [r for r in target._schema.returns if str(r.type) == "Tensor"]

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: options of NCCL, such as priority, and release without waiting."""
+"""Process groups: options of NCCL, and release without waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Blocks, each on a multiprocessor, of a kernel of traffic that overlaps with computation. NCCL's own maximum is 32.
+# Multiprocessors for background traffic, of NCCL's 32.
 _BACKGROUND_CTAS = 16
 
 
 def drop_all() -> None:
-    """Forget all process groups, including the default one, without waiting, so that new ones can be made.
+    """Forget all process groups without waiting.
 
-    Group names are counted from 0 again: ranks that meet must count alike.
+    Group names are counted from 0 again, so ranks that meet must count alike.
     """
     groups = list(distributed_c10d._world.pg_names)
     if dist.is_initialized():
@@ -29,10 +29,7 @@ def drop_all() -> None:
 
 
 def drop(groups: list[Any]) -> None:
-    """Release process groups; the list is cleared.
-
-    gloo's destructor waits for pending operations, which may never end, so a separate thread waits.
-    """
+    """Release process groups in a thread, as gloo's destructor waits; clear the list."""
     kept = list(groups)
     groups.clear()
 
@@ -55,11 +52,10 @@ def unbound() -> Iterator[None]:
 
 
 def nccl_options(timeout: timedelta, urgent: bool) -> Any:
-    """Return options for a group's NCCL communicators; None if PyTorch is built without NCCL.
+    """Return options for NCCL communicators, if PyTorch has NCCL.
 
     Args:
-        urgent: whether computation waits for the traffic, so that its kernels precede others. Other traffic overlaps
-            with computation, and leaves most multiprocessors to it.
+        urgent: computation waits for the traffic. Other traffic leaves most multiprocessors to computation.
     """
     if not dist.is_nccl_available():
         return None

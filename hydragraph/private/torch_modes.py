@@ -1,4 +1,4 @@
-"""PyTorch modes of the caller, whose silent effects are undone or rejected."""
+"""PyTorch modes of the caller."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from hydragraph.errors import Unsupported
 def own_modes(where: str) -> Iterator[None]:
     """Run as if no mode were active: gradients are traced even under `no_grad` and `inference_mode`.
 
-    Args:
-        where: name of the call, for the error.
-
     Raises:
-        Unsupported: under autocast, or with a default dtype other than float32, which would change results.
+        Unsupported: under autocast, or with a default dtype other than float32.
     """
     device = torch.get_default_device()
     for kind in dict.fromkeys(("cpu", "cuda", device.type)):
@@ -40,6 +37,6 @@ def own_modes(where: str) -> Iterator[None]:
 
 
 def untouched() -> bool:
-    """Return whether this thread has no active mode, and the default dtype and device."""
+    """Return whether no mode is active, and dtype and device are the defaults."""
     modes = torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     return not modes and torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"

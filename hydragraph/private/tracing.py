@@ -1,4 +1,4 @@
-"""Access to unstable internals of PyTorch for tracing: fake tensors, symbolic shapes, partitioners."""
+"""Internals of tracing: fake tensors, symbolic shapes, partitioners."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from torch.overrides import TorchFunctionMode
 from hydragraph.private.operator_schemas import aten_operators, has_tag
 
 _CASTS = aten_operators("_to_copy to.dtype to.device to.dtype_layout")
-_ALIASES = aten_operators("detach alias")  # autograd leaves the first behind until PyTorch 2.13, the second since
+_ALIASES = aten_operators("detach alias")  # until PyTorch 2.13, and since
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A graph input: sizes (a string names a run-time size), dtype, and whether it gets a gradient."""
+    """A graph input; strings in its shape name run-time sizes."""
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype
@@ -41,12 +41,12 @@ class TensorSpec:
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return a size's value in the traced example."""
+    """Return a size in the trace."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Return the value of a size with its symbols replaced by these numbers, or by 7."""
+    """Return a size for values of symbols, 7 by default."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = size.node.expr
@@ -54,7 +54,7 @@ def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
 
 
 def assumptions(values: Iterable[object]) -> list[str]:
-    """Return the assumptions of a trace: symbols set equal to a number or to each other, and decisions on sizes."""
+    """Return the assumptions of a trace: equalities of symbols, and decisions on sizes."""
     fakes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
     env = next((mode.shape_env for mode in fakes if mode.shape_env is not None), None)
     if env is None:
@@ -64,7 +64,7 @@ def assumptions(values: Iterable[object]) -> list[str]:
 
 
 def _same_for_all(decision: Any) -> bool:
-    """Return whether a decision has the same outcome for all sizes from 3, tried for many, and for those it names."""
+    """Return whether a decision is the same for all sizes from 3, of a large sample."""
     named = {abs(int(n)) for n in decision.atoms(sympy.Integer)}
     near = {a // b + d for a in named for b in {1, *named} - {0} for d in (-1, 0, 1)}
     tried = {*range(3, 65), *(2**k + d for k in range(2, 24) for d in (-1, 0, 1)), *near}
@@ -78,12 +78,12 @@ def symbol_name(size: int | torch.SymInt) -> str | None:
 
 
 def symbols_in(size: torch.SymInt | torch.SymFloat) -> set[str]:
-    """Return the symbols that a number depends on."""
+    """Return a number's symbols."""
     return set() if size.node.is_constant() else {str(symbol) for symbol in size.node.expr.free_symbols}
 
 
 def is_counted(size: int | torch.SymInt) -> bool:
-    """Return whether a size depends on values, such as the number of true elements of a mask."""
+    """Return whether a size depends on values, as in x[mask]."""
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
@@ -99,7 +99,7 @@ def multiple_of(size: int | torch.SymInt, symbol: str) -> int | None:
 
 
 def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
-    """Return traced values' mode."""
+    """Return values' mode."""
     mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
     assert mode is not None
     return mode
@@ -107,7 +107,7 @@ def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Compute with a trace's fake tensors without recording operators or value-dependent sizes."""
+    """Compute with fake tensors without recording operators or value-dependent sizes."""
     mode = detect_fake_mode()
     env = mode.shape_env if mode is not None else None
     with disable_proxy_modes_tracing(), env.ignore_fresh_unbacked_symbols() if env else contextlib.nullcontext():
@@ -115,7 +115,7 @@ def untraced() -> Iterator[None]:
 
 
 def constant_of(value: torch.Tensor) -> float | None:
-    """Return the number that fills a tensor of the current trace, if it is a constant, or a cast of one."""
+    """Return the number that fills a traced tensor, if constant or a cast of one."""
     mode = get_proxy_mode()
     proxy: Any = None if mode is None else get_proxy_slot(value, mode.tracer, None)
     node = getattr(getattr(proxy, "proxy", None), "node", None)
@@ -130,11 +130,11 @@ def constant_of(value: torch.Tensor) -> float | None:
 
 @contextlib.contextmanager
 def one_pass() -> Iterator[None]:
-    """Trace without the cache of fake results, garbage collection and stack traces: a third of a capture."""
-    from torch._dynamo import config  # imports the compiler, which is needed only for tracing
+    """Trace without the cache of fake results, garbage collection and stack traces, which take a third of a capture."""
+    from torch._dynamo import config  # imports the compiler
 
     collects = gc.isenabled()
-    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # PyTorch 2.11 has no such setting
+    traces = getattr(fx_config, "do_not_emit_stack_traces", False)  # not in PyTorch 2.11
     gc.disable()
     fx_config.do_not_emit_stack_traces = True
     try:
@@ -148,10 +148,7 @@ def one_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _any_convolution() -> Iterator[None]:
-    """Trace convolutions for any number of rows.
-
-    PyTorch guards the kernel chosen for the example's sizes, but all kernels return the same layout.
-    """
+    """Trace convolutions for any number of rows: PyTorch guards the example's kernel; all return the same layout."""
     choose: Any = torch._C._select_conv_backend
 
     def chosen(rows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -165,10 +162,9 @@ def _any_convolution() -> Iterator[None]:
 
 @contextlib.contextmanager
 def decided() -> Iterator[None]:
-    """Trace such that decisions that are the same for all sizes, which torch.export leaves open, are made at once.
+    """Make decisions at once that are the same for all sizes, which torch.export leaves open.
 
-    Its own `min` keeps min(64, 64 * T) as the stride of a view, which a later view then asks about for each T; and
-    PyTorch's attention takes no `is_causal=T > 1`.
+    Otherwise min(64, 64 * T) stays in a view's strides, and attention rejects `is_causal=T > 1`.
     """
     attention = F.scaled_dot_product_attention
 
@@ -185,7 +181,7 @@ def decided() -> Iterator[None]:
 
 
 class _Lists(TorchFunctionMode):
-    """Take x[..., [-2], :] as a slice: a list becomes a tensor of indices, which has no values on the meta device."""
+    """Take x[..., [-2], :] as a slice: index tensors have no values on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -194,21 +190,21 @@ class _Lists(TorchFunctionMode):
 
 
 def _one_place(index: Any) -> Any:
-    """Return the slice of one place that a list chooses, or the index itself."""
+    """Return the slice of one place that a list chooses, or the index."""
     alone = isinstance(index, list) and len(index) == 1 and type(index[0]) is int
     return slice(index[0], index[0] + 1 or None) if alone else index
 
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Make PyTorch's passes generate graphs' code on their first call, not after each change."""
+    """Make PyTorch's passes generate graphs' code on their first call."""
     with _use_lazy_graph_module(True):
         yield
 
 
 @contextlib.contextmanager
 def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
-    """Make symbols without recording the requesting line: that imports Inductor, half a second."""
+    """Make symbols without stack traces, which import Inductor."""
 
     def summary(is_debug: bool = False, framework_loc: Any = None) -> Any:
         return SLoc(framework_loc, None), ""
@@ -218,8 +214,8 @@ def _of_no_place(env: ShapeEnv | None) -> Iterator[None]:
 
 
 def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
-    """Return a new symbolic size of a trace, without assumptions; `number` identifies it."""
-    from torch._dynamo.source import ConstantSource  # as in `one_pass`
+    """Return a new size without assumptions; `number` identifies it."""
+    from torch._dynamo.source import ConstantSource  # imports the compiler
 
     dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     source = ConstantSource(f"size_{number}")
@@ -232,10 +228,10 @@ def new_symbol(mode: FakeTensorMode, number: int, hint: int) -> torch.SymInt:
 
 @contextlib.contextmanager
 def meta_as_cpu() -> Iterator[None]:
-    """Make the meta device, where models are traced, behave like the CPU.
+    """Make the meta device behave like the CPU.
 
-    Rotary embeddings of transformers ask whether it autocasts. PyTorch's Python kernel of nll_loss confuses its
-    arguments on meta, so that a loss per token has the shape of their sum (seen in 2.13).
+    Transformers' rotary embeddings ask whether it autocasts, and PyTorch's meta kernel of nll_loss returns wrong shapes
+    (seen in 2.13).
     """
     asked = torch.is_autocast_enabled
     loss = torch.ops.aten.nll_loss.default
@@ -255,7 +251,7 @@ def meta_as_cpu() -> Iterator[None]:
 
 
 def _fake_inputs(mode: FakeTensorMode, specs: Sequence[TensorSpec], hints: dict[str, int]) -> list[torch.Tensor]:
-    """Make one fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" if both occur."""
+    """Make a fake CPU tensor per spec; equal names get the same symbol, and "T" is 2 * "T/2" if both occur."""
     symbols = {name: new_symbol(mode, i, hint) for i, (name, hint) in enumerate(hints.items())}
     for name in symbols:
         whole, _, parts = name.partition("/")
@@ -275,7 +271,7 @@ def trace_joint(
 ) -> tuple[fx.GraphModule, list]:
     """Trace forward and backward of a graph into one: inputs `primals_*`, `tangents_*`; outputs, then gradients.
 
-    Gradients of unused inputs, and of those that are not differentiable, are None.
+    Gradients of unused or non-differentiable inputs are None.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = _fake_inputs(mode, [*inputs, *outputs], hints)
@@ -293,7 +289,7 @@ def trace_joint(
         gradients = dict(zip(learning, computed, strict=True))
         return [*results, *map(gradients.get, range(len(primals)))]
 
-    # Without Python's dispatcher, composite operators are decomposed in C++, which bakes sizes in as numbers.
+    # Python's dispatcher keeps sizes of composite operators symbolic.
     with mode, enable_python_dispatcher():
         traced = make_fx(joint)(primals, tangents)
         if any(writes(n) for n in traced.graph.nodes):
@@ -312,12 +308,12 @@ def trace_joint(
 
 
 def writes(node: fx.Node) -> bool:
-    """Return whether a node writes into one of its operands."""
+    """Return whether a node writes into an operand."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functional(graph: fx.GraphModule, *arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """Trace a graph again without in-place operators, which some derivatives contain and partitioners reject."""
+    """Trace again without in-place operators, which partitioners reject."""
     with torch.no_grad():
         functional: fx.GraphModule = make_fx(torch.func.functionalize(graph))(*arguments)
     functional.graph.eliminate_dead_code()
@@ -330,19 +326,19 @@ def partition(
     """Split a joint graph into forward and backward; forward outputs beyond the first `outputs` are saved values."""
     _drop_repeats(joint.graph)
     results = joint.graph.output_node().args[0]
-    for node in ancestors_of(results[:outputs]):  # tag used by the default partitioner
+    for node in ancestors_of(results[:outputs]):  # for the default partitioner
         node.meta["partitioner_tag"] = "is_forward"
-    # Imports much of Inductor, and a rank that starts from a folder does not partition.
+    # Imports much of Inductor.
     from functorch.compile import default_partition, min_cut_rematerialization_partition
 
     cut = {"min_cut": min_cut_rematerialization_partition, "default": default_partition}[partitioner]
-    # Their own search for repeated operators imports Inductor's pattern matcher, which takes as long as a trace.
+    # Inductor's own search imports its pattern matcher.
     with torch._functorch.config.patch(cse=False):
         return cut(joint, inputs, num_fwd_outputs=outputs)
 
 
 def _drop_repeats(graph: fx.Graph) -> None:
-    """Eliminate common subexpressions; two results must not become the same tensor."""
+    """Eliminate common subexpressions, but keep results distinct."""
     results = graph.output_node().all_input_nodes
     returned = {number for node in results for number in _memory(node)}
     first_by_key: dict[Any, fx.Node] = {}
@@ -357,14 +353,14 @@ def _drop_repeats(graph: fx.Graph) -> None:
 
 
 def _memory(node: fx.Node) -> list[int]:
-    if "storages" in node.meta:  # graphs decoded from data have separately made tensors
+    if "storages" in node.meta:  # in decoded graphs
         return list(node.meta["storages"])
     value = node.meta.get("val")
     return [value.untyped_storage()._cdata] if isinstance(value, torch.Tensor) else []
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether an operator's result differs between calls."""
+    """Return whether results differ between calls."""
     return has_tag(node.target, torch.Tag.nondeterministic_seeded) or "empty" in str(node.target)
 
 
@@ -381,7 +377,7 @@ def _operands_key(value: Any) -> Any:
 def recompute(
     joint: fx.GraphModule, outputs: int, saved: Collection[str] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph like `partition`, saving only inputs that the backward takes and the values in `saved`."""
+    """Split like `partition`, saving only inputs of the backward and the values in `saved`."""
     results = list(joint.graph.output_node().args[0])
     backward = _part(joint, lambda copied: [copied.get(g) for g in results[outputs:]], "", saved)
     needed = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
@@ -418,7 +414,7 @@ def _part(joint: fx.GraphModule, outputs: Callable, keep: str, given: Collection
 def ancestors_of(
     results: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: node.op != "placeholder"
 ) -> set[fx.Node]:
-    """Return the results and those nodes that they depend on which `through` admits."""
+    """Return the results and the nodes that they depend on, among those that `through` admits."""
     pending = list(results)
     ancestors: set[fx.Node] = set()
     while pending:

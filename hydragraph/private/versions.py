@@ -1,4 +1,4 @@
-"""Versions of PyTorch that this package was tested with."""
+"""Tested versions of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def check_torch(version: str = str(torch.__version__)) -> None:
-    """Warn once, on one rank, if a version of PyTorch is untested; raise Unsupported if it is too old."""
+    """Warn once, on one rank, if PyTorch is untested; raise Unsupported if too old."""
     release = ".".join(version.split(".")[:2])
     if release in TESTED:
         return
