@@ -1,9 +1,7 @@
 """Reports and pictures: plans, simulations and runs as frozen facts, then as HTML, SVG or a figure.
 
 plan_report, simulation_report, run_report    inputs -> `facts`
-timelines, bytes_moved, memory_held           the same for one strategy
+timelines, bytes_moved, memory_held           of one strategy
 sections, charts                              facts -> HTML and SVG, complete without JavaScript
-page                                          sections -> one file, with report.css and report.js of this folder
-
-This package neither measures nor plans.
+page                                          sections -> one file
 """

@@ -1,4 +1,4 @@
-"""Bytes between ranks and between nodes in a simulated iteration."""
+"""Bytes between ranks and nodes in a simulated iteration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rows and columns; with more, neighbours are merged.
+# Maximum rows; with more, neighbours are merged.
 MOST = 32
 
 Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks, unless they are many, and between nodes if there are several."""
+    """Return the traffic between ranks, unless they are many, and between several nodes."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []
@@ -35,7 +35,7 @@ def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline:
 
 
 def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> Floats:
-    """Return bytes by kind (`MOVED`) [kinds, sending ranks, receiving ranks]."""
+    """Return bytes [kinds (`MOVED`), senders, receivers]."""
     work = costs.work(strategy, assignment)
     moved = np.zeros((len(MOVED), costs.ranks, costs.ranks))
     exchanged: set[tuple[Op, str]] = set()
@@ -59,16 +59,8 @@ def bytes_between(costs: Costs, strategy: Strategy, assignment: Assignment, time
 
 
 def _grouped(title: str, word: str, moved: Floats, group: Sequence[int], nodes: Sequence[int]) -> Matrix:
-    """Return sums over groups of ranks; neighbouring groups are merged if there are too many.
-
-    Args:
-        title, word: plural and singular.
-        moved: bytes between ranks [kinds, R, R].
-        group: group of each rank.
-        nodes: node of each group.
-    """
     count = max(group) + 1
-    per_row = -(-count // MOST)  # groups in a row
+    per_row = -(-count // MOST)
     rows = -(-count // per_row)
     row_of = np.array(group) // per_row
     sums = np.zeros((len(moved), rows, rows))

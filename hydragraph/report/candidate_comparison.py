@@ -2,15 +2,14 @@
 
 A pipeline's time is the sum of these parts:
 
-    work     device time of the sequences over all devices, as if it could be divided at will
-    waiting  the slowest pipeline's excess over that
+    work     device time of the sequences, divided evenly over all devices
+    waiting  the slowest pipeline's work beyond that
     fixed    c of every micro-batch of the slowest pipeline
     bubble   the rest of its time, in which its stages fill, drain, and wait for each other
     sync     pull, push, commit and update; with published constants, only for unequal pipelines
 
-Example: a pipeline of one device has 3 s of work, one of two devices (PP = 2, c = 1 s) micro-batches of 4 and 2 s. The
-second is the slowest, at 12 s: a stage computes 6 + 2 x 1 = 8, and for 4 it waits. So work is (3 x 1 + 6 x 2) / 3 = 5,
-waiting 6 - 5 = 1, fixed 2, bubble 4.
+A pipeline of one device has 3 s of work; one of two devices (PP = 2, c = 1 s) has micro-batches of 4 and 2 s, and takes
+12 s. So work is (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2, bubble 4.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ Strategy = tuple[Scheme, ...]
 # Candidates that are always assigned.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches for improving candidates, which are judged on others.
+# Mini-batches for improving candidates only.
 TUNING = 8
-# Candidates of a search whose pull and push are simulated.
+# Candidates with simulated pull and push.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -70,8 +69,7 @@ class MemoryUse:
     Attributes:
         devices: of the strategy, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
-        states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None: measured
-            limit.
+        states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None if measured.
     """
 
     scheme: Scheme
@@ -86,17 +84,14 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ComparedCandidate:
-    """A strategy and its results.
+    """A strategy, as one scheme per pipeline, and its results.
 
     Attributes:
-        strategy: one scheme per pipeline.
         memory: of each distinct scheme.
-        seconds: mean over the mini-batches; infinite if it cannot take them all.
+        seconds: mean over the mini-batches, or `bound` if not assigned; infinite if it cannot take them all.
         bound: lower bound of `seconds`.
-        alone: mean seconds of the longest sequence alone on its best pipeline; another lower bound.
-        assigned: whether `seconds` were found by assigning; otherwise they are the bound.
-        fits: number of mini-batches that fit.
-        wins: number of mini-batches on which it is the fastest.
+        alone: mean seconds of the longest sequence alone on its best pipeline.
+        fits, wins: number of mini-batches that fit, and on which it is the fastest.
         why: why it is not the best.
     """
 
@@ -113,7 +108,7 @@ class ComparedCandidate:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all pipelines are alike."""
+        """Whether pipelines are alike."""
         return len(set(self.strategy)) == 1
 
     @property
@@ -123,13 +118,13 @@ class ComparedCandidate:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """Longest sequence's tokens."""
         return max(use.max_len for use in self.memory)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One planned mini-batch, for the picture."""
+    """A planned mini-batch, for the picture."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -144,8 +139,8 @@ class PlanReport:
     Attributes:
         candidates: the best static one first; those that cannot take the context length last.
         dynamic: mean seconds with the best candidate for every mini-batch.
-        sync: most seconds that a candidate takes besides computing.
-        cut: number of sequences longer than `context`, which count as cut.
+        sync: most seconds besides computing.
+        cut: number of sequences longer than `context`.
         left_out: schemes that were not considered, and why.
     """
 
@@ -168,7 +163,7 @@ class PlanReport:
 
     @property
     def homogeneous(self) -> ComparedCandidate | None:
-        """Best static candidate whose pipelines are all alike."""
+        """Best homogeneous one."""
         return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
 
 
@@ -186,15 +181,13 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: tokens of the sequences or of a sample; longer ones count as cut at `context`.
-        tokens: minimum tokens per mini-batch.
-        strategies: the candidates; default: proposals for the data, all homogeneous ones, and improvements of them.
-        iterations: number of mini-batches.
-        seed: of the draw and the search.
+        lengths: longer ones count as cut at `context`.
+        tokens: minimum per mini-batch.
+        strategies: default: proposals for the data, all homogeneous ones, and improvements of them.
 
     Raises:
         Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
-        ValueError: no sequences are given, or a strategy has more devices than given.
+        ValueError: no sequences are given, or a strategy has too many devices.
     """
     profile = schemes_of(measured, devices)
     data = np.minimum(np.asarray(lengths, dtype=np.int64), context)
@@ -246,7 +239,7 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
 
 
 def scheme_counts(strategy: Sequence[Scheme]) -> str:
-    """Format a strategy: 2*<tp4,pp1> + <tp2,pp2>."""
+    """Format 2*<tp4,pp1> + <tp2,pp2>."""
     counts = Counter(strategy).items()
     return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
 
@@ -276,7 +269,7 @@ def _compared(
     context: int,
     seed: int,
 ) -> list[ComparedCandidate]:
-    """Return all candidates; those that cannot win are not assigned, which is slow."""
+    """Return all candidates, assigned if they can win."""
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
@@ -327,13 +320,13 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's seconds into parts; `sync`: seconds besides computing."""
+    """Split an assignment's seconds; `sync`: seconds besides computing."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
     ]
     last = max(range(len(pipelines)), key=lambda p: assignment.by_pipeline[p])
-    # One second on a pipeline of eight devices is eight seconds of device time.
+    # A second on a pipeline of eight devices is eight seconds of device time.
     even = sum(w * p.devices for w, p in zip(work, pipelines, strict=True)) / sum(p.devices for p in pipelines)
     fixed = pipelines[last].c * len(assignment.micro_batches[last])
     bubble = assignment.by_pipeline[last] - work[last] - fixed if pipelines[last].stages > 1 else 0.0
@@ -361,7 +354,7 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
         return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
         return f"cannot take less than {candidate.bound:.3f} s"
-    # At most two parts, each at least a fifth of the loss.
+    # At most two large parts.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]

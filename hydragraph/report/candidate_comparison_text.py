@@ -1,4 +1,4 @@
-"""A comparison of candidates as text, and as plain data for JSON."""
+"""A comparison of candidates as text and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
 
-ROWS = 8  # rows of the table without --explain
+ROWS = 8  # without --explain
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
     "waiting": "work of the slowest pipeline beyond that; negative if its bubble makes it the slowest",
@@ -20,7 +20,7 @@ MEANING = {
 
 
 def to_text(report: PlanReport, explain: bool = False) -> str:
-    """Return the report as text; `explain`: with all candidates, their parts, and what was left out."""
+    """Return text; `explain`: with all candidates and their parts."""
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
         f"{report.tokens:,} tokens",
@@ -146,6 +146,6 @@ def _parts(report: PlanReport) -> list[str]:
     lines = [f"{'seconds go to':<{width}} " + " ".join(f"{name:>8}" for name in MEANING)]
     for c in shown:
         assert c.parts is not None
-        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # + 0.0: no -0.000
+        numbers = (round(getattr(c.parts, name), 3) + 0.0 for name in MEANING)  # no -0.000
         lines.append(f"{scheme_counts(c.strategy):<{width}} " + " ".join(f"{n:>8.3f}" for n in numbers))
     return [*lines, *(f"  {name}: {meaning}" for name, meaning in MEANING.items())]

@@ -1,4 +1,4 @@
-"""SVG charts with round numbers on the axes and a title on every mark."""
+"""SVG charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve of a chart; `style`: class of its colour, "s-0", "s-1", ..."""
+    """Curve of a chart; `style`: its colour's class."""
 
     name: str
     points: tuple[Point, ...]
@@ -55,9 +55,9 @@ def line_chart(
     """Return a chart over steps, with a legend.
 
     Args:
-        label: description for screen readers.
+        label: for screen readers.
         series: at least one point in total.
-        show: formats a y value.
+        show: formats y.
         zero: whether the y axis begins at 0.
         marks: those outside the x axis are omitted.
     """
@@ -129,7 +129,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return bytes over an iteration as an area, with the limit if it is near."""
+    """Return bytes over an iteration as an area, with a near limit."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0
@@ -142,7 +142,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # A peak within an instruction exceeds the memory before and after.
+    # A peak within an instruction exceeds the memory around it.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

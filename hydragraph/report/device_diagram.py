@@ -1,4 +1,4 @@
-"""Diagram of a strategy: devices x layers, with equal neighbours merged into one row."""
+"""Diagram of a strategy: devices x layers, with equal neighbours merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of ranks with a row each; with more, equal neighbours are one row.
+# Maximum ranks with separate rows.
 EVERY = 64
 MOST_ROWS = 160
 
@@ -58,7 +58,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # shared by several pipelines
+        if (place.first_layer, place.last_layer) in seen:  # shared
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

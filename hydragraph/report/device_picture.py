@@ -1,4 +1,4 @@
-"""A plan for heterogeneous devices as a picture of their layers and memory."""
+"""A plan for heterogeneous devices as a picture."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hydragraph.cost.costs import Costs
 from hydragraph.planner.plan import Plan
 from hydragraph.spec.pipeline import Stage
 
-TALLEST = 72  # rows at full height
+TALLEST = 72  # rows
 ROW = 0.27  # inches
-NAMED = 10  # pipelines in the legend; colours repeat after that
-# Light, for dark text.
+NAMED = 10  # in the legend
+# For dark text.
 COLOURS = ("#9ec5e8", "#f5bf85", "#a8d5a2", "#d9b3e0", "#f2a9a9", "#c9c28f", "#8fd3cf", "#e3a9c8", "#b9bec9", "#d2b49c")
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
-_WIDTH = 6.4  # inches of the layers
-_LETTER = 0.062  # inches of a letter in a bar
+_WIDTH = 6.4  # inches
+_LETTER = 0.062  # inches
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,12 @@ class _StageBar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file, replacing it only when the new one is complete."""
+    """Draw a plan to a PNG file, replaced only when complete."""
     save_figure(device_figure(plan, costs), path)
 
 
 def device_figure(plan: Plan, costs: Costs) -> Any:
-    """Return the figure of devices x layers, and their memory.
-
-    Idle devices are hatched grey, lost ones red. A black line is the memory limit.
-    """
+    """Return the figure of devices x layers, and their memory with its limits."""
     from matplotlib.figure import Figure
 
     rows = _rows(costs)
@@ -63,7 +60,6 @@ def device_figure(plan: Plan, costs: Costs) -> Any:
 
 
 def _rows(costs: Costs) -> list[int | None]:
-    """Return each row's rank, and None for a node's name."""
     rows: list[int | None] = []
     for _, ranks in groupby(range(costs.ranks), costs.cluster.node_of):
         rows += [None, *ranks]

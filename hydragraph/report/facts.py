@@ -1,4 +1,4 @@
-"""Contents of a report as frozen data, with times in seconds and text without escapes."""
+"""Contents of a report as frozen data, in seconds and text without escapes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hydragraph.report.measured_beside_predicted import RunComparison
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
-# Kinds of bars, in the order of the legend, with colours in report.css. Waits occur only in traced runs.
+# Kinds of bars, with colours in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Traffic that a run waits for, and all traffic, with sums within tensor-parallel stages.
+# Traffic that a run waits for, and all.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
 
 class TimeBar(NamedTuple):
-    """Interval of activity, in seconds from the start."""
+    """Interval of activity, in seconds."""
 
     begin: float
     end: float
@@ -48,7 +48,6 @@ class IterationView:
 
     Attributes:
         title: "simulated", "measured, step 7".
-        seconds: end of its last instruction.
         critical: critical path; empty for measured iterations.
         note: what was merged or left out.
     """
@@ -66,7 +65,7 @@ class RankMemory:
 
     Attributes:
         parts: (name, bytes) of the peak.
-        points: (seconds, bytes): bytes from that time on; empty if only the peak is known.
+        points: (seconds, bytes) from that time on; empty if only the peak is known.
     """
 
     ranks: tuple[int, ...]
@@ -98,7 +97,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class DiagramStage:
-    """Layers [first, last) on one device."""
+    """Layers [first, last) on a device."""
 
     pipeline: int
     stage: int
@@ -125,7 +124,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices x layers of a strategy; `note` says what was left out."""
+    """Devices x layers of a strategy; `note`: what was left out."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -139,7 +138,7 @@ class Contender:
     Attributes:
         seconds: of an iteration; None if it does not fit.
         micro_batches: by pipeline; empty: unknown.
-        shares: (name, fraction of the iteration), such as computing.
+        shares: (name, fraction of the iteration).
         why: why it lost; "" for the winner.
         origin: search that found it.
     """
@@ -155,11 +154,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Panel:
-    """Details of one strategy.
-
-    Attributes:
-        held_seconds, held_note: what `held` covers, and what it leaves out.
-    """
+    """Details of one strategy; `held_seconds` and `held_note` describe `held`."""
 
     name: str
     courses: tuple[IterationView, ...] = ()
@@ -178,7 +173,7 @@ class Happened:
         begin_s: time of the first step, in seconds since 1970.
         events: in order of time, except checkpoints.
         counts: (step, number of ranks from then on).
-        parts: (name, seconds): wall time; empty if unknown.
+        parts: (name, seconds) of wall time; empty if unknown.
     """
 
     begin_s: float
@@ -202,7 +197,7 @@ class ReportContents:
         kind: "simulation", "plan" or "run".
         source: sentences on the source of the numbers.
         contenders: the best first.
-        words: lines of the plan in words.
+        words: the plan in words, by line.
     """
 
     kind: str

@@ -14,7 +14,7 @@ VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
 
 
 class Markup(str):
-    """Text that is already markup."""
+    """Text that needs no escapes."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ def join(*content: Content) -> Markup:
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a page's section."""
+    """Return a section."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 
@@ -60,13 +60,13 @@ def table(heads: Sequence[str], rows: Content, left: Container[str] = (), style:
 
 
 def row(*cells: Content, left: Container[int] = (), class_: str | None = None) -> Markup:
-    """Return a row of a table; `left`: indices of cells that are aligned left."""
+    """Return a row; `left`: indices of cells aligned left."""
     shown = [tag("td", cell, class_="left" if i in left else None) for i, cell in enumerate(cells)]
     return tag("tr", shown, class_=class_)
 
 
 def script_data(record: Any) -> Markup:
-    """Return JSON that cannot end a <script> element or begin a comment."""
+    """Return JSON that cannot end a <script> element."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

@@ -1,7 +1,4 @@
-"""Comparison of real iterations with the cost model's predictions, by kind of instruction and rank.
-
-`RunComparison.sentence` does not consider waits for other ranks, which follow from the times of those ranks.
-"""
+"""Comparison of real iterations with the cost model's predictions."""
 
 from __future__ import annotations
 
@@ -24,12 +21,7 @@ MOSTLY = 0.6
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One iteration.
-
-    Attributes:
-        seconds: of the whole step, with work around its instructions.
-        measured, predicted: accounts by rank.
-    """
+    """One iteration; `seconds`: of the whole step, with work around its instructions."""
 
     step: int
     strategy: str
@@ -39,7 +31,7 @@ class ComparedStep:
 
     @property
     def measured_s(self) -> float:
-        """Seconds of the slowest rank."""
+        """The slowest rank's seconds."""
         return max(account.total for account in self.measured)
 
     @property
@@ -50,7 +42,7 @@ class ComparedStep:
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
         """Return measured / predicted by kind and rank, if both are positive.
 
-        Transfers count by their observed duration, not by waits, which depend on the overlap.
+        Transfers count by their duration, not by waits, which depend on the overlap.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -67,7 +59,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class ComparedSeconds:
-    """Seconds of one kind of instruction, summed over all steps, on one rank; None: on all."""
+    """Seconds of one kind of instruction over all steps, on one rank or (None) on all."""
 
     kind: TimeKind
     rank: int | None
@@ -76,12 +68,12 @@ class ComparedSeconds:
 
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted; None if the prediction is 0."""
+        """Measured / predicted, or None."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted, in seconds."""
+        """Measured minus predicted."""
         return self.measured - self.predicted
 
 
@@ -104,11 +96,11 @@ class RunComparison:
 
     @property
     def corrections(self) -> Corrections:
-        """Corrections for later predictions, from these and earlier steps."""
+        """Corrections from these and earlier steps."""
         corrections = self.before if self.before.types == self.types else Corrections(self.types)
         health = self.before.health
         for step in self.steps:
-            # Predictions include earlier corrections, so the error of the model is the product.
+            # Predictions include earlier corrections.
             ratios = {}
             for (kind, rank), ratio in step.ratios().items():
                 rate = 1.0 if kind in (*TRANSFERS, TimeKind.COMMIT) else health.rate(rank)
@@ -130,7 +122,7 @@ class RunComparison:
 
     @cached_property
     def kinds(self) -> tuple[ComparedSeconds, ...]:
-        """Every kind on all ranks together."""
+        """Kinds, on all ranks together."""
         return tuple(_together(kind, [row for row in self.rows if row.kind is kind]) for kind in TimeKind)
 
     @cached_property
@@ -145,7 +137,7 @@ class RunComparison:
 
     @property
     def sentence(self) -> str:
-        """Sentence on where the model's error is largest."""
+        """Sentence on the model's largest error, without waits for other ranks."""
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:
@@ -210,13 +202,10 @@ def _times(row: ComparedSeconds) -> str:
 
 
 def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
-    """Compare the trace of a run with the simulation of the same iterations.
-
-    Args:
-        trace: a trace or its file, trace.json in the folder of a run with --trace.
+    """Compare a run's trace, or its trace.json, with the simulation of the same iterations.
 
     Raises:
-        ValueError: the trace has another model or number of ranks than the costs.
+        ValueError: the trace has another number of ranks than the costs.
     """
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace))
@@ -229,14 +218,14 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
 
 
 def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[TraceEvent]]) -> ComparedStep:
-    """Compare one iteration; `ranks`: its events by rank."""
+    """Compare one iteration, given events by rank."""
     strategy = Strategy.parse(step.strategy, costs.outline.layers)
     predicted = predicted_accounts(costs.simulate(strategy, step.assignment))
     return ComparedStep(step.step, step.strategy, step.seconds, measured_accounts(ranks), predicted)
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Return the steps without the first under each strategy, unless it is the only one, and the numbers of those."""
+    """Leave out the first step under each strategy, unless it is the only one; return steps and omitted numbers."""
     kept = []
     warming = []
     seen: set[str] = set()

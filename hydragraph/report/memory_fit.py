@@ -1,4 +1,4 @@
-"""Memory check of a strategy, and advice if it does not fit."""
+"""Memory check of a strategy, with advice."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WORDS = {
     "messages": "messages under way",
     "host": "offloaded to host memory",
 }
-SHORTER = 0.8  # factor between successive lengths of the search
+SHORTER = 0.8  # factor of successive lengths
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of a strategy: peaks and limits of ranks in bytes, and seconds of the iteration."""
+    """Memory of a strategy: ranks' peaks and limits in bytes, and seconds."""
 
     strategy: Strategy
     memory: tuple[Memory, ...]
@@ -44,12 +44,12 @@ class MemoryFit:
 
     @property
     def tightest(self) -> int:
-        """Rank with the least room left, relative to its memory."""
+        """Rank with the fullest memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total / self.limits[rank])
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory suffices."""
+        """Whether memory suffices."""
         return all(m.total <= limit for m, limit in zip(self.memory, self.limits, strict=True))
 
     @property
@@ -97,7 +97,6 @@ def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: b
 
 
 def _offloading(costs: Costs, found: MemoryFit, assignment: Assignment) -> str:
-    """Return advice to offload activations, with recomputation if they do not fit without; "" if neither fits."""
     offloaded = _with_stages(_whole(found.strategy), lambda stage: replace(stage, offload=True))
     for strategy, more in ((offloaded, ""), (recomputing(offloaded), " and recompute")):
         tried = fit(costs, strategy, assignment)
@@ -111,15 +110,15 @@ def _takes(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool) -> str:
-    """Return advice on the smallest change that makes a strategy fit.
+    """Return advice on the smallest change that makes a strategy fit, found by simulation.
 
-    The order is recomputation or streaming (whichever takes less time), shorter micro-batches, shorter sequences,
-    higher tensor-parallel degrees. Each is simulated.
+    The order is recomputation or streaming (whichever is faster), shorter micro-batches, shorter sequences, higher
+    tensor-parallel degrees.
     """
     again = recomputing(found.strategy)
     streamed = tuple(streaming_more(found.strategy)) if may_stream else (again,)
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
-    if light[0].fits:  # partial recomputation may also fit
+    if light[0].fits:  # partial recomputation may fit
         light += [fit(costs, recomputing(found.strategy, budget), assignment) for budget in BUDGETS]
     fitting = [tried for tried in light if tried.fits]
     if fitting:
@@ -178,7 +177,6 @@ def _more(found: MemoryFit) -> str:
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the maximum tokens of micro-batches; None if none fits."""
     longest = max((n for n in assignment.lengths if n), default=0)
     now = max((sum(m) for p in assignment.tokens for m in p), default=0)
     for tokens in _shorter(now):
@@ -191,7 +189,7 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
 
 
 def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the maximum length of sequences, each in its own micro-batch; None if none fits."""
+    """Return the longest sequences that fit one by one, or None."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
         if fit(costs, strategy, packed_in(cut, length)).fits:
@@ -224,12 +222,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return a strategy whose stages recompute in full if they did, else as `how` says."""
+    """Return a strategy whose stages recompute as `how` says, or in full if they did."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return a strategy with a schedule of whole backwards, as streaming and offloading need."""
+    """Return a strategy of whole backwards, as streaming and offloading need."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 
@@ -239,10 +237,7 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield a strategy that streams more and more: gradients, then also weights, then both with recomputation.
-
-    Stages that already stream stay as they are.
-    """
+    """Yield strategies that stream more and more: gradients, then weights, then with recomputation."""
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
         streamed = True if stage.stream is True else stream
@@ -256,10 +251,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 def wider(
     costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
 ) -> Iterator[tuple[Strategy, Assignment]]:
-    """Yield strategies with repeatedly doubled tensor-parallel degrees, and their assignments.
-
-    Neighbouring pipelines of equal layers become one. A stage stays within its node.
-    """
+    """Yield strategies with doubled tensor-parallel degrees within nodes, and merged pipelines."""
     nodes = [device.node for device in costs.cluster.devices]
     while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
         pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))

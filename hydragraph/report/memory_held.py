@@ -11,13 +11,13 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# Each curve requires a walk through its rank's program.
+# A curve requires a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
-    """Return the memory of ranks, grouped by equal memory, and a note on omitted ranks."""
+    """Return ranks by equal memory, and a note on omitted ranks."""
     ranks = list(range(costs.ranks))
     note = ""
     if len(ranks) > MOST_CURVES:
@@ -44,7 +44,7 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most `most` points of a curve: the highest of each stretch."""
+    """Return at most `most` points: the highest of each stretch."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]

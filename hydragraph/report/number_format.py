@@ -1,4 +1,4 @@
-"""Number formats with three digits and a suitable unit."""
+"""Number formats with three digits and units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COUNTS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k"))
 
 
 def seconds(value: float | None) -> str:
-    """Format a time, such as "12.3 ms"; "–" if it is unknown or infinite."""
+    """Format a time: "12.3 ms"; "–" if unknown or infinite."""
     if value is None or not math.isfinite(value):
         return "–"
     return _scaled(value, _SECONDS, "s")

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140  # of output to a file or a pipe
+_WIDTH = 140  # of a file
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, if there is one."""
+    """Return a console as wide as the terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def counts_text(counts: Sequence[int], times: str = "*", comma: str = ",") -> str:
-    """Format micro-batches by pipeline: "4,2", "8*16"."""
+    """Format micro-batches: "4,2", "8*16"."""
     groups = ((count, len(list(group))) for count, group in groupby(counts))
     return comma.join(f"{n}{times}{count}" if n > 2 else comma.join([str(count)] * n) for count, n in groups)
 

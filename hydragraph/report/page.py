@@ -1,7 +1,4 @@
-"""One HTML file from a report.
-
-The page loads no resource, and its content security policy allows only its own script.
-"""
+"""One HTML file from a report, which loads no resource."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hydragraph.version import __version__
 
 
 def write_report(report: ReportContents, path: Path) -> None:
-    """Write a report to a file, replacing it only when the new one is complete."""
+    """Write a report, replacing the file only when complete."""
     write_whole(path, html(report))
 
 

@@ -1,4 +1,4 @@
-"""A planned iteration as a picture of the micro-batches and waits of each pipeline."""
+"""A planned iteration as a picture of micro-batches and waits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from hydragraph.atomic_write import save_figure
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
-TALLEST = 40  # rows at full height
-# From short to long sequences.
+TALLEST = 40  # rows
+# From short sequences.
 _COLOURS = ("#cfe6c5", "#7cc6b0", "#3f9bb5", "#3b6ea5", "#4c3f86")
-_DARK = 0.45  # scale position above which text is white
+_DARK = 0.45  # white text
 
 
 def write_plan_picture(example: Example, path: Path) -> None:
-    """Draw pipelines x micro-batches to a PNG file, replacing it only when the new one is complete.
+    """Draw pipelines x micro-batches to a PNG file, replaced only when complete.
 
-    A micro-batch is coloured by its longest sequence. The bubble is hatched, the wait for the slowest pipeline white.
+    A micro-batch is coloured by its longest sequence. The bubble is hatched.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm

@@ -1,4 +1,4 @@
-"""Report of a plan for heterogeneous devices, from the output of `hydragraph plan --cluster --json`."""
+"""Report of a plan for heterogeneous devices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
 from hydragraph.spec.strategy import Strategy
 
-# Maximum number of rivals that are drawn.
+# Drawn rivals.
 MOST_RIVALS = 5
 
 
 def plan_report(title: str, record: Mapping[str, Any], simulated: Panel | None = None) -> ReportContents:
-    """Return the report of a plan.
-
-    Args:
-        record: contents of the JSON file.
-        simulated: details of the plan's strategy; None: the report has no timeline.
+    """Return the report of a plan's JSON record, with a timeline if simulated.
 
     Raises:
         ValueError: the record is not a plan.

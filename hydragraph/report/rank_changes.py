@@ -1,4 +1,4 @@
-"""Events of a run's ranks, and their costs in time."""
+"""Events of a run's ranks, and their costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, seconds_of
 
 
 def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened | None:
-    """Return the events and their costs; None if checkpoints are the only events.
-
-    Args:
-        metrics: of all steps that count, at least one.
-        events: in order of time.
-    """
+    """Return the events, in order of time, and their costs; None if checkpoints are the only events."""
     if all(event.event == "saved" for event in events):
         return None
     wall_time = account(metrics, events)
@@ -31,7 +26,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
-    """Return goodput, and the costs of changes of ranks."""
+    """Return goodput, and costs of changes."""
     wall_time = account(metrics, events)
     if wall_time is None:
         return ()
@@ -57,9 +52,9 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
-    """Return (step, number of ranks from then on); empty if the number never changed."""
+    """Return (step, ranks from then on); empty if their number never changed."""
     counts: list[tuple[int, int]] = []
-    change = 0  # net change since the last "resumed" event
+    change = 0  # since the last "resumed" event
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

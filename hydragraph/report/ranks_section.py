@@ -1,4 +1,4 @@
-"""The section on lost, slow and joining ranks, and their marks in charts."""
+"""The section on lost, slow and joining ranks, and their marks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _KEYS = {
 }
 _IN_CHARTS = ("fault", "leave", "join", "straggler", "recovered", "switch", "migrate")
 _PART_STYLES = ("full", "paused", "lost", "slower")
-MOST_ROWS = 40  # others are in the details
+MOST_ROWS = 40
 
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
-    """Return a mark for all events after a step, in the colour of the first of them."""
+    """Return a mark per step, in its first event's colour."""
     by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:

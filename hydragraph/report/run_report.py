@@ -1,4 +1,4 @@
-"""Report of a run: its steps and, if it was traced, its iterations and their simulation."""
+"""Report of a run, with its simulation if it was traced."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ _TRACED = "Timelines are the last traced step of each strategy beside its simula
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
-    """Return the report of a run.
-
-    Args:
-        metrics: of all steps, at least one.
-        traced: costs of its model on its ranks, and its trace.
-    """
+    """Return the report of a run of at least one step; `traced`: costs on its ranks, and the trace."""
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = tuple(metrics)
@@ -47,7 +42,7 @@ def run_report(
         )
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # last step of each strategy, when compilation is complete
+    last = {step.strategy: step for step in trace.steps}  # after compilation
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return ReportContents(
@@ -75,7 +70,7 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return the name of each strategy: its text, without the fingerprint if that is unique."""
+    """Return strategies' texts, without the fingerprint if that is unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}

@@ -1,4 +1,4 @@
-"""The sections of the page as markup; sections without facts are omitted."""
+"""Sections of the page."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _KIND_NAMES = {
     "tp": "sums within stages",
     "wait": "waiting",
 }
-# Visible rows of strategies, and of the critical path.
+# Visible rows.
 MOST_ROWS = 30
 MOST_STEPS = 14
-MOST_RANKS = 16  # with own rows of measured and predicted seconds
+MOST_RANKS = 16  # with separate rows
 COLOURS = 8
 
 
@@ -66,7 +66,7 @@ def header(report: ReportContents) -> Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """Section of the page, its anchor, and its name in the list of contents."""
+    """Section, named in the contents."""
 
     anchor: str
     name: str
@@ -200,7 +200,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
     x = left + part.first * scale
     width = (part.last - part.first) * scale - 1.5
     text = f"{layers} · {part.text}"
-    most = int((width - 14) / 6.2)  # characters that fit
+    most = int((width - 14) / 6.2)  # characters
     number = layers.partition(" ")[2]
     shown = next((t for t in (text, f"{layers} · pipeline {part.pipeline}", layers, number) if len(t) <= most), "")
     rect = tag(
@@ -211,7 +211,7 @@ def _part(part: DiagramStage, left: float, y: float, scale: float) -> Markup:
 
 
 def _course(panel: int, number: int, course: IterationView, titled: bool) -> Markup:
-    """Return a timeline, which the script replaces with a zoomable one."""
+    """Return a timeline, which the script makes zoomable."""
     used = {bar.kind for lane in course.lanes for bars in lane.bars for bar in bars}
     keys = [tag("span", tag("i", class_=f"key box k-{kind}"), _KIND_NAMES[kind]) for kind in KINDS if kind in used]
     if course.critical:
@@ -391,7 +391,7 @@ def _training(report: ReportContents) -> Markup:
         losses.append(Series("held out", held_out, "s-held", marks=True, dashed=True))
     loss = line_chart("loss over steps", losses, "loss, nats per token", lambda y: f"{y:.3f}", marks=marks)
 
-    alone = len(names) == 1  # lines would cross between a strategy's end and its return
+    alone = len(names) == 1  # lines would cross otherwise
     rates = [
         Series(name, points(lambda s: s.tokens_per_s, name), f"s-{i % COLOURS}", marks=True, line=alone)
         for i, name in enumerate(names)
@@ -433,7 +433,6 @@ def _against(found: RunComparison) -> Markup:
 
 
 def _against_row(row: ComparedSeconds, most: float) -> Markup:
-    """Return a row; those of all ranks together have bars, relative to `most` seconds."""
     whole = row.rank is None
     sides = (("measured", row.measured), ("predicted", row.predicted))
     bars = [tag("i", class_=side, style=f"width:{100 * seconds / most:.1f}%") for side, seconds in sides]

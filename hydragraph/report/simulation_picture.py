@@ -1,4 +1,4 @@
-"""Simulated iterations as a picture of the computation and traffic of each rank."""
+"""Simulated iterations as a picture."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from hydragraph.report.number_text import seconds_text
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import merged_blocks, simulated_bars
 
-MOST = 6  # strategies, the best ones
-TALLEST = 16  # ranks of one strategy at full height
+MOST = 6  # strategies
+TALLEST = 16  # ranks
 
-# The usual colours of papers on pipelines.
+# Usual colours of papers.
 _COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
 _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "#3f97a4"}
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
-    """Draw ranks x time to a PNG file, replacing it only when the new one is complete.
-
-    Args:
-        priced: the best first; at least one.
-    """
+    """Draw ranks x time to a PNG file, the best strategy first, replaced only when complete."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter

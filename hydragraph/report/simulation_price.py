@@ -1,4 +1,4 @@
-"""Expected performance of strategies, from the simulation of their ranks' programs."""
+"""Expected performance of strategies, by simulation."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class PricedStrategy:
         return self.tokens / self.seconds
 
     def busy(self) -> list[float]:
-        """Return each rank's fraction of the iteration in which it computes."""
+        """Return the fraction of time in which each rank computes."""
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
-        """Return ranks' mean seconds of waiting for a stream."""
+        """Return ranks' mean seconds of waiting."""
         ranks = range(len(self.timeline.ranks))
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
@@ -52,12 +52,11 @@ def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStr
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches to the pipelines of a strategy by `spread`.
+    """Distribute equal micro-batches to pipelines by `spread`.
 
     Args:
-        tokens: tokens of one sequence.
-        micro_batches: total number.
-        sequences: sequences of one micro-batch.
+        tokens: of one sequence.
+        sequences: of one micro-batch.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]
@@ -67,13 +66,7 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
     """Distribute equal micro-batches over pipelines so that the last one ends as early as possible.
 
-    A pipeline of p stages whose slowest takes s per micro-batch ends m of them after (m + p - 1) s. Each micro-batch
-    goes where it ends first.
-
-    Args:
-        depths: stages of each pipeline.
-        seconds: seconds of each pipeline's slowest stage per micro-batch.
-        micro_batches: total number.
+    A pipeline of p stages (`depths`) whose slowest takes s (`seconds`) per micro-batch runs m of them in (m + p - 1) s.
     """
     counts = [0] * len(depths)
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]

@@ -14,7 +14,7 @@ from hydragraph.report.memory_held import held
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
-# Strategies with all details; others are rows of the table.
+# Others are rows of the table.
 MOST_PANELS = 6
 
 
@@ -42,7 +42,7 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
 
 
 def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
-    """Return the best strategy's key numbers."""
+    """Return key numbers."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind

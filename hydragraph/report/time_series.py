@@ -1,6 +1,6 @@
 """Timelines for the page: data for its script, and a static picture.
 
-Times are ticks of 1e-9 of the iteration. A bar is [ticks since the previous one ended, ticks, kind, name, micro-batch].
+A bar is [ticks since the previous one ended, ticks, kind, name, micro-batch], with ticks of 1e-9 of the iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def course_data(course: IterationView) -> dict[str, Any]:
     """Return the script's data."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
-    tracks: dict[int, int] = {}  # equal lanes share their data
+    tracks: dict[int, int] = {}  # equal lanes share data
     packed: list[list[list[int]]] = []
     lanes = []
     for lane in course.lanes:
@@ -64,7 +64,7 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
 
 
 def course_picture(course: IterationView) -> Markup:
-    """Return an iteration as SVG: computation of each lane, with its traffic in thin lines below."""
+    """Return an iteration as SVG: computation, with traffic below."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
     drawn: list[Content] = [_lane(lane, LANE * i, course.seconds) for i, lane in enumerate(lanes)]
@@ -106,7 +106,7 @@ def _lane(lane: Lane, top: float, seconds: float) -> Markup:
     scale = (WIDTH - LABEL) / seconds if seconds else 0.0
     for stream, bars in enumerate(lane.bars):
         y, height = _band(stream, top)
-        # A path per kind, not an element per bar, keeps pages small.
+        # A path per kind keeps pages small.
         paths: dict[str, list[str]] = {}
         at: dict[str, float] = {}
         for bar in bars:

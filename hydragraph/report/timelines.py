@@ -2,9 +2,6 @@
 
 Simulated ranks that act at the same times share a lane. If there are too many bars, blocks are merged into
 micro-batches, and then bars into visible intervals.
-
-    8 ranks, 4 of them alike         -> 5 lanes
-    forward 0, 1, 2 of micro-batch 3 -> with few instructions three bars, with many one: "forward of 3 blocks"
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# A bar takes some 20 bytes, and a page with six iterations should be below 5 MB.
+# Keeps pages below 5 MB.
 MOST_BARS = 24_000
-# Ranks that have a lane each even if they are alike.
+# Ranks with separate lanes.
 EVERY = 32
-# More lanes are sampled evenly.
+# More are sampled.
 MOST_LANES = 256
-# Bars that begin within this fraction of the iteration are merged last.
+# Bars within this fraction are merged last.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).
@@ -50,7 +47,7 @@ Merge = Callable[[Sequence[TimeBar]], Iterable[TimeBar]]
 def simulated_course(timeline: Timeline) -> IterationView:
     together: dict[object, list[int]] = {}
     for a, actor in enumerate(timeline.actors):
-        # Equal pipelines share program objects.
+        # Equal pipelines share programs.
         same = (id(actor.program), timeline.times[a].begin.tobytes(), timeline.times[a].end.tobytes())
         together.setdefault(same, []).append(a)
     groups = sorted(together.values(), key=lambda actors: min(min(timeline.actors[a].ranks) for a in actors))
@@ -71,7 +68,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
 
 
 def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
-    """Return a traced iteration, given its events by rank."""
+    """Return a traced iteration, given events by rank."""
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
     lanes = [
@@ -92,7 +89,7 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
 
 
 def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...]:
-    """Return an actor's bars by stream (`STREAMS`), one for each instruction that takes time."""
+    """Return an actor's bars by stream (`STREAMS`)."""
     return _by_stream(
         (
             instruction.stream.value,
@@ -104,7 +101,7 @@ def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...
 
 
 def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
-    """Yield (stream, bar); a message lasts from its start to the end of the wait for it."""
+    """Yield (stream, bar); a message lasts until the end of the wait for it."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
@@ -142,7 +139,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # Ranks of a lane have different peers, but all in the previous or the next stage.
+        # A lane's ranks have different peers in the same stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
