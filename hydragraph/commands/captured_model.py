@@ -1,4 +1,4 @@
-"""A run's model, captured without weights or devices, and its costs."""
+"""A run's model, captured without weights, and its costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def bare_model(config: TrainConfig) -> nn.Module:
-    """Return a config's model on the meta device, without adapters."""
+    """Return the model on meta, without adapters."""
     from hydragraph.train.model import skeleton
 
     quieten()
@@ -54,7 +54,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
     quieten()
     data_vocabulary = None
-    with suppress(ValueError, OSError):  # the data may be on another machine
+    with suppress(ValueError, OSError):  # the data may be elsewhere
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)
@@ -69,7 +69,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 def costs_of_run(
     config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
 ) -> Costs:
-    """Return a run's costs; `graphs`: `blocks` and `state_bytes` of `Costs`."""
+    """Return a run's costs; `graphs`: keywords of `Costs`."""
     import torch
 
     from hydragraph.cost.costs import Costs

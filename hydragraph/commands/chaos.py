@@ -1,4 +1,4 @@
-"""`hydragraph chaos`: inject faults into a run, and compare its losses with an undisturbed run."""
+"""`hydragraph chaos`: inject faults into a run, and compare its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hydragraph check`: memory and seconds of a run, predicted without weights, data or devices."""
+"""`hydragraph check`: predicted memory and seconds of a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CheckOptions(ConfigOptions):
     as_json: AsJson = False
 
     def prices(self, config: TrainConfig) -> bool:
-        """Return whether seconds can be predicted: of GPUs, or of anything that an option describes."""
+        """Return whether devices are known, so that seconds can be predicted."""
         told = (self.cluster, self.arch, self.devices, self.profile, self.efficiency, self.corrections)
         return config.device != "cpu" or any(option is not None for option in told)
 
@@ -182,7 +182,6 @@ def _launch_share(costs: Costs, strategy: Strategy, tokens: int) -> float:
 
 
 def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
-    """Describe the share of kernel launches, which take the same time for all lengths."""
     bound = next(tokens for tokens in (1 << k for k in range(30)) if _launch_share(costs, strategy, tokens) < 0.5)
     return (
         f"{strategy.name}: kernel launches are predicted to take {_launch_share(costs, strategy, longest):.1%} of the "
@@ -197,7 +196,7 @@ _UNKNOWN = (
 
 
 def _look_at_data(config: TrainConfig) -> bool:
-    """Print problems with the data, which may be on another machine; return whether training here could begin."""
+    """Print problems with the data; return whether training could begin."""
     from hydragraph.train.data import check_data, data_remarks
 
     try:
@@ -228,7 +227,7 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
     else:
         named = {stage.tp for s in strategies for p in s.pipelines for stage in p.stages}
         most = max(Counter(device.node for device in cluster.devices).values())
-        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # advice may do that
+        doubled = {tp << k for tp in named for k in range(most.bit_length()) if tp << k <= most}  # for advice
         degrees = sorted(named | set(filter(program.allows, doubled)))
         profile = datasheet(program, cluster, options.efficiency, degrees)
     element = state_bytes(config.optimizer, program.dtype, torch.device(config.device or "cpu"))
@@ -252,7 +251,6 @@ def _step(config: TrainConfig, strategy: Strategy, lengths: Path | None) -> Assi
 
 
 def _memory_table(fitting: MemoryFit) -> Table:
-    """Return the table of peaks by kind; neighbouring ranks with equal values share a row."""
     from hydragraph.cost.rank_memory import Memory
     from hydragraph.ir.shared_programs_text import runs_text
     from hydragraph.report.memory_fit import WORDS

@@ -1,4 +1,4 @@
-"""`hydragraph compile`: compile a run's model ahead of time, and prove all ranks' programs."""
+"""`hydragraph compile`: compile a run's model ahead of time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CompileOptions(ConfigOptions):
     trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
     def load(self) -> TrainConfig:
-        """Read the config, with these options."""
+        """Read the config."""
         config = super().load()
         return replace(
             config,
@@ -111,7 +111,7 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the model's vocabulary and end-of-text id; print a note if they are guesses."""
+    """Return the model's vocabulary and end-of-text id, with a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # the data may be elsewhere
@@ -131,7 +131,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 def compile_quietly(
     config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
 ) -> Summary:
-    """Compile and write, without printing results."""
+    """Compile and write without printing."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
@@ -208,7 +208,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use a rank's number of threads: Inductor's code for a CPU depends on it."""
+    """Use a rank's number of threads, on which Inductor's CPU code depends."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

@@ -1,4 +1,4 @@
-"""Compilation of a model for strategies, without data, devices, a process group or weights."""
+"""Compilation of a model for strategies, without devices or weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # cache capacity: an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are counted at this and at twice this number of tokens
+_KEPT = 1 << 20  # an evicted variant would be counted twice
+_TOKENS = 1024  # saved bytes are counted at this number and twice it
 
 Tell = Callable[[str], None]
 
@@ -35,12 +35,9 @@ class VariantRecord:
     Attributes:
         name: its files are `graphs/{name}.forward.py` and `.backward.py`.
         blocks: the model's blocks that it serves.
-        indices: places in the stage whose ranks run it; places whose shards of a parameter differ have different
-            variants.
-        saved_values: values saved for the backward.
-        saved_bytes_per_token: bytes of those that are neither an input nor the output.
-        seconds: compile time.
-        pass_seconds: of each graph pass.
+        indices: places in the stage whose ranks run it, as shards of a parameter may differ.
+        saved_values: number of values saved for the backward.
+        saved_bytes_per_token: of those that are neither an input nor the output.
     """
 
     name: str
@@ -59,7 +56,7 @@ class VariantRecord:
     pass_seconds: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "indices"):  # lists, where they come from JSON
+        for name in ("blocks", "indices"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -70,7 +67,7 @@ class StrategyRecord:
     Attributes:
         strategy: its text with its fingerprint; the user's text if it does not fit.
         folder: of its files; "" if it does not fit.
-        pull_bytes, push_bytes: bytes between ranks in one iteration.
+        pull_bytes, push_bytes: between ranks in one iteration.
         problem: why it does not fit; "" if all programs are proven complete and free of deadlocks.
     """
 
@@ -84,13 +81,13 @@ class StrategyRecord:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "variants"):  # lists, where they come from JSON
+        for name in ("micro_batches", "variants"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledVariant:
-    """A variant's record and its graphs before the backend."""
+    """A record with graphs before the backend."""
 
     record: VariantRecord
     variant: Variant
@@ -98,7 +95,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A strategy's record, and its programs if it fits."""
+    """A record, with programs if it fits."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -106,8 +103,6 @@ class CompiledStrategy:
 
 @dataclass(frozen=True)
 class _Need:
-    """A template, by its first block, in a kind of stage."""
-
     block: Block
     kind: StageKind
 
@@ -144,7 +139,6 @@ class Compiler:
         self._program = program
         self._tell = tell
         inductor = backend == "inductor"
-        # Their graphs can be printed.
         self.traced = Variants(program, capacity=_KEPT, fused_head=inductor, added=not inductor)
         self._filling = Variants(program, "min_cut", backend, device, _KEPT, fused_head=True) if inductor else None
         self._known: dict[_Need, tuple[CompiledVariant, ...]] = {}
@@ -155,11 +149,11 @@ class Compiler:
 
     @property
     def variants(self) -> tuple[CompiledVariant, ...]:
-        """All compiled variants, in the order of compilation."""
+        """Variants in order of compilation."""
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return the largest number of calls of `tell` for the strategies."""
+        """Return the most calls of `tell`."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
@@ -172,7 +166,7 @@ class Compiler:
         self._tell(strategy.name)
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)
         programs.verify()
-        placed = layouts(self._program, strategy, self._homes)  # raises if a weight would not reach every owner
+        placed = layouts(self._program, strategy, self._homes)  # raises if a weight has no owner
         moved = [traffic(self._program, placed, direction).total for direction in ("pull", "push")]
         variants = [variant.record.name for need in self._needs(strategy) for variant in self._variants(need)]
         record = StrategyRecord(

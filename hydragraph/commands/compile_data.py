@@ -1,4 +1,4 @@
-"""Data of a model and its compiled blocks for `hydragraph show DIR`, as JSON in the compiled folder."""
+"""Data of a model and its compiled blocks for `hydragraph show DIR`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hydragraph.ir.program_outline import Outline
 
 DATA = Path("strategies") / "model.json"
-Line = tuple[float, float]  # bytes, and bytes per token
+Line = tuple[float, float]  # bytes, bytes per token
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class BlockData:
     Attributes:
         kind: such as "tp2s".
         indices: places in the stage whose ranks run it.
-        held: bytes in memory, as lines over a micro-batch's tokens.
         gradients: bytes of its parameters' gradients before they are added up.
-        sent: bytes sent for tensor-parallel sums, as a line over the tokens.
+        sent: bytes sent for tensor-parallel sums.
     """
 
     kind: str
@@ -54,7 +53,7 @@ class ModelData:
         home: owners of the state, as text.
         templates: block -> template.
         blocks: template -> its compiled variants.
-        aux: bytes of auxiliary values, as a line over a micro-batch's tokens.
+        aux: bytes of auxiliary values.
         replicas: kind of stage -> parameters whose gradient is equal on all its ranks.
     """
 
@@ -67,13 +66,13 @@ class ModelData:
     replicas: Mapping[str, Sequence[str]]
 
     def save(self, folder: Path) -> None:
-        """Write a compiled folder's data."""
+        """Write the data."""
         record = {**asdict(self), "sizes": self.sizes.to_record()}
         (folder / DATA).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> ModelData:
-        """Read a compiled folder's data; a ValueError names a missing or wrong file."""
+        """Read a folder's data; a ValueError if missing or wrong."""
         path = folder / DATA
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -99,7 +98,7 @@ class ModelData:
 
     @property
     def owners(self) -> Home:
-        """Owners of the state."""
+        """The state's owners."""
         return Home.parse(self.home)
 
     def block(self, name: str, part: StagePart) -> BlockData:
@@ -111,7 +110,7 @@ class ModelData:
 
 
 class RecordedBlocks:
-    """`cost.rank_memory.Blocks` from a folder's data."""
+    """`cost.rank_memory.Blocks` from a folder."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
@@ -146,12 +145,12 @@ class RecordedBlocks:
 
 
 def at(line: Sequence[float], tokens: int) -> int:
-    """Return a line's bytes for a number of tokens."""
+    """Return a line's bytes."""
     return max(0, round(line[0] + line[1] * tokens))
 
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
-    """Return a program's data."""
+    """Return the data."""
     from hydragraph.cost.footprint import MicroBatch, made_bytes
 
     aux = program.templates[program.aux.template].graph
@@ -171,7 +170,7 @@ def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home
     )
 
 
-_TOKENS = (1024, 2048)  # tokens of the two micro-batches that a line goes through
+_TOKENS = (1024, 2048)  # of the two micro-batches that a line goes through
 
 
 def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS[1]) -> Line:
@@ -212,7 +211,7 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
-    """Return each bucket's layouts, at home and under a strategy (`passes.weight_layouts.BucketLayouts`)."""
+    """Return buckets' layouts, at home and under a strategy."""
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
     from hydragraph.passes.place import place

@@ -48,7 +48,7 @@ class Summary:
 
     @classmethod
     def load(cls, folder: Path) -> Summary:
-        """Read a folder's summary; a ValueError names the wrong field."""
+        """Read a folder's summary; a ValueError names a wrong field."""
         return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
 
 
@@ -74,7 +74,7 @@ def summarise(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError if a folder holds other files."""
+    """Raise a ValueError for other files."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
         raise ValueError(
             f"--output {folder} holds other files: name a new folder, or one that hydragraph compile wrote"
@@ -93,9 +93,8 @@ def write_folder(
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant
-    strategies/FOLDER/      strategy.yaml; program_0.txt and so on, one for each kind of rank, and ranks.txt, which maps
-                            ranks to these files (`ir.shared_programs_text`)
-    strategies/model.json   the model's data that `hydragraph show` reads (`commands.compile_data`)
+    strategies/FOLDER/      strategy.yaml, and the files of `ir.shared_programs_text`
+    strategies/model.json   for `hydragraph show` (`commands.compile_data`)
     summary.json            `Summary`
     """
     folder.mkdir(parents=True, exist_ok=True)

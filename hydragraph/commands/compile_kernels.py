@@ -1,4 +1,4 @@
-"""Kernels of graphs compiled for a GPU architecture: `kernels.json` of a compiled folder."""
+"""Kernels compiled for a GPU architecture: `kernels.json` of a folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GraphRecord:
         name: variant and direction, such as layer.0.tp1.forward.
         library_launches: operators that Inductor did not compile.
         flops: of products, attention and the fused head.
-        library_bytes: device memory read and written by products, lookups, attention and the fused head.
+        library_bytes: device memory read and written by these and lookups.
     """
 
     name: str
@@ -79,11 +79,11 @@ class GraphRecord:
 
     @property
     def bytes(self) -> int:
-        """Device memory read and written."""
+        """Bytes read and written."""
         return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
 
     def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Return the least time by peak and bandwidth, fully overlapped."""
+        """Return the least time by peak and bandwidth."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
@@ -97,7 +97,7 @@ class KernelsFile:
 
     @classmethod
     def load(cls, folder: Path) -> KernelsFile:
-        """Read a folder's file; a ValueError if it is missing or damaged."""
+        """Read a folder's file, or raise a ValueError."""
         if not (folder / KERNELS).is_file():
             raise ValueError(
                 f"{folder}: no {KERNELS} in it: hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
@@ -105,7 +105,7 @@ class KernelsFile:
         return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
 
     def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
-        """Write the file, and its kernels' machine code."""
+        """Write the file, and kernels' code."""
         (folder / FOLDER).mkdir()
         codes = {_digest(kernel): kernel.cubin for kernel in built}
         for record in (kernel for graph in self.graphs for kernel in graph.kernels):
@@ -116,12 +116,7 @@ class KernelsFile:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's two graphs.
-
-    Args:
-        traced, compiled: the variant before and after Inductor.
-        built: source of a kernel -> the kernel.
-    """
+    """Return the records of a variant's graphs, from before and after Inductor; `built`: kernels by source."""
     sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)

@@ -1,4 +1,4 @@
-"""The config of `hydragraph train`: a file, or one written for data and a model."""
+"""The config of `hydragraph train`, perhaps written for data and a model."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 
 
 def first_config(found: InspectedPaths, to: Path) -> str:
-    """Return a config with comments for these devices; `to`: its file, which names the run folder."""
+    """Return a config with comments for these devices; `to`: its file."""
     from hydragraph.train.starter_config import starter
 
     return starter(found, devices_here(), f"runs/{to.stem}")
 
 
 def devices_here() -> AvailableDevices:
-    """Return the devices of a first config: the launcher's ranks, this machine's GPUs, or its CPU."""
+    """Return the launcher's ranks, this machine's GPUs, or its CPU."""
     import torch
 
     from hydragraph.train.starter_config import AvailableDevices

@@ -56,7 +56,7 @@ def devices_command(options: DevicesOptions) -> None:
 
 
 def discover_rank(device: str | None) -> Discovered:
-    """Discover devices with all other ranks."""
+    """Discover devices with other ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

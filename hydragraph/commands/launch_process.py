@@ -1,4 +1,4 @@
-"""How this process was started: by a launcher, or to start the ranks itself."""
+"""How this process was started: by a launcher, or to start ranks itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def launched() -> bool:
-    """Return whether a launcher such as torchrun has started this process."""
+    """Return whether a launcher started this process."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
@@ -30,14 +30,14 @@ def leads() -> bool:
 
 
 def restarts_by_torchrun() -> int | None:
-    """Return how often torchrun restarted this machine's ranks, not others'; None: another launcher, or none."""
+    """Return how often torchrun restarted this machine's ranks; None: not torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def first_seen(began: float) -> float:
-    """Return when the run in the folder began, as this torchrun job's first attempt found it; `began`: as found now.
+    """Return when the folder's run began, as this torchrun job's first attempt found it; `began`: as found now.
 
-    torchrun's store outlives its ranks: the first attempt writes the time there. Without a shared store, a run that
+    The first attempt writes the time to torchrun's store, which outlives its ranks. Without a shared store, a run that
     began before torchrun's process belongs to another job.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -49,11 +49,11 @@ def first_seen(began: float) -> float:
 
 
 def running_s(pid: int) -> float:
-    """Return the age of a process in seconds, rounded up by at most one."""
+    """Return a process's age in seconds, rounded up by at most one."""
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
-    except OSError:  # not Linux; `ps` prints whole seconds, as [[days-]hours:]mm:ss
+    except OSError:  # not Linux; [[days-]hours:]mm:ss
         said = subprocess.run(["ps", "-o", "etime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
         days, _, clock = said.strip().rpartition("-")
         seconds = sum(int(part) * 60**i for i, part in enumerate(reversed(clock.split(":"))))
@@ -72,7 +72,7 @@ def on_ranks(
 
     Args:
         relay: forwards stop requests to the new ranks' processes.
-        elastic: how the other ranks continue when some are lost; None: a loss ends the run.
+        elastic: how ranks continue when some are lost; None: a loss ends the run.
         nodes: machines with one launched process each, in place of the ranks; this is the first.
     """
     if ranks == 1 or (launched() and nodes is None):
@@ -83,7 +83,7 @@ def on_ranks(
 
 
 def quieten() -> None:
-    """Hide developers' warnings of torch and transformers, and progress bars."""
+    """Hide developers' warnings and progress bars."""
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code

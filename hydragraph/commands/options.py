@@ -82,7 +82,7 @@ class CommonOptions:
     debug: Debug = False
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise a ValueError for the first of these fields that was given."""
+        """Raise a ValueError for the first given field."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) is not False:
@@ -98,7 +98,7 @@ class ConfigOptions(CommonOptions):
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read the config, with the overrides."""
+        """Read the config."""
         return TrainConfig.load(self.config, self.overrides or ())
 
 
@@ -129,11 +129,7 @@ def verb(function: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def read_counts(text: str, pipelines: int) -> list[int]:
-    """Read the micro-batches of all pipelines: "4,2", or one number for all.
-
-    Raises:
-        ValueError: it is not numbers, all are 0, or there is not one per pipeline.
-    """
+    """Read the micro-batches of pipelines, such as "4,2" or one number for all, or raise a ValueError."""
     counts = check_counts(text)
     if len(counts) not in (1, pipelines):
         raise ValueError(
@@ -143,7 +139,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read micro-batches before the number of pipelines is known."""
+    """Read micro-batches of any number of pipelines."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
@@ -156,7 +152,7 @@ def check_counts(text: str) -> list[int]:
 
 
 def check_written(option: str, path: Path | None) -> None:
-    """Raise a ValueError if an option's file cannot be written, before the work for it."""
+    """Raise a ValueError if an option's file cannot be written."""
     if path is None:
         return
     if not path.parent.is_dir():
@@ -172,13 +168,13 @@ def default_devices_text(ranks: int, config: TrainConfig) -> str:
 
 
 def check_prices(profile: object, efficiency: float | None) -> None:
-    """Raise a ValueError if both ways to price computation are given."""
+    """Raise a ValueError if both are given."""
     if profile and efficiency is not None:
         raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:
-    """Return the given home, or else the config's."""
+    """Return the given home, or the config's."""
     return configured if text is None else Home.parse(text)
 
 
@@ -188,7 +184,7 @@ def chosen_strategies(
     """Return the strategies of the command line, or else the config's.
 
     Args:
-        ranks: to replace the config's "auto" by plain data parallelism; None: "auto" is refused.
+        ranks: to replace the config's "auto" by plain data parallelism.
 
     Raises:
         ValueError: they are "auto", which only training plans.

@@ -1,4 +1,4 @@
-"""`hydragraph plan`: strategies for the data, or a plan for devices that differ."""
+"""`hydragraph plan`: strategies for the data, or for devices that differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan_command(options: PlanOptions) -> None:
 
 
 def plan_equal(options: PlanOptions) -> None:
-    """Plan sample mini-batches on equal devices with every candidate, and print seconds."""
+    """Print the seconds of candidates on equal devices."""
     from hydragraph.cost.corrections import corrected
     from hydragraph.report.candidate_comparison import explain  # imports numba and scipy
     from hydragraph.report.candidate_comparison_text import to_record, to_text

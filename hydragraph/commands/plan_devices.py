@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-COMPILING = 0.6  # fraction of the deadline that may be spent compiling graphs
-EXPLAINING = 1.0  # relative to the time of planning: time to simulate rivals
-OFFERED = 4  # printed combinations of rented nodes
+COMPILING = 0.6  # of the deadline
+EXPLAINING = 1.0  # of the time of planning
+OFFERED = 4  # printed
 
 
 def plan_devices(asked: PlanOptions) -> None:
-    """Plan, print the plan, and write files; the deadline counts from here."""
+    """Plan, print, and write files; the deadline counts from here."""
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
     assert asked.cluster is not None, "plan_command has checked it"
-    # Report mistakes in files before compiling and importing the planner, which takes seconds.
+    # Mistakes are reported before the planner is imported.
     cluster = Cluster.load(asked.cluster)
     config = None if asked.model is None else TrainConfig.load(asked.model)
     workload = asked.workload(config)
@@ -127,10 +127,7 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
 
 
 def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
-    """Return the costs, and a sentence on where they come from.
-
-    Args:
-        config: of the model, for exact memory; None: profiles alone.
+    """Return the costs, with exact memory if there is a config, and a sentence on their source.
 
     Raises:
         ValueError: profiles, cluster, health and model do not match.
@@ -157,7 +154,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
-        # No group is larger than a node.
+        # Groups stay within nodes.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
         measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
@@ -177,12 +174,9 @@ def _backend(config: TrainConfig | None) -> str:
 
 
 def _compile_first(costs: Costs, seconds: float | None) -> Costs:
-    """Compile graphs of all kinds of stages; return costs without kinds not compiled in time.
+    """Compile graphs of all kinds of stages, plain ones first; return costs without those not begun in `seconds`.
 
-    Plain stages come first; those of one device are always compiled.
-
-    Args:
-        seconds: limit for starting further kinds.
+    Stages of one device are always compiled.
     """
     from hydragraph.spec.stage_kind import StagePart
 
@@ -261,7 +255,7 @@ def _running(text: str, costs: Costs) -> Strategy:
 
 
 def _write(plan: Plan, path: Path) -> str:
-    """Write the plan's strategy, and further candidates to numbered files; return how to train with them."""
+    """Write strategies to numbered files; return how to train with them."""
     names = [path.with_stem(f"{path.stem}-{i}") if i > 1 else path for i in range(1, len(plan.strategies) + 1)]
     for name, strategy in zip(names, plan.strategies, strict=True):
         strategy.save(name)

@@ -1,4 +1,4 @@
-"""Options of `hydragraph plan`, for equal devices and for devices that differ."""
+"""Options of `hydragraph plan`."""
 
 from __future__ import annotations
 

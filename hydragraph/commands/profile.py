@@ -1,4 +1,4 @@
-"""`hydragraph profile`: measure what micro-batches cost on this machine."""
+"""`hydragraph profile`: measure micro-batches on this machine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def profile_command(options: ProfileOptions) -> None:
 def profile_rank(
     config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
-    """Return this rank's measurements and the number of ranks."""
+    """Return measurements and the number of ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

@@ -1,7 +1,4 @@
-"""A compiled variant's graphs as readable Python, with the model's names and shapes.
-
-The text runs: `forward` and `backward` have the graphs' arguments and results.
-"""
+"""A compiled variant's graphs as Python that runs, with the model's names."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def forward_code(variant: Variant, title: str) -> str:
 
 
 def backward_code(variant: Variant, title: str) -> str:
-    """Return the backward as a function of saved values, named as in the forward, and the tangent."""
+    """Return the backward as a function of saved values and the tangent."""
     forward = _names(variant.forward, [_identifier(name) for name in variant.inputs])
     saved = {f"saved.{i}": forward[node] for i, node in enumerate(results_of(variant.forward)[variant.outputs :])}
     arguments = [
@@ -93,7 +90,7 @@ def _identifier(name: str) -> str:
 
 
 def _sizes(variant: Variant) -> Callable[[object], str]:
-    """Return a function that writes sizes, with symbols T for tokens and S for cu_seqlens."""
+    """Return a function that writes sizes with T and S."""
     nodes = dict(zip(variant.inputs, placeholders_of(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)

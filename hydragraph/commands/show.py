@@ -67,7 +67,7 @@ class ShowOptions(CommonOptions):
 
     @property
     def looks(self) -> bool:
-        """Whether a view of a compiled folder was requested."""
+        """Whether a folder's view was requested."""
         views = (self.memory, self.traffic, self.kernels, self.schedule)
         return any(views) or self.parameter is not None or self.diff is not None
 
@@ -228,7 +228,6 @@ def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
 
 
 def _show_passes(config: TrainConfig, options: ShowOptions) -> None:
-    """Print blocks and a rank's program after each pass, under each strategy, by default of one device."""
     from hydragraph.commands.show_passes import dump_passes, dump_program_passes
     from hydragraph.passes.variants import Variants
     from hydragraph.train.config_checks import read_strategies

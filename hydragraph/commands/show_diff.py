@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --diff OTHER`: differences between two folders, or two strategies."""
+"""`hydragraph show DIR --diff OTHER`: differences between folders or strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of folders of `hydragraph compile`, without a model."""
+"""Reader of folders of `hydragraph compile`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class ShownStrategy:
-    """One strategy of a folder, whose files are read on demand."""
+    """One strategy of a folder, read on demand."""
 
     record: StrategyRecord
     folder: Path
 
     @property
     def name(self) -> str:
-        """Its text with its fingerprint."""
+        """Text with fingerprint."""
         return self.record.strategy
 
     @cached_property
@@ -61,7 +61,7 @@ class ShownStrategy:
 
 @dataclass(frozen=True)
 class ShownFolder:
-    """A compiled folder: its summary, the model's data, and the strategies that fit."""
+    """A compiled folder: summary, model's data, and strategies that fit."""
 
     path: Path
     summary: Summary
@@ -111,7 +111,7 @@ class ShownFolder:
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return the error for an unknown name, with similar or known names."""
+    """Return the error for an unknown name, with similar ones."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"
@@ -120,7 +120,7 @@ def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
 
 
 def overview(folder: ShownFolder) -> Iterator[str]:
-    """Yield a folder's contents and views."""
+    """Yield contents and views."""
     summary = folder.summary
     yield (
         f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "
@@ -145,14 +145,14 @@ def overview(folder: ShownFolder) -> Iterator[str]:
 
 
 def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:
-    """Yield the first lines, and the number of those left out."""
+    """Yield the first lines, and the number of others."""
     yield from lines[:rows]
     if len(lines) > rows:
         yield f"  ... and {len(lines) - rows:,} more{more}"
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines wrapped at `WIDTH` columns."""
+    """Wrap at `WIDTH` columns."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         if len(line) <= WIDTH:
@@ -162,14 +162,14 @@ def wrapped(lines: Iterable[str]) -> Iterator[str]:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
-    """Return "rank 3", "ranks 0-7,16", or, if that is long, "ranks 0..511 (256 of them)"."""
+    """Return "rank 3", "ranks 0-7,16", or, if long, "ranks 0..511 (256 of them)"."""
     text = runs_text(ranks)
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {text}" if len(text) <= most else f"{word} {ranks[0]}..{ranks[-1]} ({len(ranks)} of them)"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines of columns, the first `left` aligned left and others right."""
+    """Return lines of columns, the first `left` aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

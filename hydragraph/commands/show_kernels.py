@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --kernels`: resources of each graph's kernels, and the least time by datasheet."""
+"""`hydragraph show DIR --kernels`: resources and least time of kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from hydragraph.report.number_text import bytes_text, seconds_text
 
 
 def kernel_lines(folder: ShownFolder) -> Iterator[str]:
-    """Yield a row for each graph, then for each kernel.
-
-    Raises:
-        ValueError: the folder was not compiled for a GPU architecture.
-    """
+    """Yield a row per graph, then per kernel, or raise a ValueError without a GPU architecture."""
     file = KernelsFile.load(folder.path)
     arch = arch_of(file.arch)
     yield f"graphs for {arch.name}, for micro-batches of {file.tokens:,} tokens in one sequence (not measured):"

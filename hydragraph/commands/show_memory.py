@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --memory`: ranks' peak memory by kind, and its instruction."""
+"""`hydragraph show DIR --memory`: ranks' peak memory by kind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def memory_lines(
     """Yield each rank's peak by kind, or of many ranks the first of each kind's.
 
     Args:
-        tokens: tokens of a micro-batch's single sequence.
-        limit: bytes of a device; None: unknown.
+        tokens: of a micro-batch's single sequence.
+        limit: bytes of a device.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
     yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
@@ -79,7 +79,7 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
-    """Return the walk of a rank's program, by the folder's data."""
+    """Return a rank's walk."""
     ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     owners = HomeLayouts(folder.data.owners, ranks)

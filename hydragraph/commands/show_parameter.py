@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --parameter NAME`: owners and users of a parameter."""
+"""`hydragraph show DIR --parameter NAME`: owners and users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydragraph.report.number_text import bytes_text
 def parameter_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
 ) -> Iterator[str]:
-    """Yield a parameter's owners and users, or a ValueError if the model has none of that name."""
+    """Yield owners and users, or raise a ValueError for an unknown name."""
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
@@ -55,7 +55,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
             owned.append((owner, low - start, high - start, copy))
     if not owned:
         yield "  this rank owns no part of it" if rank is not None else "  no rank owns it"
-    # Neighbours of equal shares are one line.
+    # Equal shares share a line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
         ranks = [row[0] for row in members]

@@ -1,4 +1,4 @@
-"""`hydragraph show --passes`: the lists of passes, and with a config the graphs after each."""
+"""`hydragraph show --passes`: the passes, and graphs after each."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ def list_passes() -> Iterator[str]:
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
-    """Yield the template and the graphs after each pass, for each kind of block and stage.
-
-    Args:
-        rank: shown rank; None: the first of each kind of stage.
-    """
+    """Yield the template and the graphs after each pass, of a rank or the first of each kind of stage."""
     shown = set()
     for block, part in _places(program, strategy, rank):
         key = (block.template, part)
@@ -45,11 +41,7 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
 
 
 def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: int | None) -> Iterator[str]:
-    """Yield one rank's program after each pass, for two micro-batches per pipeline.
-
-    Args:
-        rank: shown rank; None: the first of the last stage.
-    """
+    """Yield a rank's program after each pass, by default the last stage's first rank's."""
     counts = [2] * len(strategy.pipelines)
     shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank
     yield f"# rank {shown} of {ranks} under {strategy}, {counts[0]} micro-batches per pipeline"

@@ -1,6 +1,6 @@
 """`hydragraph show DIR --schedule`: forwards and backwards of each stage over time, as text or a picture.
 
-Time is counted in forwards of one block: its backward takes two, or three if it recomputes, and messages take none.
+The unit is the forward of one block: its backward takes two, or three if it recomputes, and messages take none.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # rows drawn at full height
+_TALLEST = 40  # rows
 
 
 @dataclass(frozen=True)
 class Task:
-    """A micro-batch's work on a stage; times in forwards of one block."""
+    """A micro-batch's work on a stage."""
 
     work: Work
     micro_batch: int
@@ -46,17 +46,13 @@ class Task:
 
     @property
     def number(self) -> str:
-        """The micro-batch and, unless it is the first, the interleaved stage."""
+        """The micro-batch and any later interleaved stage."""
         return f"{self.micro_batch}:{self.visit}" if self.visit else str(self.micro_batch)
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """Work of stages with equal tasks and times.
-
-    Attributes:
-        pipelines: with such a stage, or that share this one.
-    """
+    """Work of stages with equal tasks and times."""
 
     pipelines: tuple[int, ...]
     stage: int
@@ -65,7 +61,7 @@ class StageRow:
 
 
 def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
-    """Return the tasks of all stages over time; pipelines with equal rows are merged."""
+    """Return all stages' tasks; pipelines with equal rows are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
     rows: dict[object, list[PlacedStage]] = {}
@@ -81,7 +77,7 @@ def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
 
 
 def _counted(instructions: Sequence[Instruction], stage: PlacedStage, outline: Outline) -> Counter[Action]:
-    """Return a stage's actions in order, with the number of blocks of each."""
+    """Return a stage's actions in order, with their numbers of blocks."""
     actions: Counter[Action] = Counter()
     for instruction in instructions:
         if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.target != "aux":
@@ -118,7 +114,7 @@ def _length(work: Work, stage: PlacedStage) -> int:
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    """Yield the grid of every strategy; `rank`: only its stages."""
+    """Yield strategies' grids, or a rank's stages."""
     yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
     for strategy in strategies:
         every = schedule(strategy, outline)
@@ -130,7 +126,7 @@ def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: 
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
-        unit = max(1, -(-end // max(1, WIDTH - margin)))  # seconds per column
+        unit = max(1, -(-end // max(1, WIDTH - margin)))  # forwards per column
         busy = sum((t.end - t.begin) * len(row.ranks) for row in rows for t in row.tasks)
         ranks = sum(len(row.ranks) for row in rows)
         idle = 1 - busy / (end * ranks) if end else 0.0
@@ -167,7 +163,7 @@ def _cells(tasks: Sequence[Task], end: int, unit: int) -> str:
 
 
 def check_drawn(path: Path) -> None:
-    """Raise a ValueError unless the grids can be drawn to a file."""
+    """Raise a ValueError if the grids cannot be drawn."""
     from hydragraph.train.loss_picture import matplotlib_installed
 
     if path.suffix not in (".png", ".svg"):
@@ -178,11 +174,7 @@ def check_drawn(path: Path) -> None:
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the grids to a PNG or SVG file, replaced only when the new one is complete.
-
-    Raises:
-        ValueError: as for `check_drawn`.
-    """
+    """Draw the grids to a file, replaced only when complete; raises like `check_drawn`."""
     check_drawn(path)
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --traffic`: bytes between ranks and nodes in one step, by kind."""
+"""`hydragraph show DIR --traffic`: bytes between ranks and nodes, by kind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def traffic_lines(
 
 
 def traffic_by_kind(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[str, Traffic]:
-    """Return traffic by kind (`KINDS`), for the folder's micro-batches."""
+    """Return traffic by kind (`KINDS`)."""
     placed = placed_layouts(folder.data, each.strategy)
     return {
         "pull": moved(placed, "pull", folder.data.sizes.itemsize),
@@ -72,7 +72,6 @@ def _within_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dic
 
 
 def _between_stages(folder: ShownFolder, each: ShownStrategy, tokens: int) -> dict[tuple[int, int], int]:
-    """Return the bytes of sends: whole hidden states, or their gradients."""
     programs = each.programs
     sends = [[i.peer for i in body if i.op is Op.SEND] for body in programs.bodies]
     size = tokens * folder.data.sizes.hidden_bytes

@@ -1,4 +1,4 @@
-"""`hydragraph simulate`: expected times of strategies on a cluster."""
+"""`hydragraph simulate`: expected times of strategies."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies of the options, or else the config, and their costs."""
+    """Return the strategies of the options, or the config, and their costs."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
@@ -210,7 +210,7 @@ def _priced(
 
 
 def assigned(step: StepOptions, config: TrainConfig, costs: Costs, strategy: Strategy) -> Assignment:
-    """Return a strategy's assignment: equal micro-batches, or a mini-batch drawn from lengths."""
+    """Return equal micro-batches, or a mini-batch drawn from lengths."""
     from hydragraph.report.simulation_price import share
     from hydragraph.spec.assignment import Assignment
 

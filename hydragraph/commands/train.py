@@ -1,4 +1,4 @@
-"""`hydragraph train`: train a model, and continue from the last checkpoint if a rank fails."""
+"""`hydragraph train`: train a model, and continue if a rank fails."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TrainOptions(CommonOptions):
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read or write the config, with these options."""
+        """Read or write the config."""
         config = config_of(self.paths, self.to, self.overrides or ())
         if self.compiled is not None:
             config = replace(config, compiled=str(self.compiled))
@@ -105,7 +105,7 @@ class TrainOptions(CommonOptions):
 
     @property
     def begin(self) -> Begin:
-        """How the run begins; a ValueError if two options contradict each other."""
+        """How the run begins; a ValueError for contradictory options."""
         resume = self.resume or bool(self.resume_from)
         if (resume or self.auto_resume) and self.overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
@@ -150,7 +150,7 @@ def train_command(options: TrainOptions) -> None:
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
     if outcome is None:
-        return  # another machine led at the end, and reports the outcome
+        return  # another machine reports the outcome
     if outcome.stopped:
         if elected or leads():
             _print_stop(outcome, config)
@@ -163,10 +163,7 @@ def train_command(options: TrainOptions) -> None:
 
 
 def surviving(config: TrainConfig) -> TrainConfig:
-    """Return the config with the default of runs that plan for themselves: they continue when a rank is lost.
-
-    A launcher that starts every rank ends all of them when one is lost, so such a run stays as it is.
-    """
+    """Return the config; a run that plans for itself and starts its own ranks continues by default when one is lost."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
@@ -176,7 +173,7 @@ def surviving(config: TrainConfig) -> TrainConfig:
 
 
 def read_step(text: str, option: str) -> int:
-    """Read "step-40", as checkpoints are called, or "40"."""
+    """Read "step-40" or "40"."""
     number = text.removeprefix("step-")
     if not number.isdecimal():
         raise ValueError(f"{option} {text!r}: give a checkpoint of the run by its step, such as step-40")
@@ -184,19 +181,19 @@ def read_step(text: str, option: str) -> int:
 
 
 def _code(number: int) -> int:
-    """Return the exit code of a run that a signal has ended well."""
+    """Return a signal's exit code."""
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
 def _train_when_elected(
     config: TrainConfig, nodes: Nodes, train: Callable[[Nodes, float], RunOutcome]
 ) -> RunOutcome | None:
-    """Follow the leader, and lead when elected; return the outcome of the run if this machine led at its end."""
+    """Follow the leader, and lead when elected; return the outcome if this machine led at the end."""
     from hydragraph.cluster.launch import follow
     from hydragraph.cluster.supervision.election import Deposed
     from hydragraph.train.run_folder import RunFolder
 
-    before = RunFolder(Path(config.output)).began  # no leader has begun the run yet: this machine follows one first
+    before = RunFolder(Path(config.output)).began  # before any leader begins
     assert nodes.election is not None
     while (leading := follow(nodes, _print)) is not None:
         _print(f"node {nodes.number} leads (term {nodes.election.standing.lease.term})")
@@ -231,7 +228,7 @@ def _train(
     folder = RunFolder(Path(config.output))
     before = folder.began if before is None else before
     if nodes is not None and nodes.handed is not None:
-        begin, step = folder.again(begin, before, step)  # if none of its ranks remains
+        begin, step = folder.again(begin, before, step)  # if no rank remains
     elif restarts and (earlier := restarts_by_torchrun()) is not None and earlier <= restarts:
         before = first_seen(before)
         begin, step = folder.again(begin, before, step)
@@ -345,7 +342,7 @@ def _print_events(outcome: RunOutcome) -> None:
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
-        return  # a run that only continued
+        return  # it only continued
     table = Table(title="Lost, slow and new ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)

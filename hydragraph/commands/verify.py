@@ -1,4 +1,4 @@
-"""`hydragraph verify`: compare every strategy's loss and gradients with one device's."""
+"""`hydragraph verify`: compare strategies with one device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
         model = adapted(model, config.adapter, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
-        # The comparison below checks more.
+        # The comparison checks more.
         options: dict[str, Any] = {"device": "cpu", "check": "off", "home": config.home, "seed": config.seed}
         executor = api.compile(model, strategies[0], optimizer=factory, **captured_loss(config), **options)
 

@@ -43,8 +43,8 @@ class LlamaShape:
 SHAPES = {
     "tiny": LlamaShape(64, 172, 2, 4, 2, 512),
     "small": LlamaShape(256, 688, 4, 4, 2, 4096),
-    "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary: 1.10e9 parameters
-    "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B: 6.74e9
+    "1b": LlamaShape(2048, 8192, 16, 32, 8, 32000),  # Llama 3.2 1B with a smaller vocabulary
+    "7b": LlamaShape(4096, 11008, 32, 32, 32, 32000),  # Llama 2 7B
 }
 
 
@@ -62,7 +62,7 @@ def meta_model(text: str) -> nn.Module:
 
 
 def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int = 64) -> list[int]:
-    """Return lengths that are uniform on a logarithmic scale and sum to `tokens`."""
+    """Return lengths, uniform on a logarithmic scale, that sum to `tokens`."""
     generator = torch.Generator().manual_seed(seed)
     left = tokens
     lengths = []
@@ -75,7 +75,7 @@ def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int
 
 
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
-    """Draw tokens for sequences of these lengths."""
+    """Draw tokens of sequences."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
@@ -85,13 +85,12 @@ def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float
 
         6 N sum(L) + 12 l H D sum(L^2) / 2
 
-    N counts the weights of linear layers and the head, without the embedding. A product costs 2 operations per weight
-    and token forward and twice that backward. Attention costs 4 L^2 H D in each of l layers of H query heads of size D,
-    and twice that backward; a causal mask leaves half of it. Recomputation and elementwise work do not count.
+    N counts the weights of linear layers and the head, without the embedding. Attention costs 4 L^2 H D in each of l
+    layers of H query heads of size D, and twice that backward; a causal mask leaves half of it. Recomputation does not
+    count.
 
     Args:
         model: a Hugging Face model with a config like Llama's.
-        lengths: tokens of every sequence.
     """
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

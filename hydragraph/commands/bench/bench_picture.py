@@ -1,4 +1,4 @@
-"""A report as a picture of horizontal bars."""
+"""A report as a picture of bars."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hydragraph.commands.bench.bench_table import BenchReport
 
 
 def write_picture(report: BenchReport, path: Path) -> None:
-    """Draw a report's bars to a PNG file, replaced only when the new one is complete."""
-    # Not pyplot, which needs a display and changes the user's backend.
+    """Draw a PNG file, replaced only when complete."""
+    # pyplot needs a display.
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))
@@ -27,7 +27,7 @@ def write_picture(report: BenchReport, path: Path) -> None:
             at += 1
         ticks.append(at - (len(members) + 1) / 2)
         at += 0.8
-    axes.set_xlim(0, 1.1 * max(bar.value for bar in report.bars) or 1)  # room for numbers
+    axes.set_xlim(0, 1.1 * max(bar.value for bar in report.bars) or 1)
     axes.set_yticks(ticks, groups, fontsize="small")
     axes.invert_yaxis()
     axes.set_xlabel(report.unit)

@@ -21,11 +21,7 @@ Cell = str | float
 
 @dataclass(frozen=True)
 class Target:
-    """A figure to reach.
-
-    Attributes:
-        met: None: not measured.
-    """
+    """A figure to reach; `met` is None if not measured."""
 
     name: str
     wanted: str
@@ -34,15 +30,14 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """Whether it was met, in words."""
+        """Whether it was met."""
         return {True: "met", False: "MISSED", None: "not measured"}[self.met]
 
     @classmethod
     def at_least(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}", text: str = "") -> Target:
-        """Return the target that `found` is at least `wanted`.
+        """Return the target that `found` (None: not measured) is at least `wanted`.
 
         Args:
-            found: None: not measured.
             form: format of both numbers.
             text: replaces the text of `wanted`.
         """
@@ -51,14 +46,14 @@ class Target:
 
     @classmethod
     def at_most(cls, name: str, wanted: float, found: float | None, form: str = "{:.3g}") -> Target:
-        """Return the target that `found` is at most `wanted`; arguments as for `at_least`."""
+        """Return the target that `found` is at most `wanted`."""
         met = None if found is None else found <= wanted
         return cls(name, f"<= {form.format(wanted)}", "-" if found is None else form.format(found), met)
 
 
 @dataclass(frozen=True)
 class PictureBar:
-    """A side's bar in a group."""
+    """A side's bar."""
 
     group: str
     side: str
@@ -70,11 +65,10 @@ class BenchReport:
     """The result of one benchmark.
 
     Attributes:
-        columns: headings, with units.
         rows: numbers as measured; NaN: none.
-        notes: sentences on how it was measured.
+        notes: on how it was measured.
         blocks: further tables, as text.
-        bars, unit: contents of the picture.
+        bars, unit: of the picture.
     """
 
     title: str
@@ -92,7 +86,7 @@ class BenchReport:
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
-        """Read a file of `save`; raise a ValueError for anything else."""
+        """Read a file of `save`, or raise a ValueError."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["targets"] = [Target(**target) for target in data["targets"]]
@@ -105,7 +99,7 @@ class BenchReport:
 
 
 def shown(cell: Cell) -> str:
-    """Format a cell: four digits, "-" for none."""
+    """Format a cell; NaN is "-"."""
     if isinstance(cell, str):
         return cell
     if math.isnan(cell):
@@ -140,7 +134,7 @@ def to_csv(report: BenchReport) -> str:
 
 
 def to_markdown(reports: Sequence[BenchReport], heading: str, facts: Sequence[str]) -> str:
-    """Return a page with facts of the machine, all targets, and a section for every report."""
+    """Return a page with facts, all targets, and a section per report."""
     targets = [target for report in reports for target in report.targets]
     lines = [f"# {heading}", "", *(f"- {fact}" for fact in facts), ""]
     if targets:

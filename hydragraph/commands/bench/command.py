@@ -46,7 +46,7 @@ class BenchOptions(CommonOptions):
     ] = None
 
     def show(self, report: BenchReport) -> None:
-        """Print a report and write the files."""
+        """Print a report, and write files."""
         from rich.console import Console
 
         from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
@@ -249,11 +249,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 
 
 def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
-    """Return the commands.
-
-    Args:
-        in_sentences: wraps a command so that its errors become a sentence and an exit code.
-    """
+    """Return the commands, whose errors become a sentence and an exit code."""
     app = typer.Typer(
         help="Measure kernels, links and training steps against alternatives; small sizes on a CPU.",
         no_args_is_help=True,

@@ -1,4 +1,4 @@
-"""A device's limits, by one large copy and one large matrix product."""
+"""A device's limits, by one copy and one matrix product."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Ceilings:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """The datasheet's number, or else the measured product."""
+        """The datasheet's number, or the measured one."""
         return self.nominal_flops_per_s or self.product_flops_per_s
 
     @property
     def peak_name(self) -> str:
-        """Description of `peak_flops_per_s` for headings."""
+        """Name for headings."""
         kind = "nominal" if self.nominal_flops_per_s else "measured"
         return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
 
@@ -63,7 +63,7 @@ def device_name(device: torch.device) -> str:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device; default: a GPU if available; a ValueError if it does not exist."""
+    """Return the named device, or a GPU if available, or raise a ValueError."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The eager and compiled Hugging Face models of `bench step`, on padded or packed batches."""
+"""The Hugging Face models of `bench step`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,22 @@ from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import IGNORED, sequence_of
 
-ATTENTION = "hydragraph_bench"  # name of `attention` in transformers
+ATTENTION = "hydragraph_bench"  # in transformers
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Batch], Tensor]
-"""Takes a micro-batch, returns the loss summed over its targets."""
+"""Takes a micro-batch, returns the summed loss."""
 
 
 def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torch.device) -> list[Batch]:
-    """Pack sequences into hydragraph's micro-batches under a strategy of one pipeline."""
+    """Pack sequences into the micro-batches of one pipeline."""
     checked = [sequence_of(s, i, causal=True) for i, s in enumerate(sequences)]
     (micro_batches,) = assign(strategy, [len(s) for s in sequences]).micro_batches
     return [pack([checked[i] for i in m], device=device) for m in micro_batches]
 
 
 def padded_batches(sequences: Sequence[Tensor], device: torch.device, most: int = MICRO_BATCH_TOKENS) -> list[Batch]:
-    """Pad sequences to the longest of their micro-batch, of neighbours in length.
-
-    Args:
-        most: tokens of a micro-batch, including padding, unless one sequence is longer.
-    """
+    """Pad sequences in micro-batches of at most `most` tokens, unless one sequence is longer."""
     groups: list[list[Tensor]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(groups[-1][0]) * (len(groups[-1]) + 1) > most:
@@ -63,7 +59,7 @@ def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A plain model with fp32 weights, perhaps shared with other baselines, and its step."""
+    """A plain model with fp32 weights, and its step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -79,7 +75,7 @@ class Baseline:
         return loss
 
     def backward(self, sequences: Sequence[Tensor]) -> float:
-        """Add up the gradients of one mini-batch; return the mean loss."""
+        """Add up gradients; return the mean loss."""
         targets = sum(len(s) - 1 for s in sequences)
         losses = []
         for batch in self.batches(sequences):
@@ -90,7 +86,7 @@ class Baseline:
         return float(torch.stack(losses).sum())
 
     def checked(self, sequences: Sequence[Tensor]) -> tuple[float, float]:
-        """Return loss and gradient norm of a mini-batch without an update."""
+        """Return loss and gradient norm, without an update."""
         loss = self.backward(sequences)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.stack([g.double().norm() for g in gradients]).norm())
@@ -110,7 +106,7 @@ def baselines(
 
     Args:
         build: makes another model, which gets the weights of `first`.
-        dtype: dtype of the computation: bf16 by autocast over fp32 weights and gradients.
+        dtype: bf16: autocast.
         compiled: add the packed side under torch.compile.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
@@ -128,7 +124,7 @@ def baselines(
 
     def with_packed_attention() -> nn.Module:
         model = build()
-        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # the same Parameter objects
+        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)  # shared
         _use_attention(model)
         return model
 
@@ -174,10 +170,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile every layer and the loss, with dynamic sizes.
-
-    One graph of 16 layers takes more than two minutes to compile on an H100; layers share one compilation.
-    """
+    """Compile the loss and every layer; one graph of 16 layers would take two minutes."""
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Timing of several sides in turn, so that a machine that slows down slows all."""
+"""Timing of several sides in turn, so that all slow down with the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 Side = Callable[[int], object]
-"""One way to do it; takes the number of the round."""
+"""Call to time; takes the number of the round."""
 
 WARM_UP = 2  # rounds
 MOST_REPEATS = 200
@@ -18,12 +18,10 @@ MOST_REPEATS = 200
 def alternate(
     sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
 ) -> dict[str, float]:
-    """Return the median seconds of one call of each side.
+    """Return the median seconds of one call of each side; each round begins with a different one.
 
     Args:
-        sides: name -> call to time; each round begins with a different one.
-        device: its clock counts.
-        rounds: measured rounds, after `warm_up` others.
+        rounds: measured ones, after `warm_up` others.
         at_least_s: repeat a side in a round for about this long; 0: once.
     """
     repeats = dict.fromkeys(sides, 1)
@@ -35,13 +33,13 @@ def alternate(
             seconds_of_turn = timed(sides[name], turn, device, repeats[name])
             if turn >= warm_up:
                 seconds[name].append(seconds_of_turn)
-            else:  # the last warm-up has compiled and allocated everything
+            else:  # all is compiled
                 repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
     return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
-    """Return the mean seconds of `repeats` calls, by CUDA events or the wall clock."""
+    """Return the mean seconds of calls, by CUDA events or the wall clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):

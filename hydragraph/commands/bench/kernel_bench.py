@@ -1,4 +1,4 @@
-"""Measurement of kernels against other implementations and a ceiling."""
+"""Measurement of kernels against alternatives and a ceiling."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # of one timing: long enough to hide launches
-TOLERANCE = 2e-2  # relative, of bf16 results
-FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail: no compiler, other arguments
-NOISE = 0.98  # two timings of the same kernel differ by up to 2 %
+AT_LEAST_S = 0.01  # hides launches
+TOLERANCE = 2e-2  # of bf16 results
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail
+NOISE = 0.98  # of equal kernels
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
@@ -97,11 +97,7 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
 
 
 def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the sides that agree with the first, and why others refused.
-
-    Raises:
-        ValueError: a side differs.
-    """
+    """Return the sides that agree with the first, and why others refused, or raise a ValueError."""
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}
@@ -125,7 +121,7 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
 
 
 def kernel_targets(rows: Sequence[KernelRow]) -> tuple[Target, ...]:
-    """Compare rows with the targets for one H200; without rows they are not measured."""
+    """Return the targets for one H200."""
     return (*_attention_targets(rows), *_memory_targets(rows), *_loss_targets(rows))
 
 

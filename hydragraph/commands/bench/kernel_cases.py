@@ -1,7 +1,4 @@
-"""Cases of `bench kernels`: every kernel and its alternatives, at several sizes.
-
-A case is made after the previous one is done, so their tensors are not held together.
-"""
+"""Kernels and their alternatives for `bench kernels`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # mutual slices of one bucket
+RANGES = 2000  # of one bucket
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Device and sizes; `full`: those for a GPU, not a CPU."""
+    """Device and sizes; `full`: for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -51,10 +48,7 @@ class Sweep:
 
 
 def attention(sweep: Sweep) -> Iterator[Case]:
-    """Causal attention, forward and backward, over packed sequences of mixed lengths.
-
-    Half of every square counts, and the backward as 2.5 forwards, as it recomputes the scores.
-    """
+    """Causal attention, forward and backward; half of every square counts, and the backward as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
     full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]
@@ -92,7 +86,7 @@ def _differentiated(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g
 
 
 def slice_copies(sweep: Sweep) -> Iterator[Case]:
-    """The cast of a pull and the sum of a push, over permuted ranges of uneven lengths."""
+    """The cast of a pull and the sum of a push, over permuted ranges."""
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
         table = _table(count, sweep.device)
@@ -126,7 +120,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
 
 
 def adamw_steps(sweep: Sweep) -> Iterator[Case]:
-    """One update of a flat shard with its 16-bit copy: 30 bytes per element."""
+    """An update with 16-bit copy: 30 bytes per element."""
     settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
@@ -177,7 +171,7 @@ def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def head_losses(sweep: Sweep) -> Iterator[Case]:
-    """Forward and backward of the head and its loss: three products."""
+    """Forward and backward of head and loss: three products."""
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
         options = {"device": sweep.device, "dtype": sweep.dtype}

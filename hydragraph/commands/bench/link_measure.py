@@ -1,4 +1,4 @@
-"""Measurement of pulls and pushes on ranks, during a step and alone."""
+"""Measurement of pulls and pushes, during a step and alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Bytes sent to other ranks in one step, and overlap, of one direction under one strategy, on one rank."""
+    """Bytes and overlap of one direction, strategy and rank, in one step."""
 
     sent: int
     overlap: Overlap
@@ -39,11 +39,7 @@ class LinkMeasurement:
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, LinkMeasurement]]:
-    """Measure on this rank; all ranks call it. Return a dict for each strategy.
-
-    Args:
-        strategies: run in turn, so each pull and push follows a switch.
-    """
+    """Measure on this rank, with all others; return results by strategy."""
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
     exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)
@@ -82,7 +78,7 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
-    """Let the communicators count bytes for other ranks, by role."""
+    """Let communicators count sent bytes, by role."""
     sent: Counter[Channel] = Counter()
     rank, ranks = exe.rank, exe.ranks
     sizes: dict[str, Callable[..., int]] = {
@@ -104,7 +100,7 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    """Return the median seconds of one direction's transfers alone."""
+    """Return the median seconds of one direction alone."""
     buffers = Buffers(exe.world.device)
     rank, ranks = exe.rank, exe.ranks
     starts: list[Callable[[], Finish]] = []
@@ -134,7 +130,7 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
-    """Join ranks: total bytes, and mean seconds."""
+    """Join ranks: total bytes, mean seconds."""
     count = len(per_rank)
     names = ("alone_s", "exposed_s", "step_s")
     means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))

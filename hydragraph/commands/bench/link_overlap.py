@@ -1,4 +1,4 @@
-"""Overlap of pulls and pushes with computation, by event simulation."""
+"""Overlap of pulls and pushes with computation, by simulation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of communication with computation.
-
-    Attributes:
-        alone_s: seconds of the transfers alone.
-        exposed_s: seconds that they add to a step.
-    """
+    """Seconds of transfers alone, and those that they add to a step."""
 
     alone_s: float
     exposed_s: float
@@ -32,7 +27,7 @@ class Overlap:
 
     @property
     def percent(self) -> float:
-        """100 (1 - exposed / alone), limited to 0 to 100, as shared processors may expose more."""
+        """100 (1 - exposed / alone), from 0 to 100."""
         if self.alone_s <= 0:
             return 100.0
         return 100 * min(1.0, max(0.0, 1 - self.exposed_s / self.alone_s))
@@ -51,10 +46,9 @@ def simulated(
     """Simulate a step with and without one direction's traffic, and that traffic alone.
 
     Args:
-        tokens: tokens of a micro-batch's single sequence.
-        micro_batches: number of micro-batches of every pipeline.
-        moved: the traffic; without any, both times are 0.
-        home: owners of state; None: equal shares.
+        tokens: of a micro-batch's single sequence.
+        micro_batches: of every pipeline.
+        moved: without any traffic, both times are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))

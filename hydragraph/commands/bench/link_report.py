@@ -41,8 +41,8 @@ class LinkSettings:
     Attributes:
         source: strategy whose gradients are pushed; "home": no push.
         target: strategy whose weights are pulled; "home": no pull.
-        cluster: to simulate; None: `default_cluster`.
-        tokens: of one simulated micro-batch; micro_batches: their number in every pipeline.
+        cluster: None: `default_cluster`.
+        tokens: of a simulated micro-batch.
         measure: also run it, on local ranks over gloo.
     """
 

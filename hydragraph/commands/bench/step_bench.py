@@ -1,4 +1,4 @@
-"""One rank's training step by hydragraph and by the Hugging Face model."""
+"""A training step by hydragraph and by Hugging Face."""
 
 from __future__ import annotations
 
@@ -33,16 +33,12 @@ from hydragraph.spec.strategy import Strategy
 
 COLUMNS = ("side", "ms", "tokens/s", "TFLOP/s", "MFU %", "peak MB", "loss", "gradient norm")
 OURS = "hydragraph"
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative, of losses and gradient norms
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of the benchmark, which computes in bf16 on CUDA, fp32 on the CPU.
-
-    Attributes:
-        tokens: of one mini-batch; longest, shortest: of its sequences.
-    """
+    """Settings of the benchmark, in bf16 on CUDA, fp32 on the CPU."""
 
     shape: LlamaShape
     tokens: int
@@ -59,7 +55,7 @@ class StepSettings:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def sequences(self, turn: int) -> list[Tensor]:
-        """Draw the mini-batch of a round."""
+        """Draw a round's mini-batch."""
         lengths = mixed_lengths(self.tokens, turn, self.longest, self.shortest)
         return draw_sequences(lengths, self.shape.vocabulary, turn)
 
@@ -108,7 +104,7 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
 
 
 def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[int], sheet: Datasheet) -> float:
-    """Return the seconds of a step on one device, from its datasheet."""
+    """Return a step's seconds on one device, from its datasheet."""
     device = Device(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
     unused = Interconnect(1e12, 0.0)
     cluster = Cluster((device,), unused, unused)
@@ -117,7 +113,6 @@ def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[in
 
 
 def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
-    """Return the known datasheet with the GPU's peak and the nearest memory."""
     alike = [sheet for sheet in KNOWN.values() if sheet.flops_per_s == ceilings.nominal_flops_per_s]
     if not alike:
         return None
@@ -126,7 +121,7 @@ def _datasheet_of(device: torch.device, ceilings: Ceilings) -> Datasheet | None:
 
 
 def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -> Executable:
-    """Compile the model for one rank, with AdamW over fp32 master weights."""
+    """Compile the model for one rank, with AdamW."""
     return api.compile(
         model,
         strategy,
@@ -141,7 +136,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -
 def _measure(
     exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
 ) -> tuple[dict[str, SideResult], list[str]]:
-    """Check that all sides agree, and time their steps in turn; return notes on sides left out."""
+    """Check that sides agree, and time them in turn; return notes on sides left out."""
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
@@ -167,11 +162,7 @@ def _measure(
 
 
 def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> None:
-    """Compare every side's loss and gradient norm with those of the eager model on packed batches.
-
-    Raises:
-        ValueError: a side differs relatively by more than `tolerance`.
-    """
+    """Raise a ValueError if a side's loss or gradient norm differs from the eager, packed side's."""
     expected = values["eager, packed"]
     for name, value in values.items():
         for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
@@ -180,7 +171,7 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the seconds of one rank's pulls, and of its pushes, each alone."""
+    """Return the seconds of pulls, and of pushes, alone."""
     streams = streams_of(device, exe.world.backend, 1)
     buffers = Buffers(device, streams)
     links = {}
@@ -252,12 +243,7 @@ def _precision(settings: StepSettings) -> str:
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Compare a step with the targets for one H200.
-
-    Args:
-        sides: by name; empty if not measured.
-        share: percent of the step that pulls and pushes take.
-    """
+    """Compare with the targets for one H200; `share`: percent in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:

@@ -1,4 +1,4 @@
-"""PyTorch's `torch.nn.attention.varlen.varlen_attn`, whose arguments differ between versions."""
+"""PyTorch's `varlen_attn`, whose arguments differ between versions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from hydragraph.errors import Unsupported
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
     """Attend causally within sequences, [T, Hq, D].
-
-    Key/value heads are repeated, and the scale is multiplied into q, where PyTorch's function does not support them.
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
@@ -35,7 +33,10 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, scale: float, accepted: Collection[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return queries, keys, values and options for causal attention by a function of these arguments."""
+    """Return queries, keys, values and options for a function of these arguments.
+
+    Key/value heads are repeated and queries scaled where the function does not support them.
+    """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "enable_gqa" in accepted:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
