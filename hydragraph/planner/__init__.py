@@ -1,7 +1,7 @@
-"""Planning: the strategy to run next, and the assignment of sequences to pipelines and micro-batches.
+"""Planning: the next strategy, and the assignment of sequences to pipelines and micro-batches.
 
 Candidates come from `generators/`, are priced (`price_candidate`) and improved, and get their sequences from
-`assignment/`. The package does not import torch.distributed or the runtime.
+`assignment/`. The package imports neither torch.distributed nor the runtime.
 """
 
 from hydragraph import attributes

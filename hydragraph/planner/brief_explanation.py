@@ -1,4 +1,4 @@
-"""A plan in a few lines, and why the usual strategies and its rivals lose."""
+"""A plan in a few lines, and why the usual strategies and rivals lose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydragraph.spec.training_workload import Workload
 
 
 def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str, ...]:
-    """Return at most five lines: the plan, its seconds and memory, and why each usual strategy loses."""
+    """Return the plan, its costs, and why each usual strategy loses, in at most five lines."""
     tightest = max(range(costs.ranks), key=lambda rank: plan.memory[rank] / plan.limits[rank])
     lines = [
         f"plan: {_in_words(costs, plan)}",
@@ -87,11 +87,7 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 
 
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
-    """Simulate the rivals that an explanation shows, and add why they are slower.
-
-    Args:
-        seconds: time limit; further rivals keep their reasons.
-    """
+    """Simulate the rivals that an explanation shows within `seconds`, and say why they are slower."""
     until = time.monotonic() + seconds
     varied = Varied(costs, workload.batches)
     rivals = list(plan.rivals)

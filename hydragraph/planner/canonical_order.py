@@ -1,8 +1,6 @@
-"""Canonical order of ranks: plans do not depend on how nodes and devices are listed.
+"""Canonical order of ranks, independent of how nodes and devices are listed.
 
-Nodes, network cards and devices are sorted, the fastest first. Only intervals of the state follow the given order.
-
-Example: nodes of (a slow device, a fast one at rate 3) and (a fast device, a fast one at rate 2): ranks 2, 3, 1, 0.
+Nodes, cards and devices are sorted, the fastest first.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from hydragraph.spec.strategy import Strategy
 
 Key = tuple[object, ...]
 
-# Leading key fields common to all devices of a type.
 TYPE = 4
 
 
@@ -40,7 +37,6 @@ def order_of(costs: Costs) -> list[int]:
 
 
 def _of_node(costs: Costs, ranks: Sequence[int]) -> list[int]:
-    """Return a node's ranks in order; cards are defined by position, so they keep their sizes."""
     cards = [
         sorted(card, key=lambda rank: _device(costs, rank)) for _, card in groupby(ranks, key=costs.cluster.card_of)
     ]

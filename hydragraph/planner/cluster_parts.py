@@ -1,11 +1,9 @@
 """Plans on fewer nodes, which are best if sending takes longer than computing.
 
-These subsets of nodes are searched:
-
-    nodes, fastest first    A A A B            (of two kinds)
-    the first 1, 2, 4, ...  A | A A
-    the first of some kinds A A A
-    all but one kind        B
+nodes, fastest first    A A A B  (of two kinds)
+the first 1, 2, 4, ...  A | A A
+the first of some kinds A A A
+all but one kind        B
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ from hydragraph.spec.health import Health
 
 
 def with_fewer(costs: Costs) -> Iterator[tuple[Costs, float]]:
-    """Yield costs with some nodes lost, and the fraction of computing power left.
-
-    Args:
-        costs: nodes in planning order (`canonical_order`).
-    """
+    """Yield costs with some nodes lost, and the fraction of computing power left, for nodes in planning order."""
     powers: dict[int, float] = {}
     for rank, device in enumerate(costs.cluster.devices):
         powers.setdefault(device.node, 0.0)

@@ -1,8 +1,8 @@
-"""The seconds of an average device by cause: why one plan takes longer than another.
+"""Mean seconds of a device by cause.
 
 computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
-traffic      pulls, pushes and messages that are not hidden, and the update
-bubble       waiting for other stages; without stages: imbalance, waiting for other ranks
+traffic      exposed pulls, pushes and messages, and the update
+bubble       waiting for other stages; without stages: imbalance
 idle         devices without work
 """
 
@@ -19,7 +19,7 @@ _WAITING = (TimeKind.LATE, TimeKind.OTHER)
 
 
 def device_time(costs: Costs, strategy: Strategy, home: Home, assignment: Assignment) -> dict[str, float]:
-    """Simulate an iteration and return the mean seconds of a device by cause."""
+    """Simulate an iteration; return a device's mean seconds by cause."""
     timeline = costs.changed(home=home).simulate(strategy, assignment)
     accounts = predicted_accounts(timeline)
     staged = any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines)

@@ -25,7 +25,7 @@ class Rival:
     """A strategy that lost.
 
     Attributes:
-        seconds: seconds of an iteration; infinite if it does not fit.
+        seconds: of an iteration; infinite if it does not fit.
     """
 
     strategy: Strategy
@@ -80,7 +80,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def pipeline_text(costs: Costs, pipeline: Pipeline) -> str:
-    """Return a pipeline's stages in words; "7 + 7 layers" if they are interleaved."""
+    """Return a pipeline's stages in words; interleaved ones as "7 + 7 layers"."""
     stages = []
     for row in dict.fromkeys(pipeline.rows):
         mine = [stage for stage, there in zip(pipeline.stages, pipeline.rows, strict=True) if there == row]

@@ -4,9 +4,9 @@ pipeline recurrence         every proposal              lower bound of an iterat
 traffic of each card        every proposal              another lower bound
 with its traffic            while the bounds are below the best time
 with fewer pipelines        the best of these, while that helps
-with its own micro-batches  those that may then be best: cut for each pipeline, as in a run
-memory and owners           those that may still be best, and those to choose among
-a simulation                the best, and any that is estimated to end before it
+with its own micro-batches  those that may then be best: cut as in a run
+memory and owners           those that may still be best
+a simulation                the best, and any that may end before it
 """
 
 from __future__ import annotations
@@ -45,27 +45,26 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-# Maximum ranks with three simulated plans, and with two.
 FEW = 16
 MANY = 64
-# Plans estimated to save less than this fraction are not simulated: estimates are seldom more accurate.
+# Smaller estimated savings are seldom real.
 SAVES = 0.003
-# Maximum settled plans when choosing among nearly equal ones.
+# Settled plans when choosing among nearly equal ones.
 SETTLED = 6
-# Number of the best estimates that are tried with fewer pipelines.
+# Best estimates that are tried with fewer pipelines.
 LEANER = 3
-# Number of the best estimates whose micro-batches are cut as in a run.
+# Best estimates that are cut as in a run.
 CUT = 4
 # The exact time is seldom less than this fraction of the promised one.
 PROMISED = 0.97
-# Accuracy of the estimate for fewer pipelines.
+# Accuracy of estimates for fewer pipelines.
 ROUGHLY = 0.95
-# Other owners are tried if pull and push lengthen an iteration by this factor.
+# Slowdown by pull and push that makes other owners worth trying.
 WAITING = 1.05
-# Duration of a simulation, as a multiple of that of an estimate.
+# Duration of a simulation, in estimates.
 SIMULATION = 40
 
-# Function: home -> bytes of state that change owner.
+# Home -> bytes of state that change owner.
 Moved = Callable[[Home], int]
 Exactly = Callable[[Settled], Settled]
 
@@ -105,7 +104,7 @@ class Finalists:
 
     @classmethod
     def of(cls, found: Iterable[Settled | Shortage], passed: Iterable[Proposal]) -> Finalists:
-        """Keep the best result of each strategy, or else its most promising proposal."""
+        """Keep each strategy's best result, or its most promising proposal."""
         settled: dict[Strategy, Settled] = {}
         short: dict[Strategy, Shortage] = {}
         left: dict[Strategy, Proposal] = {}
@@ -188,10 +187,9 @@ def finalists(
 
     Args:
         near: also settle proposals within this fraction of the best.
-        until: deadline (of `time.monotonic`); then the first plan that fits ends the search.
-        known: results of earlier calls; new ones are added.
-        moved: bytes that change owner under a home, by which proposals within `near` are ordered; None: the fastest
-            come first.
+        until: deadline (of `time.monotonic`); then one plan that fits is enough.
+        known: results of earlier calls, extended in place.
+        moved: bytes that change owner, for the order within `near`; None: by time.
         exactly: simulates a plan; default: `simulated`.
     """
     known = {} if known is None else known
@@ -200,7 +198,6 @@ def finalists(
     clock = _Clock(costs)
     estimates = _estimated(costs, clock, found, near, until)
     each_s = (time.monotonic() - began) / max(1, len(estimates))
-    # Proposals without an estimate are settled only while no plan fits.
     estimated = {one.strategy for one in estimates}
     others = [other for other in found if other.strategy not in estimated]
     queue = _Queue(costs, clock, estimates, others, until, near, moved)
@@ -237,7 +234,7 @@ def finalists(
 class _Queue:
     """Proposals, the most promising first, with micro-batches cut as in a run if that is faster.
 
-    Cutting is expensive, so it happens in the order of an optimistic time (`promised`).
+    An optimistic time (`promised`) orders these expensive cuts.
     """
 
     def __init__(
@@ -256,9 +253,9 @@ class _Queue:
         self._near = near
         self._moved = moved
         self._cut = 0
-        self._cut_s = 0.0  # maximum so far
+        self._cut_s = 0.0
         self._numbers = count()
-        # Seconds, insertion number, whether it is still to be cut, and the proposal.
+        # Seconds, insertion number, whether it is uncut, and the proposal.
         self._heap: list[tuple[float, int, bool, Proposal]] = []
         for proposal in estimates:
             self._add(proposal.expected_s, proposal)
@@ -290,7 +287,6 @@ class _Queue:
             uncut, proposal = self._pop(limit)
             if not uncut:
                 return proposal
-            # Settling it next takes about as long as the cut.
             if self._cut < CUT and not is_late(self._until, 2 * self._cut_s):
                 self._cut += 1
                 began = time.monotonic()
@@ -300,7 +296,6 @@ class _Queue:
         return self._others.popleft() if self._others and math.isinf(limit) else None
 
     def _pop(self, limit: float) -> tuple[bool, Proposal]:
-        """Pop the most promising entry; of equally promising ones, the one that moves the fewest bytes."""
         if self._moved is None:
             return heappop(self._heap)[2:]
         limit = min(limit, self._heap[0][0] * (1 + self._near))
@@ -314,7 +309,7 @@ class _Queue:
     def _try(self, each: Proposal) -> None:
         try:
             assignment, last = cut(self._costs, each.strategy, each.assignment.lengths)
-        except Unsupported:  # too long with equal owners; a plan may have others
+        except Unsupported:  # a plan may have other owners
             return
         seconds = self._clock.seconds(each.strategy, assignment)
         if seconds < each.expected_s:
@@ -326,7 +321,6 @@ class _Queue:
 
 
 def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
-    """Return the plan with the fastest owners: current, equal, or chosen for each block."""
     strategy = one.strategy
     if strategy.shares:
         return one
@@ -351,10 +345,7 @@ def _owned(costs: Costs, one: Settled, last_s: float) -> Settled:
 
 
 def _equal_home(costs: Costs, one: Settled) -> Home | None:
-    """Return equal owners among training ranks, unless a plan has these or several copies.
-
-    With unequal shares, owners hold pieces of other ranks' shards, and these have to be sent.
-    """
+    """Return equal owners among training ranks, unless a plan has these or several copies."""
     devices = set(one.strategy.devices)
     shares = tuple(int(rank in devices) for rank in range(costs.ranks))
     equal = replace(one.home, shares=None if all(shares) else shares)
@@ -376,7 +367,7 @@ def _estimated(
 
 
 def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
-    """Return a proposal, and the one with another placement, with estimated seconds."""
+    """Return a proposal's placements with estimated seconds."""
     strategies = [strategy for strategy in (proposal.strategy, proposal.across) if strategy is not None]
     seconds = (proposal.expected_s if s.shares else clock.seconds(s, proposal.assignment) for s in strategies)
     return [
@@ -386,7 +377,7 @@ def _estimate(clock: _Clock, proposal: Proposal) -> list[Proposal]:
 
 
 class _Clock:
-    """Cached estimates of seconds with traffic; memory of owners is not checked."""
+    """Cached estimates with traffic; owners' memory is not checked."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -428,7 +419,6 @@ def _improved(costs: Costs, clock: _Clock, estimates: Sequence[Proposal], until:
 
 
 def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
-    """Yield variants without one node's pipelines, or with one kind only, that may be faster."""
     strategy, assignment = proposal.strategy, proposal.assignment
     nodes = [{costs.cluster.node_of(rank) for rank in pipeline.devices} for pipeline in strategy.pipelines]
     forms = [form_of(costs, pipeline) for pipeline in strategy.pipelines]
@@ -442,7 +432,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
         share = sum(compress(assignment.counts, kept)) / sum(assignment.counts)
         if all(kept) or not share:
             continue
-        # The remaining pipelines run more micro-batches, and fill once.
+        # The remaining pipelines run more micro-batches, but fill once.
         longer = (per_pipeline / share + filling) / (per_pipeline + filling)
         if ROUGHLY * longer * proposal.last_s >= proposal.expected_s:
             continue
@@ -453,7 +443,7 @@ def _leaner(costs: Costs, proposal: Proposal) -> Iterator[Proposal]:
 
 
 def unlike(costs: Costs, forms: Sequence[object], nodes: Sequence[set[int]]) -> Iterator[int]:
-    """Yield one node of each kind: hardware, and number of pipelines of each form."""
+    """Yield a node of each kind: hardware, and pipelines of each form."""
     runs: dict[int, Counter[object]] = {}
     for form, on in zip(forms, nodes, strict=True):
         for number in on:

@@ -1,11 +1,11 @@
 """Compilation of the planner's search in two other processes.
 
 numba compiles a search on first use, for 10 to 40 s. While a command imports PyTorch and captures a model, processes
-plan for a made-up one, which fills numba's cache on disk:
+plan for a made-up one, which fills numba's cache:
 
-    python -m hydragraph.planner.first_compilation stages       Metis's search over stages; needs no PyTorch
-    python -m hydragraph.planner.first_compilation devices      everything else
-    python -m hydragraph.planner.first_compilation varying      the same, and what plans sequences of varying lengths
+    python -m hydragraph.planner.first_compilation stages    Metis's search over stages; needs no PyTorch
+    python -m hydragraph.planner.first_compilation devices   everything else
+    python -m hydragraph.planner.first_compilation varying   the same, and sequences of varying lengths
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ if TYPE_CHECKING:
     from hydragraph.cost.costs import Costs
 
 LENGTH = 1024
-_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their seconds relative to the first
+_FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their relative seconds
 
 
 @contextmanager
 def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[bool]:
-    """Compile in other processes what is not compiled yet; a search waits for each function when it calls it.
+    """Compile what is not compiled yet in other processes; a search waits for each function when it calls it.
 
     Yields whether there is anything to compile.
 
     Args:
-        varying: also for sequences of varying lengths.
-        seconds: time after which this process no longer waits, but compiles by itself; None: no limit.
+        seconds: limit of waiting; then this process compiles by itself.
     """
     last = {
         "stages": exact_optimum.best_labels,
         "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
     }
     until = math.inf if seconds is None else time.monotonic() + seconds
-    # If one of them fails, this process compiles the rest, and reports the error.
+    # If one fails, this process compiles the rest and reports the error.
     processes = [
         subprocess.Popen([sys.executable, "-m", __name__, what], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for what, function in last.items()
@@ -84,7 +83,7 @@ def compile_stages() -> None:
 
 
 def compile_devices(varying: bool) -> None:
-    """Plan for a made-up model without a search over stages, also for varying lengths if asked."""
+    """Plan for a made-up model without a search over stages."""
     from hydragraph.planner.plan import plan  # imports torch
 
     costs = _made_up()

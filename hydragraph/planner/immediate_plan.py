@@ -1,7 +1,7 @@
 """A good plan within a fraction of a second, for a run that waits for one.
 
-candidates: what runs, with layers by rates if ranks are slow, with and without these ranks, or without their
-pipelines; what ran before ranks were lost, if it does not use them
+candidates: what runs, with layers by rates, with and without slow ranks or their pipelines; what ran before, without
+lost ranks
 the search, and equal pipelines in node order     with equal sequences of the mean length
 one mini-batch                                    for these, assigned quickly, traffic in order
 memory                                            from the best on, until one fits
@@ -32,7 +32,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
 AT_ONCE_S = 0.3  # default deadline
-# Maximum estimates of running strategies, and of searched ones; minimum in total, whatever the time.
+# Maximum estimates of running and of searched strategies; minimum in total.
 RUNNING = 3
 MOST = 4
 FEWEST = 5
@@ -45,8 +45,8 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        assignment: assignment of one mini-batch.
-        seconds: seconds of that iteration.
+        assignment: of one mini-batch.
+        seconds: of that iteration.
     """
 
     strategy: Strategy
@@ -63,12 +63,11 @@ class Estimate:
 def plan_at_once(
     costs: Costs, workload: Workload, others: Sequence[Strategy], deadline_s: float = AT_ONCE_S
 ) -> Estimate | None:
-    """Return the best strategy found within about `deadline_s`; None if none fits.
+    """Return the best strategy found within about `deadline_s`, if any.
 
     Args:
-        costs: their home is kept.
-        others: further strategies, the running one first; lost ranks may have numbers beyond the cluster's.
-        deadline_s: no estimate starts after this time; checking memory may take longer.
+        others: further strategies, the running one first; ranks beyond the cluster's are lost.
+        deadline_s: no estimate starts later.
     """
     began = time.monotonic()
     batch = sample(workload)
@@ -79,7 +78,6 @@ def plan_at_once(
     for strategy in in_turns:
         if len(estimates) >= FEWEST and time.monotonic() > began + deadline_s:
             break
-        # The search has checked that all pipelines hold the longest sequence.
         pipelines = pipeline_costs(costs, strategy, workload.longest if strategy in promising else None)
         if max(p.max_len for p in pipelines) >= workload.longest and min(p.max_len for p in pipelines) > 0:
             estimates.append(_estimate(costs, strategy, pipelines, batch, QUICK))
@@ -113,7 +111,6 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
         return every
     yard = Yard(costs, workload, workload.longest, SAFETY)
     number = len(first.pipelines)
-    # Slow pipelines continue without slow ranks, with all ranks that are not lost, or not at all.
     for most in (SLOW, math.inf, 0.0):
         kept = [[r for r in p.devices if rate(r) <= most and math.isfinite(rate(r))] for p in slow]
         anew = [yard.laid_anew(p, devices, number) for p, devices in zip(slow, kept, strict=True)]
@@ -124,7 +121,6 @@ def _near(costs: Costs, workload: Workload, others: Sequence[Strategy]) -> list[
 
 
 def _promising(costs: Costs, workload: Workload, until: float) -> list[Strategy]:
-    """Return strategies whose pipelines all hold the longest sequence, the most promising first."""
     typical = workload.typical
     count, length = typical.sequences, typical.length
     way = TOGETHER if len(costs.cluster.types) > 1 else STRAGGLER

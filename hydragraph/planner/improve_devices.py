@@ -1,7 +1,6 @@
 """Improvement of plans for varying lengths, by moves of devices.
 
-The search for equal sequences gives all pipelines of a type one degree, but long sequences need large groups and short
-ones small. Moves are made as long as they help with the actual mini-batches:
+The search for equal sequences gives all pipelines of a type one degree, but long sequences need large groups. Moves:
 
     split a node's devices differently, each group a pipeline; or leave the slow ones idle
     make a pipeline's devices one pipeline, or two, of another degree
@@ -34,22 +33,18 @@ PRICED = 200
 AT_ONCE = 24
 # Fraction that a move must save.
 SAVES = 1e-3
-# Multiple of the best up to which moves are priced.
+# Moves are priced up to this multiple of the best.
 REACH = 1.15
-# Assumed fraction of pull and push that is not overlapped.
+# Exposed fraction of pull and push.
 WAITED = 0.25
-# Devices slower than a node's healthiest by this factor may be better left idle.
+# Devices slower than a node's healthiest by this factor may be left idle.
 SLOW = 1.5
 
 Devices = tuple[int, ...]
 
 
 class Yard:
-    """Builder of pipelines from devices, and of moves of devices.
-
-    Args:
-        reach: tokens that every pipeline must hold.
-    """
+    """Builder of pipelines from devices, and of moves of devices; every pipeline holds `reach` tokens."""
 
     def __init__(self, costs: Costs, workload: Workload, reach: int, safety: float) -> None:
         typical = workload.typical
@@ -74,7 +69,7 @@ class Yard:
         self._paces: dict[Hashable, tuple[float, float]] = {}
 
     def pace(self, strategy: Strategy) -> float:
-        """Return approximate seconds of an iteration: pipelines always busy, plus exposed traffic."""
+        """Return approximate seconds of an iteration: always busy pipelines, plus exposed traffic."""
         paces = [self._pace(pipeline) for pipeline in strategy.pipelines]
         busy = self._bench.micro_batches / sum(speed for speed, _ in paces)
         return busy + WAITED * max(traffic for _, traffic in paces)
@@ -108,7 +103,6 @@ class Yard:
                 yield from _with(strategy, some, [])
                 for parts in (1, 2) if len(pipelines[0].devices) > 1 else (1,):
                     for degree in self._all_degrees():
-                        # Every second device of each stage, so that both parts are in the same nodes.
                         devices = [one.devices[part::parts] for one in some for part in range(parts)]
                         yield from _with(strategy, some, [self._pipeline(d, degree, count) for d in devices])
         for one, other in combinations_with_replacement(alike.values(), 2):
@@ -170,8 +164,7 @@ class Yard:
 
         Args:
             pipeline: its largest degree is kept if possible.
-            devices: not lost.
-            pipelines: number of pipelines that share the mini-batch.
+            pipelines: number that share the mini-batch.
         """
         count = max(1, self._bench.micro_batches // pipelines)
         return self._pipeline(devices, max(stage.tp for stage in pipeline.stages), count) if devices else None
@@ -209,12 +202,7 @@ class Yard:
 def climbed(
     varied: Varied, yards: Sequence[Yard], start: Strategy, until: float | None, priced: int = PRICED
 ) -> Strategy:
-    """Improve a strategy; strategies priced on the way stay in `varied`.
-
-    Args:
-        start: a strategy that takes all mini-batches.
-        until: deadline (of `time.monotonic`).
-    """
+    """Improve a strategy that takes all mini-batches, until a deadline."""
     now = start
     best = varied.seconds(now)
     left = priced
@@ -233,7 +221,6 @@ def climbed(
                     return now
                 looked_at.add(move)
                 left -= move not in varied.priced
-                # Most moves can be rejected before their traffic is known.
                 seconds = varied.seconds(move, best)
                 if seconds < best * (1 - SAVES):
                     now, best, gained = move, seconds, True

@@ -1,9 +1,8 @@
 """Improvement of candidate strategies on sample mini-batches, by exchanges of schemes.
 
-The proposal (Hydraulis, section 7) does not price bubbles, so its candidates are only starts: for all mini-batches
-together, and for each group of mini-batches at the limit of a scheme.
-
-Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or <tp8,pp1>.
+The proposal (Hydraulis, section 7) ignores bubbles, so its candidates are only starts, for all mini-batches and for
+those at the limit of each scheme. Example: one exchange turns 2 <tp4,pp1> into <tp4,pp1> + 2 <tp2,pp1>, 4 <tp2,pp1>, or
+<tp8,pp1>.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from hydragraph.cost.measured_profile import Scheme
 from hydragraph.cost.schemes import Schemes
 from hydragraph.planner.tuning_set import Strategy, TuningSet
 
-# Candidates improved for each group of mini-batches, and maximum exchanges for each.
+# Candidates improved for each group of mini-batches, and exchanges for each.
 STARTS = 4
 ROUNDS = 16
-# Fraction of the time that a further candidate must save.
 WORTH = 1e-3
 
 
 def homogeneous(profile: Schemes, devices: int) -> list[list[Scheme]]:
-    """Return, for each scheme, as many pipelines as fit on the devices, if they take any sequence."""
+    """Return, for each scheme, as many pipelines as fit on the devices."""
     every = [[s] * (devices // size(s)) for s in profile.schemes if size(s) <= devices]
     return [strategy for strategy in every if profile.max_len(strategy[0], sum(map(size, strategy))) > 0]
 
@@ -39,10 +37,9 @@ def refine(
     *,
     context: int | None = None,
 ) -> list[list[Scheme]]:
-    """Return the candidates and their improvements: the best static one, then those from which choosing gains most.
+    """Return candidates and improvements: the best static one, then the most useful alternatives.
 
     Args:
-        batches: sequence lengths of sample mini-batches.
         context: longest sequence of the static one; default: that of `batches`.
     """
     tuning = TuningSet(profile, batches, devices)
@@ -60,7 +57,7 @@ def refine(
 
 
 def groups(tuning: TuningSet, profile: Schemes, devices: int) -> list[tuple[NDArray[np.int64], int]]:
-    """Return the mini-batches at the limit of each scheme, with their longest sequence."""
+    """Return the mini-batches at the limit of each scheme, and their longest sequence."""
     limits = sorted({profile.max_len(s, devices) for s in profile.schemes if size(s) <= devices})
     longest = np.array(tuning.longest)
     which = np.searchsorted(limits, longest)
@@ -73,7 +70,7 @@ def climbed(
 ) -> Strategy:
     """Improve a strategy on a group of mini-batches; it still takes `reach` tokens.
 
-    The costs of unequal pipelines are ignored: one exchange seldom pays for them, several may.
+    Costs of unequal pipelines, which several exchanges may outweigh, are ignored.
     """
 
     def price(strategy: Strategy) -> float:
@@ -90,7 +87,7 @@ def climbed(
 
 
 def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
-    """Return the best priced strategy that takes `reach`, then those that add most to those before."""
+    """Return the best priced strategy that takes `reach`, then those that add most."""
     priced = list(tuning.priced)
     if not priced or not tuning.longest:
         return []
@@ -100,7 +97,7 @@ def complementary(tuning: TuningSet, reach: int) -> list[Strategy]:
     if not np.isfinite(totals[at]):
         return []
     chosen = [priced[at]]
-    quickest = table[at]  # seconds of each mini-batch with the strategies chosen so far
+    quickest = table[at]  # with the strategies so far
     while True:
         together = np.minimum(table, quickest).sum(1)
         at = min(range(len(priced)), key=lambda i: (together[i], priced[i]))

@@ -1,4 +1,4 @@
-"""Diagnosis when no plan fits: how much more memory, shorter sequences, or more devices would fit."""
+"""Diagnosis when no plan fits: which memory, lengths or numbers of devices would fit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from hydragraph.planner.streamed_data_parallelism import streaming_fits
 from hydragraph.spec.home import Home
 from hydragraph.spec.training_workload import Workload
 
-# Maximum factors for memory and number of devices.
+# Maximum factors for memory and devices.
 MOST = 64
 MANY = 8
-# Relative precision of the memory factor.
 NEARLY = 1.05
 
 
@@ -47,12 +46,7 @@ def check_labels(costs: Costs, workload: Workload) -> None:
 def nothing_fits(
     costs: Costs, workload: Workload, short: Sequence[Shortage], safety: float = SAFETY, streaming: bool = False
 ) -> Unsupported:
-    """Return the error, with the shortage and remedies.
-
-    Args:
-        short: shortages of settled plans.
-        safety: fraction of memory that the search used.
-    """
+    """Return the error, with the shortage and remedies."""
     state = costs.home.copies * state_bytes(costs)
     room = sum(costs.memory_of(rank) for rank in _running(costs))
     if short and state < room:
@@ -101,7 +95,6 @@ def _wishes(costs: Costs, workload: Workload, safety: float, streaming: bool) ->
 
 
 def _least(able: Callable[[float], bool], most: float) -> float:
-    """Return approximately the least factor >= 1 such that `able` holds; infinite: none."""
     high = 1.0
     while not able(high):
         if high >= most:

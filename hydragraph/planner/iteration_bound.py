@@ -1,11 +1,10 @@
 """Lower bound of any plan's seconds.
 
-A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds; the cheapest cost w(type,
-block) bounds all others. Within T, the devices of a type, with rates x_d, have T sum 1 / x_d such seconds, so T is the
-least time in which all blocks of all sequences can be distributed: a linear program over types and kinds of blocks.
+A group of k ranks that takes t seconds for a block and a sequence spends k t device-seconds, at least w(type, block).
+Within T, the devices of a type, with rates x_d, have T sum 1 / x_d such seconds, so T is the least time in which all
+blocks of all sequences can be distributed: a linear program.
 
-No plan ends before a sequence's fastest pass through all blocks. Only input gradients count there: zb-h1 does not wait
-for weight gradients.
+No plan ends before a sequence's fastest pass through all blocks, with input gradients only (zb-h1).
 
 With healthy devices and one kind of block this is Malleus' T_opt: N / ((N - n) + sum 1 / x) of the time without
 stragglers.
@@ -50,7 +49,6 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
     }
     blocks = Counter(costs.profile.blocks)
     templates = list(blocks)
-    # Device-seconds of all sequences for a block, and seconds of the longest sequence alone.
     spent = np.full((len(sites), len(templates)), math.inf)
     alone = np.full((len(sites), len(templates)), math.inf)
     longest = max(lengths)
@@ -63,7 +61,7 @@ def _bound(costs: Costs, lengths: Counter[int]) -> float:
             for t, template in enumerate(templates):
                 at = costs.profile.blocks.index(template)
                 cost = healthy.stage(stage, (at, at + 1))
-                # The fixed cost of a micro-batch counts once; auxiliary values are omitted.
+                # Fixed costs count once; auxiliary values are omitted.
                 spent[s, t] = min(spent[s, t], kind.tp * sum(cost.apart(every_length)[1:]))
                 forward, backward = cost.apart([longest])[1:]
                 alone[s, t] = min(alone[s, t], forward + SHARES[Work.INPUT_GRADIENT] * backward)

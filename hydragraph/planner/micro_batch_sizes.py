@@ -19,13 +19,12 @@ from hydragraph.planner.price_candidate import form_of, stage_rows
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# No limit on a micro-batch's tokens.
 ANY = 2**62
-# Halvings of a bisection, for a precision of 1e-9, and its effect on a number of sequences.
+# Halvings of a bisection (precision 1e-9), and its effect on a number of sequences.
 HALVES = 30
 ROUNDING = 1e-6
 LEAST_S = 1e-12  # minimum seconds of a sequence
-# Relative sizes of smaller micro-batches tried at the beginning and, reversed, at the end of a pipeline.
+# Relative sizes of the first and, reversed, the last micro-batches.
 RAMPS = ((), (0.5,), (0.15,), (0.33, 0.67), (0.1, 0.5), (0.2, 0.4, 0.6, 0.8))
 
 
@@ -44,19 +43,19 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Return equal sequences cut as in a run, and when the last pipeline ends.
+    """Return equal sequences cut as in a run, and the last pipeline's end.
 
     Raises:
-        Unsupported: a sequence is too long for all pipelines.
+        Unsupported: sequences are too long for all pipelines.
     """
     return equally_long(pipeline_costs(costs, strategy), lengths)
 
 
 def equally_long(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Assign equal sequences by exact ends; return when the last pipeline ends.
+    """Assign equal sequences by exact ends; return the last pipeline's end.
 
     Raises:
-        Unsupported: they are too long for all pipelines.
+        Unsupported: as for `cut`.
     """
     kinds = _kinds(pipelines, lengths)
     ends_by_pipeline = {p: _Ends(p, kind, lengths[0]) for p, kind in zip(pipelines, kinds, strict=True)}
@@ -80,8 +79,7 @@ def promised(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> Assign
     """Return an approximate best assignment of equal sequences, ignoring memory.
 
     A pipeline of S stages takes (m + S - 1) (A n / m + c) for n sequences in m micro-batches, with A per sequence and c
-    per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c. Bisection finds the
-    least time.
+    per micro-batch. For m = sqrt((S - 1) A n / c), this is A n + 2 sqrt((S - 1) A c n) + (S - 1) c.
     """
     kinds = _kinds(pipeline_costs(costs, strategy, ANY), lengths)
     counts = zip(kinds, _counts(kinds, len(lengths)), strict=True)
@@ -102,7 +100,7 @@ def _kinds(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> list[_P
 
 def _counts(kinds: Sequence[_PipelineKind], sequences: int) -> list[int]:
     every = Counter(kinds)
-    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # enough for any rounding
+    high = 2 * max(kind.end(sequences) for kind in every if kind.most)  # for any rounding
     low = 0.0
     for _ in range(HALVES):
         middle = (low + high) / 2
@@ -124,8 +122,6 @@ def _assignment(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> Assig
 
 
 class _Ends:
-    """Exact ends of a pipeline with the best sizes of micro-batches."""
-
     def __init__(self, pipeline: PipelineCost, kind: _PipelineKind, length: int) -> None:
         self._pipeline = pipeline
         self._kind = kind
@@ -167,9 +163,7 @@ class _Ends:
 def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = ()) -> tuple[int, ...]:
     """Return n sequences in at most m micro-batches.
 
-    Args:
-        first: relative sizes of the first micro-batches.
-        last: relative sizes of the last ones, reversed.
+    The arguments `first` and `last` are relative sizes of the first and, reversed, the last ones.
     """
     weights = np.ones(m)
     weights[: len(first)] = first[:m]
@@ -180,7 +174,7 @@ def _sizes(n: int, m: int, first: Sequence[float] = (), last: Sequence[float] = 
 
 @dataclass(frozen=True)
 class _PipelineKind:
-    """A pipeline: stages, seconds per sequence and micro-batch on the slowest, and memory."""
+    """A pipeline: stages, seconds on the slowest, and memory."""
 
     stages: int
     each: float
@@ -201,7 +195,7 @@ class _PipelineKind:
 
     def _best(self, n: float) -> float:
         waiting = (self.stages - 1) * self.each * n
-        if not waiting:  # with one stage there is no bubble
+        if not waiting:
             return 1.0
         return max(1.0, math.sqrt(waiting / self.fixed)) if self.fixed else max(1.0, n)
 

@@ -55,29 +55,26 @@ WAYS: dict[str, tuple[Way, ...]] = {
     "auto": (TOGETHER, MIXED, STRAGGLER),
 }
 
-# Orders of Metis's search: the exact least cost, or the memory-aware walk.
 ORDERS: dict[str, Order] = {"search": "exact", "metis": "memory", "auto": "exact"}
 
-# Fractions of device memory, tried in turn while everything found is too large.
+# Usable fractions of memory, tried in turn while every plan is too large.
 SAFETIES = (SAFETY, 0.88, 0.7)
-# If the state takes more than TIGHT of all memory, the search also tries ROOMY times the limit.
+# If the state takes more than TIGHT of all memory, ROOMY times the limit is also tried.
 TIGHT = 0.1
 ROOMY = 1.2
-# Maximum candidates per search that are settled exactly, and maximum of each shape.
+# Settled candidates per search, and of each shape.
 SETTLED = 6
 ALIKE = 1
-# Maximum ranks for which "auto" includes Metis's search.
 FEW = 64
-# Plans from Metis's search that "auto" settles.
+# Settled plans of Metis's search in "auto".
 STAGED = 2
-# Plans within this fraction of the best are equally good; the one that moves the fewest bytes wins.
+# Of plans within this fraction of the best, the one that moves the fewest bytes wins.
 NEAR = 0.005
-# No new work starts after the fraction SEARCHING of the deadline; searches end after the fraction FINDING of that.
+# Fraction of the deadline until which work starts; fraction of that until which searches run.
 SEARCHING = 0.9
 FINDING = 0.65
-# Plans improved for varying lengths.
 CLIMBS = 3
-# Candidates for the iteration planner; each must save this fraction of the time.
+# Candidates for the iteration planner; each must save the fraction WORTH of the time.
 CANDIDATES = 4
 WORTH = 1e-3
 # Bytes of a moved element: weight and AdamW's two moments in fp32.
@@ -91,17 +88,17 @@ class Plan:
     Attributes:
         strategy: run it with `hg.compile(model, plan.strategy, home=plan.home)`.
         home: owners of the state.
-        strategies: candidates for the iteration planner if lengths vary, `strategy` first.
-        seconds: mean time of an iteration of `strategy`.
-        choosing_s: the same if each mini-batch runs the fastest of `strategies`.
+        strategies: candidates for varying lengths, `strategy` first.
+        seconds: mean time of an iteration.
+        choosing_s: the same if each mini-batch runs the fastest strategy.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
-        bound: lower bound of any strategy's seconds.
+        bound: lower bound of seconds.
         rivals: rejected strategies, the closest first.
-        assignment: assignment of the first mini-batch.
-        moved_bytes: bytes of state that change owner relative to the running plan.
+        assignment: of the first mini-batch.
+        moved_bytes: state that changes owner relative to the running plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
-        text: text of `explain`, without rivals and why devices are idle.
+        text: `explain` without rivals and idle devices.
         spare: running ranks that the plan does not use.
     """
 
@@ -136,7 +133,6 @@ class Plan:
         return "\n".join([self.text, *spare, *lost])
 
     def _why_spare(self) -> str:
-        """Compare with the best plan that uses spare devices, or else compare their memory."""
         using = [r.seconds for r in self.rivals if not set(self.spare).isdisjoint(r.strategy.devices)]
         if any(map(math.isfinite, using)):
             more = min(using) / self.seconds - 1
@@ -168,21 +164,14 @@ def plan(
     """Plan training on devices that differ by type, memory or current speed.
 
     Args:
-        costs: costs of the model on the cluster.
-        workload: workload of one iteration.
         method: "mixed" for types of devices (AutoHet), "straggler" for rates (Malleus), "search" for the least cost in
             Metis's space, "metis" for its memory-aware walk, "auto" for all (Metis's space only up to 64 ranks and
             without a deadline).
-        running: the current plan, strategy or its text; of nearly equal plans, the one that moves the fewest bytes is
-            chosen.
-        deadline_s: time limit; then the best plan so far is returned. None: the search completes and is deterministic.
+        running: the current plan, strategy or its text; nearly equal plans that move fewer bytes win.
+        deadline_s: time limit, for the best plan so far; None: the search completes and is deterministic.
         solver: "scip" groups devices by AutoHet's equation 3, through cvxpy; for method "mixed" and few devices.
-        schedules: that the run can use instead of "1f1b", if they are faster. "zb-h1" needs a run with
-            `backend="eager"`.
+        schedules: that the run can use, if faster; "zb-h1" needs `backend="eager"`.
         streaming: whether "auto" may propose stages that stream or sum in pieces, which a deterministic run cannot use.
-
-    Returns:
-        the plan.
 
     Raises:
         Unsupported: no plan fits, a type was not measured, or all devices are lost.
@@ -223,7 +212,7 @@ def check_question(method: str, deadline_s: float | None = None, solver: str | N
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection, which would scan the whole program for many small objects."""
+    """Disable garbage collection."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -257,16 +246,15 @@ def _plan(
     def moved(home: Home) -> int:
         return moved_bytes(costs, home_before, home)
 
-    # With a running plan, order by healthy rates: a rank that became slow keeps its state.
+    # Healthy rates: a rank that became slow keeps its state.
     order = order_of(costs if running is None else healthy(costs))
     listed = order == list(range(costs.ranks))
     asked = _Question(workload, method, tuple(ways), near, until)
     looked, safety = _searched(costs, asked, order, None if running is None else moved)
     streaming = streaming and method == "auto"
-    # Candidates of Metis and of the published method are not improved.
     allowed = schedules if ways and PUBLISHED not in ways else None
     looked = _extended(costs, workload, looked, until, streaming, allowed)
-    # A strategy that cannot take the longest sequence may be a candidate for other mini-batches.
+    # A strategy that cannot take the longest sequence may suit other mini-batches.
     able = [settled for settled in looked.settled if math.isfinite(settled.seconds)]
     if not able:
         raise nothing_fits(costs, workload, looked.short, safety, streaming)
@@ -278,7 +266,6 @@ def _plan(
         return moved(each.home), each.strategy != before, each.seconds, streams, streams and max(each.memory)
 
     chosen = min((settled for settled in able if settled.seconds <= best * (1 + near)), key=preference)
-    # With varying lengths, the simulation used the planning order.
     exact = chosen.simulated and (listed or not workload.lengths)
     if not exact and until is None and (chosen.simulated or not workload.lengths):
         chosen = simulated(costs, chosen)
@@ -307,8 +294,6 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Question:
-    """Input of the searches; `near`: also settle plans within this fraction of the best."""
-
     workload: Workload
     method: Method
     ways: tuple[Way, ...]
@@ -317,18 +302,13 @@ class _Question:
 
 
 def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved | None) -> tuple[Finalists, float]:
-    """Search on the ranks in planning order.
-
-    Returns:
-        results on the given ranks, and the fraction of memory used.
-    """
+    """Search in planning order; return results on the given ranks, and the fraction of memory used."""
     began = time.monotonic()
     listed = order == list(range(costs.ranks))
     ordered = costs if listed else costs.reordered(order)
     places = places_of(order)
 
     def exactly(each: Settled) -> Settled:
-        """Simulate on the given ranks, whose order determines ownership."""
         exact_plan = simulated(costs, each if listed else as_told(each, order))
         return replace(each, by_batch=exact_plan.by_batch, simulated=True)
 
@@ -337,7 +317,6 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
     )
     market = Market(ordered)
     looked = Finalists()
-    # The search's memory is approximate: if every plan is too large, search with less.
     short: list[Shortage] = []
     for safety in SAFETIES:
         looked = ask(ordered, asked, safety=safety, market=market)
@@ -345,7 +324,7 @@ def _searched(costs: Costs, asked: _Question, order: Sequence[int], moved: Moved
         if looked.settled or not looked.short:
             break
     if asked.ways and PUBLISHED not in asked.ways:  # the others plan on all devices
-        # Each subset is a separate problem: use only the broadest search, without improvements.
+        # Subsets get only the broadest search.
         quickly = partial(ask, asked=replace(asked, ways=asked.ways[:1], method="mixed"), safety=safety)
         least = bound_of(costs, asked.workload.batches) if looked.settled else math.inf
         looked = _on_fewer(ordered, looked, least, quickly, asked.until, time.monotonic() - began)
@@ -364,7 +343,7 @@ def _extended(
     if streaming:
         below_s = min((candidate.seconds for candidate in looked.settled), default=math.inf)
         streamed_plans = streamed(costs, workload, below_s, until)
-        if math.isinf(below_s):  # nothing fits without streaming
+        if math.isinf(below_s):  # no plan fits
             of_one_stage = (each.seconds for each in streamed_plans if isinstance(each, Settled))
             streamed_plans += streamed_pipelines(costs, workload, min(of_one_stage, default=below_s), until)
         settled = tuple(streamed_plan for streamed_plan in streamed_plans if isinstance(streamed_plan, Settled))
@@ -379,7 +358,7 @@ def _extended(
 def _looked_at(
     costs: Costs, asked: _Question, safety: float, market: Market, moved: Moved | None, exactly: Exactly
 ) -> Finalists:
-    """Run each search and settle its candidates as if it ran alone: "auto" is never worse than one search."""
+    """Settle each search's candidates as if it ran alone: "auto" is never worse than one search."""
     workload, method, ways, until = asked.workload, asked.method, asked.ways, asked.until
     typical = workload.typical
     reaches = _reaches(workload)
@@ -394,10 +373,8 @@ def _looked_at(
         if not workload.lengths and not way.published:
             candidates += _pooled(costs, workload, candidates, ended)
             if _tight(costs) and not is_late(ended):
-                # A plan slightly too large with equal shares may fit if first stages own less.
                 candidates += _pooled(costs, workload, _unlike(ask(way, safety=ROOMY * safety)), ended)
         every.append((candidates, []))
-    # Metis's search is slow with many ranks.
     if method in ("search", "metis") or (method == "auto" and until is None and costs.ranks <= FEW):
         every.append(([], _staged(costs, typical, method, until)))
     plain = [] if PUBLISHED in ways else _simple(costs, workload, safety, market, apart=until is not None)
@@ -430,7 +407,6 @@ def _on_fewer(
 
 
 def _tight(costs: Costs) -> bool:
-    """Return whether the owners of the state decide what fits."""
     running = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
     return costs.home.copies * state_bytes(costs) > TIGHT * sum(map(costs.memory_of, running))
 
@@ -447,7 +423,6 @@ def _pooled(
 
 
 def _check_copies(costs: Costs) -> None:
-    """Reject copies on different nodes if only one of several nodes still runs."""
     running = {costs.cluster.node_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     several = {device.node for device in costs.cluster.devices}
     if costs.home.copies > 1 and len(running) == 1 and len(several) > 1:
@@ -478,7 +453,6 @@ def _staged(costs: Costs, typical: Workload, method: Method, until: float | None
     try:
         plans = staged(costs, typical.sequences, typical.length, ORDERS[method], until)
     except Unsupported:
-        # Other searches may succeed.
         if method != "auto":
             raise
         return []
@@ -558,7 +532,6 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
 
 
 def _useful(costs: Costs, workload: Workload, chosen: Settled, settled: Sequence[Settled]) -> list[Settled]:
-    """Return the strategies that gain most by choosing per mini-batch, under the plan's owners."""
     varied = Varied(costs, workload.batches)
     kept = [chosen]
     now = list(chosen.by_batch)

@@ -38,10 +38,9 @@ class Decision:
     """A static strategy, or choosing in every iteration.
 
     Attributes:
-        static: the best static candidate; None: no candidate takes all mini-batches.
-        gain: the fraction of the static candidate's time that choosing saves.
-        seconds: seconds of each candidate over all mini-batches, infinite if it does not take them;
-            then those of choosing.
+        static: the best static candidate, if any.
+        gain: fraction of its time that choosing saves.
+        seconds: of each candidate over all mini-batches, infinite if it does not take them; then of choosing.
     """
 
     static: int | None
@@ -67,11 +66,7 @@ def static_or_dynamic(
     batches: Sequence[Sequence[int]],
     policy: Policy,
 ) -> Decision:
-    """Compare the best static candidate with choosing in every iteration, on sample mini-batches.
-
-    Args:
-        charges: seconds of each candidate besides computing.
-    """
+    """Compare the best static candidate with choosing in every iteration."""
     from hydragraph.planner.assignment.best_candidate import (
         compare_pipelines,  # needs numba and scipy, which only planning requires
     )

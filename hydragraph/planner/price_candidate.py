@@ -31,9 +31,7 @@ from hydragraph.spec.strategy import Strategy
 
 Line = tuple[float, float]  # bytes, and bytes per unit share of the state
 
-# Maximum choices of owners for stages that stream.
 STREAMED_ROUNDS = 5
-# Maximum micro-batches moved between pipelines.
 MOVES = 64
 # Usable fraction of a device's memory.
 NEAR_LIMIT = 0.99
@@ -45,7 +43,7 @@ class SearchCandidate:
 
     Attributes:
         together: sequences per micro-batch.
-        layout: layout of each kind of pipeline, if it differs from the bench's.
+        layout: of each kind of pipeline; default: the bench's.
     """
 
     bench: Bench
@@ -88,10 +86,10 @@ class Settled:
     """A runnable strategy.
 
     Attributes:
-        assignments: assignment of each mini-batch.
-        by_batch: seconds of each mini-batch, infinite if it does not take the longest sequence.
+        assignments: of each mini-batch.
+        by_batch: seconds of each mini-batch, infinite if it does not fit.
         memory: peak bytes of every rank.
-        simulated: whether the seconds were simulated; otherwise traffic is estimated.
+        simulated: whether the seconds were simulated, or traffic estimated.
     """
 
     strategy: Strategy
@@ -145,7 +143,6 @@ def _placed(candidate: SearchCandidate, laid: Sequence[Laid], by_stage: bool) ->
             for s, (layers, kind) in enumerate(zip(layout.layers, layout.kinds, strict=True))
         )
         pipelines.append(Pipeline(stages))
-    # In canonical order, equal strategies compare equal.
     return Strategy(tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.devices))))
 
 
@@ -177,7 +174,6 @@ class Ends:
     def counts(self, micro_batches: int) -> list[int]:
         """Return each pipeline's micro-batches with the earliest last end."""
         every = range(len(self._forms))
-        # A full pipeline takes one step of its slowest stage per micro-batch.
         first = np.array([self.end(p, 1) for p in every])
         further = np.array([self._rows[form][0, :, :AHEAD].sum(axis=1).max() for form in self._forms])
         counts = [int(n) for n in shares(micro_batches, first, further)]
@@ -200,7 +196,7 @@ def stage_rows(stages: Sequence[StageCost], lengths: Sequence[int]) -> list[list
 
 
 def form_of(costs: Costs, pipeline: Pipeline) -> object:
-    """Return a key: pipelines with equal keys take equally long."""
+    """Return a key of pipelines that take equally long."""
     cluster = costs.cluster
     stages = []
     for i, stage in enumerate(pipeline.stages):
@@ -216,7 +212,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
     """Distribute equal sequences in micro-batches of `together`.
 
     Returns:
-        the assignment, and its last end without pull, push and update.
+        The assignment, and its last end without pull, push and update.
     """
     ends = Ends(costs, strategy, lengths[:together])
     counts = ends.counts(-(-len(lengths) // together))
@@ -233,7 +229,7 @@ def share_out(costs: Costs, strategy: Strategy, lengths: Sequence[int], together
 def settle(
     costs: Costs, strategy: Strategy, assignment: Assignment, origin: str, expected: float
 ) -> Settled | Shortage:
-    """Choose the owners of a strategy for equal sequences."""
+    """Choose owners for equal sequences."""
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
         if strategy.streams or strategy.shares:
@@ -258,8 +254,8 @@ def owners(
 ) -> tuple[Home, tuple[int, ...]] | Shortage:
     """Return the owners of the state, and every rank's peak memory.
 
-    An owner holds messages in proportion to its share (`_messages`). If stages stream, the window of exchanges limits
-    them, so memory is walked.
+    An owner holds messages in proportion to its share. If stages stream, the window of exchanges limits them, so memory
+    is walked.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     state = costs.home.copies * state_bytes(costs)
@@ -292,10 +288,9 @@ def owners(
 
 
 def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) -> tuple[Home, tuple[int, ...]] | None:
-    """Return owners chosen for each block, and every rank's peak memory; None if they do not fit.
+    """Return owners chosen for each block, and every rank's peak memory, if they fit.
 
-    Stages that own what they use hold fewer messages than in `owners`, so memory is walked. With stages that stream,
-    ranks that lack memory then own less.
+    With stages that stream, ranks short of memory own less.
     """
     limits = [NEAR_LIMIT * costs.memory_of(rank) for rank in range(costs.ranks)]
     needed = needs(costs, strategy, assignment)
@@ -314,9 +309,9 @@ def owners_by_block(costs: Costs, strategy: Strategy, assignment: Assignment) ->
 
 
 def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Assignment]) -> tuple[int, ...]:
-    """Return every rank's peak bytes over mini-batches of varying lengths.
+    """Return every rank's peak bytes over mini-batches.
 
-    Any pipeline of a shape may get its largest micro-batches.
+    Any pipeline of a shape may get the largest micro-batches.
     """
     everything = [micro_batches_of(strategy, assignment) for assignment in assignments]
     shapes = [pipeline.shape for pipeline in strategy.pipelines]
@@ -336,7 +331,7 @@ def held(costs: Costs, strategy: Strategy, home: Home, assignments: Sequence[Ass
 
 
 def _lines(costs: Costs, strategy: Strategy, needed: Sequence[float]) -> list[tuple[Line, Line]]:
-    """Return lines over each rank's share of the state: memory at peak activations, and at the end."""
+    """Return lines over a rank's share of the state: memory at peak activations, and at the end."""
     state = costs.home.copies * state_bytes(costs)
     return [
         ((need, state + beside), (gradients, state + at_end))
@@ -350,10 +345,9 @@ def _held(costs: Costs, lines: Sequence[tuple[Line, Line]], home: Home) -> tuple
 
 
 def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, float]]:
-    """Return an owner's message bytes by rank: at peak activations, and at the end.
+    """Return, by rank, an owner's message bytes at peak activations and at the end, and its stage's gradients.
 
-    The third number is the stage's gradients, in flight at the end. Sent weights are held until the commit. Gradients
-    of later stages arrive from every pipeline while a stage computes.
+    Sent weights are held until the commit; gradients of later stages arrive during computation.
     """
     if costs.ranks == 1:
         return [(0.0, 0.0, 0.0)]
@@ -377,11 +371,11 @@ def _messages(costs: Costs, strategy: Strategy) -> list[tuple[float, float, floa
 
 @dataclass(frozen=True)
 class _DecisiveBatches:
-    """The micro-batches that determine memory: in a full pipeline, further ones add only tokens.
+    """Micro-batches that determine memory; in a full pipeline, further ones add only tokens.
 
     Attributes:
-        largest: micro-batches of each pipeline, the largest first, enough to fill it.
-        tokens, every: tokens of all micro-batches of each pipeline, and of the mini-batch.
+        largest: of each pipeline, enough to fill it.
+        tokens, every: tokens of each pipeline, and of the mini-batch.
     """
 
     largest: Sequence[list[MicroBatch]]
@@ -398,12 +392,11 @@ class _DecisiveBatches:
 
 
 def needs(costs: Costs, strategy: Strategy, assignment: Assignment) -> list[float]:
-    """Return the bytes of each rank's stage, without state and messages."""
+    """Return each rank's bytes without state and messages."""
     return _needed(costs, strategy, _DecisiveBatches.of(strategy, micro_batches_of(strategy, assignment)))
 
 
 def _needed(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) -> list[float]:
-    # All running ranks receive the lengths of all sequences.
     everyone = float(batch_bytes(0, decisive.every))
     bytes_by_rank = [everyone if math.isfinite(costs.health.rate(r)) else 0.0 for r in range(costs.ranks)]
     if strategy.shares:
@@ -453,8 +446,6 @@ def _walked_whole(costs: Costs, strategy: Strategy, decisive: _DecisiveBatches) 
 
 
 def _most(pipeline: Pipeline, strategy: Strategy, messages: bool) -> int | None:
-    """Return how many micro-batches determine every stage's peak; None: all."""
-    # Every rank enters all pipelines' exchanges, and messages outlive their micro-batch.
     every = strategy.pipelines if messages else (pipeline,)
     positions = [(p.rows, position) for p in every for position in range(len(p.stages))]
     counts = [micro_batches_until_peak(strategy.schedule, rows, position) for rows, position in positions]
@@ -471,9 +462,6 @@ def _walked(costs: Costs, strategy: Strategy, batches: Sequence[Sequence[MicroBa
 
 
 def _largest(batches: Sequence[MicroBatch], most: int | None) -> list[MicroBatch]:
-    """Return the `most` largest micro-batches (None: all), largest first.
-
-    With fewer, the largest is repeated: a run cuts by what fits in a full pipeline (`max_len`).
-    """
+    """Return the `most` largest micro-batches (None: all), filled up with the largest."""
     largest = sorted(batches, key=lambda m: (-m.tokens, -m.sequences))[:most]
     return largest[:1] * ((most or 0) - len(largest)) + largest

@@ -1,9 +1,4 @@
-"""Prices of strategies for mini-batches of varying lengths.
-
-an estimate          a quick assignment of each mini-batch, its pipelines' recurrence, traffic in order
-memory and owners    for those that may be the best (`price_candidate.owners`)
-a simulation         for these, each mini-batch assigned by the iteration planner
-"""
+"""Prices of strategies for mini-batches of varying lengths: estimates, and simulations of the best."""
 
 from __future__ import annotations
 
@@ -29,22 +24,16 @@ from hydragraph.spec.strategy import Strategy
 
 T = TypeVar("T")
 
-# Effort of estimates.
 QUICK = Effort(kicks=1, enough=2e-2)
-# Strategies per search that are simulated.
 SIMULATED = 3
-# Maximum reassignments while a rank is short of memory.
+# Reassignments while a rank is short of memory.
 ROUNDS = 8
 # Maximum ranks for simulations.
 FEW = 128
 
 
 class Varied:
-    """Cached prices of strategies for sample mini-batches.
-
-    Args:
-        costs: estimates use their home: a pipeline's memory hardly depends on owners.
-    """
+    """Cached prices of strategies for sample mini-batches, under the home of `costs`."""
 
     def __init__(self, costs: Costs, batches: Sequence[Sequence[int]]) -> None:
         self.costs = costs
@@ -79,7 +68,7 @@ class Varied:
         return lambda assignment: min(seconds(assignment) for seconds in estimators)
 
     def seconds(self, strategy: Strategy, below_s: float = math.inf) -> float:
-        """Return the approximate mean seconds of an iteration; see `by_batch`."""
+        """Return the approximate mean of `by_batch`."""
         return mean(self.by_batch(strategy, below_s))
 
     def settle(
@@ -115,7 +104,7 @@ class Varied:
             lacks = max(memory[rank] - self.costs.memory_of(rank) for rank in ranks)
             if lacks <= 0:
                 return Settled(strategy, home, assignments, seconds, memory, origin, simulated=simulating)
-            # MaxLen ignores messages and the rest of the mini-batch; excluding whole sequences may take several steps.
+            # MaxLen ignores messages and the rest of the mini-batch.
             beside = 2 * beside + lacks
         worst = max(ranks, key=lambda rank: memory[rank] - self.costs.memory_of(rank))
         return Shortage(strategy, worst, lacks)
@@ -125,7 +114,7 @@ class Varied:
         return tuple(value_by_batch[batch] for batch in self.batches)
 
     def pipelines(self, strategy: Strategy, beside: float = 0.0) -> Sequence[PipelineCost]:
-        """Return the cost of each pipeline, computed once for each form."""
+        """Return the cost of each pipeline."""
         if beside:
             whole = strategy if strategy.shares else None
             limits = {p: self.costs.max_len(p, whole, beside) for p in strategy.pipelines}
@@ -149,10 +138,9 @@ def settle_best(
     known: dict[Strategy, Settled | Shortage],
     most: int = SIMULATED,
 ) -> None:
-    """Settle the strategies with the lowest estimates, until `most` fit and take all mini-batches.
+    """Settle the strategies with the lowest estimates, until `most` take all mini-batches.
 
     Args:
-        origins: strategies, the most promising first, and their searches.
         until: deadline (of `time.monotonic`); then one that fits is enough, and is not simulated.
     """
     order = list(origins)
@@ -198,7 +186,7 @@ def _assigned(
 
 
 def traffic_in_line(owned: Costs, strategy: Strategy) -> Callable[[Assignment], float]:
-    """Return an estimator of iteration seconds; with stages that are shared, stream or offload, a simulation."""
+    """Return an estimator of iteration seconds; a simulation if stages are shared, stream or offload."""
     if strategy.shares or strategy.streams or strategy.offloads:
         return lambda assignment: owned.simulate(strategy, assignment).seconds
     return Iterations(owned, strategy).seconds

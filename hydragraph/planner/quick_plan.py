@@ -13,10 +13,9 @@ from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.strategy import Strategy
 
-# Rough costs for unmeasured models; only ratios matter. Tokens at which attention's quadratic cost equals the linear
-# one.
+# Assumed for unmeasured models. Attention's quadratic cost equals the linear one at this number of tokens.
 QUADRATIC_FROM = 4096
-# Assumed fixed cost of a micro-batch, in tokens.
+# Fixed cost of a micro-batch, in tokens.
 OVERHEAD_TOKENS = 32
 # Maximum tokens of a micro-batch, unless one sequence is longer.
 MICRO_BATCH_TOKENS = 8192
@@ -27,12 +26,7 @@ MICRO_BATCHES_PER_STAGE = 2
 
 
 def rough_cost(pipeline: Pipeline, longest: int = 0) -> PipelineCost:
-    """Return assumed costs of a pipeline, in seconds per layer and token of one device.
-
-    Args:
-        longest: sequence that must fit.
-    """
-    # Time is proportional to layers per rank.
+    """Return assumed costs, in seconds per layer and token; a sequence of `longest` tokens must fit."""
     slowest = max(stage.layers / stage.tp for stage in pipeline.stages)
     return PipelineCost(
         slowest / QUADRATIC_FROM,
@@ -56,7 +50,7 @@ def rough_costs(strategy: Strategy, longest: int = 0) -> tuple[PipelineCost, ...
 
 
 def assign(strategy: Strategy, lengths: Sequence[int]) -> Assignment:
-    """Assign every non-empty sequence once, by rough costs; deterministic."""
+    """Assign every non-empty sequence by rough costs; deterministic."""
     longest = max(lengths, default=0)
     return assign_pipelines(rough_costs(strategy, longest), lengths)
 
@@ -67,7 +61,7 @@ def assign_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) 
     Raises:
         Unsupported: a sequence is longer than every MaxLen.
     """
-    # Ties go to the least loaded, then to the first: all ranks must agree.
+    # All ranks must agree on ties.
     loads = [0.0] * len(pipelines)
     shares: list[list[int]] = [[] for _ in pipelines]
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (-lengths[i], i)):

@@ -1,4 +1,4 @@
-"""Refinements of the plans that the search found; each result is walked and simulated.
+"""Refinements of plans that the search found; each result is walked and simulated.
 
 memory budgets   the largest that fit, for stages that recompute, the later ones first
 schedules        another schedule that the run can use, such as zb-h1
@@ -19,11 +19,10 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import BUDGETS
 from hydragraph.spec.strategy import Strategy
 
-# Fastest plans that are tried with budgets.
 BUDGETED = 2
-# Maximum groups of stages that get a budget one after the other.
+# Maximum groups of stages that get budgets in turn.
 GROUPS = 4
-# Number of plans whose stages are interleaved, and the minimum fraction of an iteration that remains.
+# Number of interleaved plans, and the minimum fraction of an iteration that remains.
 INTERLEAVED = 2
 INTERLEAVED_LEAST = 0.93
 # Stages per device that are tried while that helps.
@@ -43,7 +42,6 @@ def refined(
 
     Args:
         schedules: that the run can use.
-        until: deadline (of `time.monotonic`); None: none.
         in_pieces: whether stages may sum in pieces.
     """
     if is_late(until):
@@ -73,7 +71,7 @@ def refined(
 
 
 def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
-    """Return a plan's strategy with sums in pieces where a stage's micro-batches then take less time."""
+    """Return a plan's strategy with sums in pieces where that is faster."""
     schedule = plan.strategy.schedule
 
     def seconds(stage: Stage, span: tuple[int, int], micro_batches: Sequence[Sequence[int]]) -> float:
@@ -94,7 +92,6 @@ def _summed_in_pieces(costs: Costs, plan: Settled) -> Strategy:
 
 
 def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settled]:
-    """Return the plan with two and more interleaved stages per device, as long as each is faster."""
     faster_plans: list[Settled] = []
     for visits in VISITS:
         strategy = interleaved(plan.strategy, visits)
@@ -109,11 +106,7 @@ def _interleaved(costs: Costs, plan: Settled, until: float | None) -> list[Settl
 
 
 def interleaved(strategy: Strategy, visits: int) -> Strategy | None:
-    """Return a strategy whose devices run `visits` stages of about equally many layers.
-
-    Returns:
-        None if no pipeline can be interleaved.
-    """
+    """Return a strategy whose devices run `visits` stages of about equally many layers, if possible."""
     if strategy.shares or strategy.interleaved:
         return None
     pipelines = tuple(Pipeline(tuple(_turns(pipeline.stages, visits))) for pipeline in strategy.pipelines)
@@ -125,7 +118,6 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
     turns: list[Stage] = []
     for turn in range(visits):
         for i, stage in enumerate(stages):
-            # The first stage keeps the model's first block, the last one its last.
             first, end = (
                 -(-stage.layers * n // visits) if i == 0 else stage.layers * n // visits for n in (turn, turn + 1)
             )
@@ -137,7 +129,6 @@ def _turns(stages: Sequence[Stage], visits: int) -> list[Stage]:
 
 
 def _with_owners(costs: Costs, plan: Settled, strategy: Strategy) -> Iterator[Settled]:
-    """Yield a plan with another strategy, under its owners, and under owners chosen for each block."""
     memory = _fitting(costs, plan, strategy)
     if memory is not None and not plan.home.buckets:
         yield replace(plan, strategy=strategy, memory=memory)
@@ -160,7 +151,6 @@ def _faster(costs: Costs, plan: Settled, strategy: Strategy, memory: tuple[int, 
 
 
 def _largest(costs: Costs, plan: Settled, until: float | None) -> tuple[Strategy, tuple[int, ...]]:
-    """Return a plan's strategy with the largest budgets that fit, and every rank's peak memory."""
     deepest = max(len(pipeline.stages) for pipeline in plan.strategy.pipelines)
     size = -(-deepest // GROUPS)
     strategy, memory = plan.strategy, plan.memory
@@ -192,7 +182,7 @@ def _budgeted(strategy: Strategy, places: Collection[int], budget: float) -> Str
 
 
 def _fitting(costs: Costs, plan: Settled, strategy: Strategy) -> tuple[int, ...] | None:
-    """Return every rank's peak memory under a plan's owners and assignments; None if it does not fit."""
+    """Return every rank's peak memory under a plan's owners and assignments, if it fits."""
     changes = []
     for assignment in dict.fromkeys(plan.assignments):
         before, after = (needs(costs, compared, assignment) for compared in (plan.strategy, strategy))

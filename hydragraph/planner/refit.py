@@ -1,4 +1,4 @@
-"""A strategy for the current ranks if none of the given ones fits them."""
+"""A strategy for the current ranks if no given one fits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ def refit(known: Sequence[Strategy], ranks: int, layers: int, fits: Fits) -> tup
 
     A pipeline gets no fewer devices than the smallest of the first strategy, unless fewer are left. The tensor-parallel
     degree is kept if possible, which avoids compilation.
-
-    Args:
-        fits: whether a strategy fits model and ranks.
 
     Raises:
         Unsupported: no strategy fits.
@@ -40,10 +37,7 @@ def _first(model: Strategy, ranks: int, layers: int, fits: Fits) -> Strategy:
 
 
 def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
-    """Yield strategies: of the previous degrees if few ranks are idle, then of any degree.
-
-    Those with most ranks come first, then those with most pipelines.
-    """
+    """Yield strategies of the previous degrees if few ranks are idle, then of any; most ranks and pipelines first."""
     stages = [stage for pipeline in model.pipelines for stage in pipeline.stages]
     degrees = list(dict.fromkeys(stage.tp for stage in stages))
     smallest = min(len(pipeline.devices) for pipeline in model.pipelines)
@@ -60,7 +54,6 @@ def _shapes(model: Strategy, ranks: int, layers: int) -> Iterator[Strategy]:
 
 
 def _depth(devices: int, degree: int, layers: int) -> int:
-    """Return the number of stages of a degree on `devices` devices; 0: impossible."""
     depth, left = divmod(devices, degree)
     return depth if not left and depth <= layers else 0
 

@@ -1,7 +1,4 @@
-"""The nodes to rent within a budget for the fastest step.
-
-A combination of whole nodes is planned if no further node can be paid for.
-"""
+"""Nodes to rent within a budget for the fastest step."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ ROUNDING = 1e-9  # relative rounding of sums of prices
 
 @dataclass(frozen=True)
 class RentalOffer:
-    """Nodes that a budget pays for, and the plan on them.
-
-    Attributes:
-        costs: costs of their devices, renumbered.
-    """
+    """Nodes that a budget pays for, and the plan on them."""
 
     costs: Costs
     prices: RentalPrices
@@ -37,7 +30,7 @@ class RentalOffer:
 
     @property
     def per_hour(self) -> float:
-        """Dollars per hour of all devices, idle ones included."""
+        """Dollars per hour of all devices."""
         cluster = self.costs.cluster
         return math.fsum(self.prices.per_hour[cluster.type_of(rank)] for rank in range(self.costs.ranks))
 
@@ -57,7 +50,7 @@ class RentalOffer:
 def offers(
     costs: Costs, workload: Workload, prices: RentalPrices, budget: float, plan: Callable[[Costs], Plan]
 ) -> list[RentalOffer]:
-    """Return plans within a budget, the fastest first; slower ones may be omitted.
+    """Return plans within a budget, the fastest first.
 
     Args:
         budget: dollars per hour.
@@ -84,10 +77,10 @@ def offers(
 
 
 def affordable(costs: Costs, prices: RentalPrices, budget: float) -> list[tuple[int, ...]]:
-    """Return the ranks of every maximal combination of nodes.
+    """Return the ranks of every combination of whole nodes that leaves no money for another.
 
     Raises:
-        ValueError: the budget is not a number, or pays for no node.
+        ValueError: as for `offers`.
     """
     if not 0 <= budget < math.inf:
         raise ValueError(f"--budget {budget:g}: give dollars per hour, such as 20")

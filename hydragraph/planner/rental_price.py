@@ -56,7 +56,7 @@ class RentalPrices:
         return per_million_tokens(self.hour(strategy), seconds, workload)
 
     def sentences(self, plan: Plan, workload: Workload) -> list[str]:
-        """Return the price of a plan, and its cheapest rival if cheaper per token."""
+        """Return the price of a plan and of a cheaper rival."""
         own = self.million_tokens(plan.strategy, plan.seconds, workload)
         used = len(set(plan.strategy.devices))
         said = [f"price: ${self.hour(plan.strategy):.4g} an hour for {used} devices, ${own:.4g} per million tokens"]
@@ -74,6 +74,6 @@ class RentalPrices:
 
 
 def per_million_tokens(per_hour: float, seconds: float, workload: Workload) -> float:
-    """Return the price of a million tokens, given the seconds of an iteration."""
+    """Return the price of a million tokens."""
     tokens = math.fsum(map(sum, workload.batches)) / len(workload.batches)
     return per_hour * seconds / 3600 / tokens * 1e6

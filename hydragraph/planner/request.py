@@ -1,4 +1,4 @@
-"""Requests to a planner and its answers, without torch, numba or scipy: planning processes exchange them."""
+"""Requests between planning processes, without torch, numba or scipy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlanRequest:
         return replace(self, candidates=(self.candidates[candidate],), charges=(self.charges[candidate],))
 
     def seconds(self, candidate: int, assignment: Assignment) -> float:
-        """Return the expected seconds of an iteration, charge included."""
+        """Return the expected seconds, with the charge."""
         tokens = zip(self.candidates[candidate], assignment.tokens, strict=True)
         return max((p.seconds(batches) for p, batches in tokens if batches), default=0.0) + self.charges[candidate]
 
@@ -54,7 +54,6 @@ class PlanRequest:
             compare_pipelines,  # needs numba and scipy, which only planning requires
         )
 
-        # With guessed costs, no length is rejected.
         now = self.reaching(max(lengths, default=0))
         return compare_pipelines(now.candidates, lengths, now.charges, seed=now.seed)
 
@@ -71,7 +70,6 @@ class Answer:
 def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
     """Choose; return any exception in the answer."""
     began = time.perf_counter()
-    # The worker must survive; the step that takes the answer raises its error.
     try:
         choice = request.choose(lengths)
     except Exception as error:
@@ -80,6 +78,6 @@ def answer(request: PlanRequest, lengths: tuple[int, ...]) -> Answer:
 
 
 def get_ready() -> None:
-    """Load and, if not cached, compile what planning needs."""
+    """Load and compile what planning needs."""
     pipelines = tuple(PipelineCost(1e-9, 1e-6, 1e-4, stages, 64, 8, stages) for stages in (2, 1))
     answer(PlanRequest((pipelines, pipelines[:1]), (0.0, 0.0)), (9, 17, 3, 20))

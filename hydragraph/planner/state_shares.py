@@ -1,7 +1,7 @@
-"""The home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
+"""Home of a plan: owners by rank or by block, limited by memory, and balanced by speed and link.
 
-An owner of a fraction s of the state takes s k_r seconds: sending weights, receiving gradients, updating. The largest
-counts, so s_r = min(room_r, T / k_r) for the least T such that the fractions add up to 1.
+An owner of a fraction s of the state takes s k_r seconds, and the largest counts: s_r = min(room_r, T / k_r) for the
+least T such that the fractions add up to 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ Floats = NDArray[np.float64]
 
 # Shares are rounded to this fraction of the largest, or to the second one if room is tight.
 STEPS = (32, 1024)
-# Corrections of shares that rounding made too large.
 CORRECTED = 8
 _HALVINGS = 80
-# Decimal places, and precision of sums.
 PLACES = 9
 EXACT = 1e-9
 
@@ -38,7 +36,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
         room: fraction of the state that each can hold.
 
     Returns:
-        the fractions; None: too little room.
+        The fractions; None: too little room.
     """
     if room.sum() < 1:
         return None
@@ -55,7 +53,7 @@ def filled(seconds: Floats, room: Floats) -> Floats | None:
 
 
 def filled_apart(seconds: Floats, room: Floats, nodes: Sequence[int]) -> Floats | None:
-    """Return fractions like `filled` for two copies on different nodes: no node has more than half.
+    """Return fractions like `filled` for two copies: no node has more than half.
 
     A node that would have more owns one copy, and the others share the second.
     """
@@ -79,7 +77,7 @@ def _of_node(parts: Floats, nodes: Sequence[int]) -> Floats:
 
 
 def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
-    """Return the seconds k that owning the whole state takes each rank; infinite: lost."""
+    """Return the seconds k of owning the whole state; infinite: lost."""
     elements = sum(bucket.size for bucket in costs.buckets)
     replicas = len(strategy.pipelines)
     several = costs.ranks > 1
@@ -87,7 +85,6 @@ def seconds_of_shares(costs: Costs, strategy: Strategy) -> Floats:
     for rank in range(costs.ranks):
         rate = costs.health.rate(rank)
         node = costs.cluster.node(costs.cluster.node_of(rank))
-        # Ranks may share network cards.
         link = node.outer.bytes_per_s * min(1.0, node.cards / node.devices)
         moved = replicas * elements * max(costs.sizes.itemsize, GRADIENT_BYTES) / link if several else 0.0
         update = costs.piece_profile(rank).update
@@ -101,7 +98,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     """Return a home with shares for each rank; None: too little room.
 
     Args:
-        room: fraction of the state that each rank can hold besides its stage.
+        room: fraction of the state that each rank can hold.
         given: its copies and nodes are kept.
     """
     seconds = seconds_of_shares(costs, strategy)
@@ -111,7 +108,7 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
     idle = np.ones(costs.ranks, dtype=np.bool_)
     idle[list(strategy.devices)] = False
     nodes = _nodes(costs, given)
-    # Idle ranks own state if the others have no room, or are all on one node and copies are wanted.
+    # Idle ranks own state if the others have no room, or if copies need another node.
     for free in (np.where(idle, 0.0, able), able):
         parts = filled(seconds, free) if given.copies == 1 else filled_apart(seconds, free, nodes)
         if parts is not None and given.copies > 1 and _of_node(parts, nodes).max() > 0.5 - EXACT:
@@ -129,19 +126,16 @@ def home_of(costs: Costs, strategy: Strategy, room: Sequence[float], given: Home
 
 
 def _rounded(parts: Floats, room: Floats) -> Floats:
-    """Return shares in coarse steps; nearly full ranks are rounded down."""
     relative = parts / parts.max()
     shares: Floats = relative
     for steps in STEPS:
         rounded = np.where(parts >= 0.98 * room, np.floor(relative * steps), np.round(relative * steps))
         for _ in range(CORRECTED):
             shares = np.asarray(rounded / steps)
-            # Rounding changed the sum, to which shares are relative.
             full = shares > room * shares.sum()
             if not full.any():
                 return np.asarray(shares)
             rounded = np.where(full, np.floor(room * rounded.sum()), rounded)
-    # Too tight for rounding.
     return np.asarray(relative)
 
 
@@ -154,13 +148,12 @@ def lacking(costs: Costs, room: Sequence[float], given: Home) -> float:
 
 
 def _nodes(costs: Costs, given: Home) -> Sequence[int]:
-    """Return the node of each rank; on a single node, each rank counts as one."""
     nodes = given.nodes or [device.node for device in costs.cluster.devices]
     return range(costs.ranks) if len(set(nodes)) == 1 else nodes
 
 
 def fractions(costs: Costs, home: Home) -> list[float]:
-    """Return each rank's fraction of the state; the fractions add up to the number of copies."""
+    """Return each rank's fraction of the state; they add up to the number of copies."""
     ranks = range(costs.ranks)
     if home.buckets or home.rule is not None:
         owned = costs.changed(home=home)
@@ -185,11 +178,11 @@ def fraction_of(home: Home, rank: int, ranks: int) -> float:
 
 
 def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[float] | None = None) -> Home:
-    """Return a home that is chosen for each block (`cost.home_choice`).
+    """Return a home chosen by block (`cost.home_choice`).
 
     Args:
         given: its copies and nodes are kept; returned without a rule if too few nodes are left.
-        room: elements that each rank has memory for; None: unlimited, and each block is owned by its users.
+        room: elements per rank; None: unlimited, and users own their blocks.
     """
     nodes = _nodes(costs, given)
     if given.copies > len({nodes[rank] for rank in range(costs.ranks) if rank not in costs.health.lost}):

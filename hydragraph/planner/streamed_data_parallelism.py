@@ -1,10 +1,10 @@
-"""Data parallelism whose stages stream: ranks hold few weights and gradients besides their shares of the state.
+"""Data parallelism whose stages stream: ranks hold few weights and gradients besides their shares.
 
-With `stream: true` a rank holds two blocks and pulls each block twice per micro-batch; with `stream: gradients` it
-holds the weights, and pushes gradients once per micro-batch.
+With `stream: true` a rank holds two blocks and pulls each twice per micro-batch; with `stream: gradients` it holds the
+weights, and pushes gradients once per micro-batch.
 
 An iteration takes at least as long as its computation, 1 / sum_p 1 / W_p with W_p the seconds of pipeline p for the
-whole mini-batch, and as the slowest rank's traffic. Strategies with the least maximum of the two are simulated.
+mini-batch, and as the slowest rank's traffic. Strategies with the least maximum are simulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-# Strategies that are simulated.
 SIMULATED = 3
 LEAST_S = 1e-12  # minimum seconds of a mini-batch
 
@@ -37,7 +36,7 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
 
     Args:
         below_s: strategies expected to take longer are left out; infinite: no plan is known.
-        until: deadline (of `time.monotonic`), ignored while no plan is known; None: none.
+        until: deadline, ignored while no plan is known.
     """
     varied = Varied(costs, workload.batches)
     outcomes: list[Settled | Shortage] = []
@@ -56,7 +55,6 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
         expected = max(computing, traffic_s(owned, strategy, micro_batches_of_each(owned, strategy, workload)))
         fitting.append((expected, strategy, settled))
     able = 0
-    # The longest sequence fits, but a mini-batch may not.
     for expected, strategy, settled in sorted(fitting, key=lambda each: each[0]):
         if able == SIMULATED or expected >= below_s or (is_late(until) and math.isfinite(below_s)):
             break
@@ -69,7 +67,6 @@ def streamed(costs: Costs, workload: Workload, below_s: float, until: float | No
 
 
 def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shortage:
-    """Settle again without pipelines that never run a micro-batch, which only cost traffic."""
     if isinstance(found, Shortage) or not math.isfinite(found.seconds):
         return found
     runs = [
@@ -82,11 +79,7 @@ def _without_idle(varied: Varied, found: Settled | Shortage) -> Settled | Shorta
 
 
 def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
-    """Return whether the smallest strategy fits: of the highest degree, streaming all and recomputing.
-
-    Args:
-        times: factor on the memory of every device.
-    """
+    """Return whether the smallest strategy fits: of the highest degree, streaming all and recomputing."""
     devices = tuple(replace(d, memory_bytes=int(times * d.memory_bytes)) for d in costs.cluster.devices)
     larger = costs.changed(cluster=replace(costs.cluster, devices=devices))
     every = [strategy for strategy in _strategies(larger) if strategy.pipelines[0].stages[0].stream is True]
@@ -95,7 +88,7 @@ def streaming_fits(costs: Costs, longest: int, times: float = 1.0) -> bool:
 
 
 def groups_by_kind(costs: Costs) -> Iterator[tuple[StageKind, list[tuple[int, ...]]]]:
-    """Yield each kind of stage that every device can run, and groups of its degree within nodes."""
+    """Yield each kind of stage of all devices, and groups of its degree within nodes."""
     nodes = [sorted(node.devices) for node in nodes_of(costs)]
     types = {costs.cluster.type_of(devices[0]) for devices in nodes}
     kinds: set[StageKind] = set.intersection(*(set(costs.profile.of(name).pieces) for name in types))
@@ -117,7 +110,6 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
 
 
 def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage:
-    """Settle with the longest sequence alone in every micro-batch."""
     assignment = Assignment.even([1] * len(strategy.pipelines), longest)
     choice = owners(costs, strategy, assignment)
     if isinstance(choice, Shortage):
@@ -126,7 +118,7 @@ def _least(costs: Costs, strategy: Strategy, longest: int) -> Settled | Shortage
 
 
 def computing_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the seconds of an iteration's computation if all pipelines are always full."""
+    """Return the seconds of computation in full pipelines."""
     total_s = 0.0
     pipelines = pipeline_costs(costs, strategy, ANY)
     for batch in workload.batches:
@@ -143,9 +135,9 @@ def micro_batches_of_each(owned: Costs, strategy: Strategy, workload: Workload) 
 
 
 def traffic_s(costs: Costs, strategy: Strategy, micro_batches: Sequence[int]) -> float:
-    """Return the seconds of the slowest stage's pulls and pushes.
+    """Return the slowest stage's seconds of pulls and pushes.
 
-    Owners are all ranks for data parallelism, and the ranks that compute a layer for pipelines of equal depth.
+    Owners are all ranks for data parallelism, and those that compute a layer for pipelines of equal depth.
     """
     every = sum(bucket.size for bucket in costs.buckets)
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)

@@ -1,7 +1,7 @@
-"""Pipelines whose stages stream, for when no plan fits without streaming.
+"""Pipelines whose stages stream, for when no plan fits otherwise.
 
-Stages own what they compute as far as their memory allows, so their pulls and pushes mostly stay on the rank.
-A pipeline takes groups of equal tensor-parallel degree from all nodes, and its layers follow the groups' memory.
+Stages own what they compute as far as memory allows, so most pulls and pushes stay on the rank. A pipeline takes groups
+of equal tensor-parallel degree from all nodes, and its layers follow their memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hydragraph.spec.training_workload import Workload
 def streamed_pipelines(
     costs: Costs, workload: Workload, below_s: float, until: float | None
 ) -> list[Settled | Shortage]:
-    """Return simulated strategies of several stages that stream, and shortages, as `streamed` does."""
+    """Return simulated strategies of several streaming stages, and shortages, like `streamed`."""
     varied = Varied(costs, workload.batches)
     outcomes: list[Settled | Shortage] = []
     able = 0
@@ -54,7 +54,6 @@ def streamed_pipelines(
 
 
 def _expected_s(costs: Costs, strategy: Strategy, workload: Workload) -> float:
-    """Return the larger of the seconds of computation, with the pipelines' bubbles, and of traffic."""
     each = max(1.0, sum(map(len, workload.batches)) / len(workload.batches) / len(strategy.pipelines))
     bubble = (len(strategy.pipelines[0].stages) - 1) / each
     counts = micro_batches_of_each(costs, strategy, workload)
@@ -79,7 +78,6 @@ def _strategies(costs: Costs) -> Iterator[Strategy]:
 
 
 def _layers_by_memory(costs: Costs, groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the layers of each stage, whose weights are about proportional to its memory."""
     count = costs.outline.layers
     pulled, _ = bytes_by_block(costs)
     held = np.cumsum([pulled[slice(*costs.outline.span(layer, layer + 1))].sum() for layer in range(count)])

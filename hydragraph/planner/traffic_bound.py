@@ -6,9 +6,8 @@ gradients, summed over pipelines (W and G over nodes), and let n own a fraction 
     n takes in    (1 - f_n) w_n + f_n (G - g_n)
     n sends       (1 - f_n) g_n + f_n (W - w_n)
 
-The sums over blocks are limited by the node's cards, and the total taken in by all cards. For each block the minimum
-over f counts: for a node it is at f_n = 0 or 1, for all nodes together it is reached if the node that uses most of the
-block owns it.
+A node's cards limit its sums over blocks, and all cards the total. For each block the minimum over f counts: for a node
+at f_n = 0 or 1, for all nodes if the one that uses most of the block owns it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Cards:
         self._speed = np.array([_speed(costs.cluster, number) for number in places])
 
     def least_s(self, strategy: Strategy) -> float:
-        """Return a lower bound of an iteration, for pipelines that run micro-batches and share no stage."""
+        """Return a lower bound of an iteration of busy pipelines without shared stages."""
         nodes = len(self._speed)
         if nodes == 1:
             return 0.0

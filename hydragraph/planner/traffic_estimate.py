@@ -1,12 +1,12 @@
-"""Estimate of an iteration's end with pull and push, without a simulation.
+"""Estimate of an iteration's end with pull and push.
 
-Exchanges pass through the cluster one after another: pulls in the order of blocks, pushes in reverse. With p_b and q_b
-the slowest rank's seconds,
+Exchanges pass one after another: pulls in the order of blocks, pushes in reverse. With p_b and q_b the slowest rank's
+seconds,
 
-    a bucket arrives at       P_b = p_0 + ... + p_b; no pipeline's first forward passes it before
-    its gradient is complete  C_b = when all pipelines have run their last backwards of the blocks that use it
+    a bucket arrives at       P_b = p_0 + ... + p_b, before any pipeline's first forward of it
+    its gradient is complete  C_b = after all pipelines' last backwards of the blocks that use it
     and has arrived at        Q_b = max(Q_(b + 1), C_b) + q_b
-    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, if there are any; h_b is the time to hand it on
+    and at second owners at   H_b = max(H_(b + 1), Q_b) + h_b, with h_b the time to hand it on
 
 The iteration ends at max(Q_0, H_0, pipelines' ends) plus the commit and the slowest update.
 """
@@ -33,7 +33,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 def iteration_s(costs: Costs, strategy: Strategy, assignment: Assignment) -> float:
-    """Return the approximate seconds of an iteration; see `Iterations`."""
+    """Return the approximate seconds; see `Iterations`."""
     return Iterations(costs, strategy).seconds(assignment)
 
 
@@ -99,7 +99,6 @@ def _ending(costs: Costs) -> float:
 
 
 def _passing(costs: Costs, strategy: Strategy) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return the slowest rank's seconds for every bucket's pull, push and handing on."""
     work = costs.work(strategy, Assignment.even([1] * len(strategy.pipelines), 1))
     group = np.full(costs.ranks, -1, dtype=np.int64)
     for number, stage in enumerate(dict.fromkeys(s.devices for p in strategy.pipelines for s in p.stages)):
@@ -136,7 +135,7 @@ class _Blocks:
         ]
 
     def completed(self, batches: Sequence[Sequence[int]], schedule: str, there: dict[str, float]) -> list[float]:
-        """Return when every block's last backward ends if weights arrive at the times `there`."""
+        """Return when each block's last backward ends if weights arrive at `there`."""
         stages = [stage.under(schedule) for stage in self._stages]
         early, forward, backward, ahead, back = _rows(stages, batches)
         now = 0.0

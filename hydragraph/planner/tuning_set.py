@@ -1,4 +1,4 @@
-"""Mini-batches on which many strategies are priced quickly."""
+"""Mini-batches for quick prices of many strategies."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 Strategy = tuple[Scheme, ...]
 
-# Sequences x devices: a larger tuning set is cut to its first mini-batches.
+# Sequences x devices: a larger set is cut to its first mini-batches.
 WORK = 3_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Tables of strategies with some number of devices.
-
-    Attributes:
-        problems: problem of each mini-batch; None: no scheme takes it.
-    """
-
     column: dict[Scheme, int]
     reach: tuple[int, ...]
     problems: tuple[AssignmentProblem | None, ...]
@@ -36,7 +30,7 @@ class TuningSet:
 
     Attributes:
         longest: longest sequence of each mini-batch.
-        priced: computing seconds of each mini-batch [B], by strategy.
+        priced: computing seconds [B], by strategy.
     """
 
     def __init__(self, profile: Schemes, batches: Sequence[Sequence[int]], devices: int) -> None:
@@ -55,7 +49,7 @@ class TuningSet:
         return max(tables.reach[tables.column[s]] for s in strategy)
 
     def seconds(self, strategy: Strategy) -> Floats:
-        """Return a strategy's seconds for each mini-batch [B], infinite if it does not fit."""
+        """Return the seconds [B], infinite if it does not fit."""
         return self.computing(strategy) + self._profile.charge_in_search(strategy)
 
     def computing(self, strategy: Strategy) -> Floats:
@@ -65,7 +59,6 @@ class TuningSet:
         return self.priced[strategy]
 
     def _price(self, strategy: Strategy) -> Floats:
-        # MaxLen depends on the number of devices that share the state.
         tables = self._for(sum(tp * pp for tp, pp in strategy))
         kind_of = np.array([tables.column[s] for s in strategy], dtype=np.int64)
         reach = self.reach(strategy)

@@ -1,21 +1,17 @@
-"""Assignment of a mini-batch: sequences to pipelines, and there to micro-batches, as one search.
+"""Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED). Then
-each share is packed, and the excess is added to the pipeline's end in the next round of dispatching.
+Sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED). Each
+share is packed, and the excess is added to the pipeline's end in the next round.
 
-These rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
-drain. The best result by the actual schedule is then improved by it (`schedule_search`).
-
-    z        a deadline for every pipeline
-    room(z)  [K]  seconds of work that a pipeline of each kind can do by z under the envelope, with any number V of
-             micro-batches
+The rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
+drain. The best result is improved by the actual schedule (`schedule_search`).
 
 Equations of Hydraulis -> functions:
 
     section 6, dispatch, then pack                                      `enveloped`
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimised by `formed`
-    a lower bound on it for any V (ours; the paper has none)             `formed_room`
-    the schedule itself, and a lower bound on it (ours)                  `improved`, `bound_pipelines`
+    a lower bound on it for any V (ours)                                 `formed_room`
+    the schedule, and a lower bound on it (ours)                         `improved`, `bound_pipelines`
 """
 
 from __future__ import annotations
@@ -37,11 +33,9 @@ from hydragraph.planner.assignment.spread_search import Effort, bounded, ends, k
 from hydragraph.planner.deadline import is_late
 from hydragraph.spec.assignment import Assignment
 
-# Number of rounds by the envelope, effort of each round, and kicks of each packing.
 ROUNDS = 3
 SPREADING = Effort(kicks=20, enough=3e-3)
 PACKING_KICKS = 20
-# Effort of the search by the schedule itself.
 EFFORT = Effort(kicks=50, enough=1e-3)
 
 
@@ -50,9 +44,8 @@ class PlannedAssignment(Assignment):
     """An assignment and its expected time.
 
     Attributes:
-        seconds: when the last pipeline ends, exactly (`PipelineCost.seconds`).
+        seconds: exact end of the last pipeline.
         bound: lower bound of any assignment's seconds.
-        by_pipeline: `seconds` of each pipeline.
     """
 
     seconds: float = 0.0
@@ -61,12 +54,12 @@ class PlannedAssignment(Assignment):
 
     @property
     def gap(self) -> float:
-        """Relative distance of `seconds` from the bound."""
+        """Relative distance from the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     @property
     def spread(self) -> float:
-        """Relative difference of the slowest pipeline from the fastest one with work."""
+        """Relative difference of slowest and fastest busy pipelines."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 
@@ -80,17 +73,16 @@ def assign(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign every sequence to a pipeline and a micro-batch; minimise the end of the last pipeline.
+    """Assign every sequence to a pipeline and a micro-batch; minimise the last end.
 
     Args:
-        schemes: one per pipeline.
-        lengths: tokens per sequence; zeros are left out.
-        deadline_s: seconds after which no improvement starts; 0: only the quick plan. None: only the effort limits the
-            search, which is then deterministic.
+        lengths: tokens; zeros are left out.
+        deadline_s: seconds until the last improvement starts; 0: only the quick plan; None: the search is
+            deterministic.
         effort: default: `EFFORT`.
 
     Raises:
-        Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
+        Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
     """
     return assign_pipelines(profile.pipelines(schemes), lengths, deadline_s, effort=effort, seed=seed)
 
@@ -109,11 +101,10 @@ def assign_pipelines(
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    """A mini-batch before its assignment, with its bounds.
+    """A mini-batch and bounds on its assignment.
 
     Attributes:
-        first: an assignment, longest first [n].
-        seconds: lower bound of any assignment.
+        first: a longest-first assignment [n].
     """
 
     problem: AssignmentProblem
@@ -155,7 +146,6 @@ def assign_bounded(
     seed: int = 0,
 ) -> PlannedAssignment:
     """Assign a bounded mini-batch; see `assign`."""
-    # Rounds are never interrupted, so every plan is complete.
     until = time.monotonic() + deadline_s if deadline_s is not None else None
     problem = start.problem
     if not len(problem.lengths):
@@ -175,8 +165,8 @@ class MicroBatchCut:
     """Sequences cut into micro-batches, as arrays; see `schedule_search`.
 
     Attributes:
-        placed, batch: pipeline and micro-batch number of each sequence [n].
-        order, count: each pipeline's micro-batches in execution order [P, C], and their count [P].
+        placed, batch: pipeline and micro-batch of each sequence [n].
+        order, count: each pipeline's micro-batches in order [P, C], and their count [P].
         ends: end of each pipeline [P].
     """
 
@@ -212,7 +202,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Cut each pipeline's share into micro-batches; also return the published estimate of each [P]."""
+    """Cut each share into micro-batches; also return the published estimates [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -244,7 +234,7 @@ def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> M
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # The search approximates tables by constants, but the exact tables decide.
+    # The search approximates tables, but the exact ones decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
@@ -274,14 +264,13 @@ def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    """Return the minimum cost [n, K] of a sequence: its work and, without a bubble, its share of c."""
-    # Without a bubble, c is paid at least once per MaxLen tokens; with one, `formed_room` weighs it.
+    # Without a bubble, c is paid at least once per MaxLen tokens.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function: z -> work that a pipeline of each kind can do by z with any V >= 1 micro-batches.
+    """Return a function: z -> work of a pipeline of each kind by z, for any V >= 1.
 
     By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
     sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.

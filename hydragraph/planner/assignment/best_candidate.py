@@ -1,6 +1,6 @@
-"""Choice of a mini-batch's strategy: the candidate whose assignment finishes first (Hydraulis, section 6).
+"""Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are assigned in the order of their lower bounds, and skipped if the bound is no less than the best so far.
+Candidates are assigned in the order of their lower bounds, and skipped if their bound already loses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Verdict:
     """Result of one candidate.
 
     Attributes:
-        seconds: expected, `charge` included; infinite if it was not assigned.
+        seconds: expected, with `charge`; infinite if not assigned.
         bound: lower bound of `seconds`.
         charge: seconds besides computing.
         why: why it lost; "" for the winner.
@@ -36,7 +36,7 @@ class Choice:
     """The winner and all verdicts.
 
     Attributes:
-        assignment: assignment of the winner; its seconds exclude the charge.
+        assignment: without the charge.
     """
 
     index: int
@@ -45,17 +45,14 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the winner, charge included."""
+        """Expected seconds of the winner, with the charge."""
         return self.verdicts[self.index].seconds
 
 
 def choose(
     candidates: Sequence[Sequence[Scheme]], profile: Schemes, lengths: Sequence[int], *, seed: int = 0
 ) -> tuple[int, PlannedAssignment]:
-    """Return the index of the candidate that finishes first, and its assignment.
-
-    Args:
-        candidates: strategies, each a list of schemes.
+    """Return the index and assignment of the candidate that finishes first.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -75,7 +72,7 @@ def compare(
     """Choose, and report why the others lost.
 
     Args:
-        all_of_them: also assign candidates whose bound already loses; other arguments: see `choose`.
+        all_of_them: also assign candidates whose bound already loses.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]
@@ -93,7 +90,7 @@ def compare_pipelines(
     """Choose among strategies of any pipelines.
 
     Args:
-        charges: seconds of each candidate besides computing; default: 0.
+        charges: seconds of each candidate besides computing.
 
     Raises:
         Unsupported: no candidate takes the longest sequence.
@@ -128,7 +125,6 @@ def compare_pipelines(
         assignment = assign_bounded(starts[i], lengths, seed=seed)
         seconds = assignment.seconds + paid[i]
         verdicts[i] = Verdict(seconds, bounds[i], paid[i], f"takes {seconds:.4g} s")
-        # Ties go to the first candidate: every process chooses alike.
         if (seconds, i) < (best, winner):
             best = seconds
             winner = i

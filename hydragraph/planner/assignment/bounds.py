@@ -1,28 +1,26 @@
-"""A lower bound on when the last pipeline finishes: the linear relaxation over kinds of pipelines.
+"""Lower bound of when the last pipeline finishes: the linear relaxation over kinds of pipelines.
 
-Sequences are shared among kinds: minimise theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices
-lambda >= 0 of the kinds and any x, sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every
-reachable z. The linear program, solved on groups of similar lengths, only finds good prices.
+Minimise theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x,
+sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z. The linear program,
+on groups of similar lengths, only finds good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
-    cost[i, t]   [n, K]  minimum seconds that sequence i adds to a pipeline of kind t; infinite if it does not fit
-    capacity(z)  [K]     seconds of work that all pipelines of a kind can do by z
-    x, `shares`  [n, K]  the fraction of each sequence that each kind gets; rows add up to 1
+    cost[i, t]   [n, K]  minimum seconds of sequence i on a pipeline of kind t; infinite: does not fit
+    capacity(z)  [K]     seconds of work of all pipelines of a kind by z
+    x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: the duals of the capacities
 
-`schedule_bound` adds bounds from the schedule itself, for kinds whose backward is one action (`HOLDS_FOR`). If the
-shortest of some sequences takes t forward through the stages before a stage, and u back, the pipeline ends no earlier
-than t + u + their time on that stage. For all sequences above some length:
+`schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
+some sequences takes t forward to a stage, and u back, the pipeline ends no earlier than t + u + their time on that
+stage. For all sequences above some length:
 
-    divided     the relaxation for those sequences, with room z - t - u on each pipeline
+    divided     the relaxation, with room z - t - u on each pipeline
     pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p
-    alone       no sequence ends before it would alone on the best pipeline for it
+    alone       no sequence ends before it would alone on its best pipeline
 
-Example: two pipelines of one stage, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline,
-and take at least 6.
-
-The bounds are not from the papers.
+Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline and
+take at least 6. The bounds are ours.
 """
 
 from __future__ import annotations
@@ -43,13 +41,10 @@ from hydragraph.planner.bisection import above, bisect
 
 Floats = NDArray[np.float64]
 
-# Schedules for which `schedule_bound` is valid.
 HOLDS_FOR = WHOLE_BACKWARD
-# Groups of similar lengths in the linear program; its prices are always valid.
+# Groups of similar lengths, and rounds, of the linear program.
 GROUPS = 200
-# Rounds of the program, each at the z proved by the one before.
 ROUNDS = 3
-# Factor over the highest price for a kind without room.
 FORBIDDING = 1e6
 
 
@@ -81,7 +76,6 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     z = start
     shares = np.zeros_like(cost)
     prices = np.ones(cost.shape[1])
-    # Prices are optimal for the capacities at one z, but exclude more: better ones may exist at the proved z.
     for _ in range(ROUNDS):
         room = capacity(z)
         if not room.any():
@@ -99,14 +93,13 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Finer groups at the long end, where one sequence matters; sequences of a group fit the same kinds.
+    # Groups are finer at the long end, where one sequence matters.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
 
 
 def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floats, Floats]:
-    """Solve the linear program on groups; return prices and shares."""
     n, kinds = cost.shape
     if kinds == 1:
         return np.ones(1), np.ones((n, 1))
@@ -125,9 +118,9 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
     solution = linprog(
         objective, A_ub=work, b_ub=np.zeros(kinds), A_eq=whole, b_eq=np.ones(len(starts)), method="highs"
     )
-    if solution.x is None:  # some sequence fits only a kind without room
+    if solution.x is None:  # some sequence has no kind with room
         return np.ones(kinds), np.zeros_like(cost)
-    # The capacities' duals are the prices, negated for a minimum; noise may be below 0.
+    # The dual prices may be negative by rounding.
     shares = np.zeros((len(starts), kinds))
     shares[group, kind] = solution.x[:-1]
     prices = np.maximum(-solution.ineqlin.marginals, 0.0)
@@ -136,7 +129,6 @@ def _prices(cost: Floats, starts: NDArray[np.int64], room: Floats) -> tuple[Floa
 
 
 def _reach(cost: Floats, prices: Floats, capacity: Callable[[float], Floats], start: float) -> float:
-    """Return the least z that the prices do not exclude, at most `start`, rounded down."""
     priced = np.where(np.isfinite(cost), np.where(np.isfinite(cost), cost, 0.0) * prices, np.inf)
     needed = float(priced.min(1).sum())
     if needed <= 0:
@@ -151,10 +143,10 @@ class Least:
     """Minimum seconds of sequences on one stage of each kind of pipeline.
 
     Attributes:
-        work: seconds of each sequence there [n, K], infinite if it does not fit.
-        overhead: fixed seconds of a micro-batch there [K].
-        prefixes: last index of each examined prefix of the sequences [p], ascending.
-        fill: seconds of each prefix's shortest sequence before and after that stage [p, K].
+        work: seconds of each sequence [n, K], infinite if it does not fit.
+        overhead: fixed seconds of a micro-batch [K].
+        prefixes: last index of each examined prefix [p], ascending.
+        fill: seconds of each prefix's shortest sequence on other stages [p, K].
     """
 
     work: Floats
@@ -172,7 +164,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     """Return the minimum seconds of sequences.
 
     Args:
-        terms: terms of its kinds, as lower bounds (`stage_terms` with `shortest`).
+        terms: lower bounds of the kinds' terms (`stage_terms` with `shortest`).
     """
     n = len(problem.lengths)
     kinds = len(problem.kinds)
@@ -184,11 +176,9 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
     fill = np.empty((len(prefixes), kinds))
     for k in range(kinds):
         seconds = terms.seconds[k, : terms.stages[k]]
-        # Slowest kind of rank, for each sequence alone: [S, n].
         ahead = (seconds[:, :, (FORWARD, BACKWARD)] @ powers[:, prefixes]).max(1).sum(1)
         hops = (seconds[:, :, (AHEAD, BACK)] @ powers[:, prefixes]).max(1).sum(1)
         passed = np.cumsum(ahead + hops, axis=0) - (ahead + hops)  # [S, p]
-        # Any stage gives a bound; choose the one with the most work plus time before it.
         both = seconds[:, :, FORWARD] + seconds[:, :, BACKWARD]  # [S, R, 3 + W]
         sums = np.array([powers[0].sum(), powers[1].sum(), 1.0, *(row.sum() for row in powers[3:])])
         total = both @ sums / problem.counts.sum()
@@ -203,14 +193,14 @@ def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats
     """Return a lower bound of any assignment's end by its schedule.
 
     Args:
-        prices: prices of the kinds [K]; any non-negative ones are valid, those of the relaxation good.
+        prices: any non-negative prices of the kinds [K].
     """
     if not len(problem.lengths) or not HOLDS_FOR.issuperset(kind.schedule for kind in problem.kinds):
         return 0.0
     least = least_of(problem, terms)
     prices = prices if prices.any() else np.ones_like(prices)
     low = max(_divided(problem, least, prices), alone(problem, terms))
-    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for other orders of summation
+    return _pigeonhole(problem, least, low) * (1 - 1e-9)  # margin for rounding
 
 
 def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
@@ -218,8 +208,7 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
     finite = np.isfinite(cost)
     cheapest = np.where(finite, np.where(finite, cost, 0.0) * prices, np.inf).min(1)
     needed = np.cumsum(cheapest)[least.prefixes]
-    # The capacity by z is sum over kinds of price * count * max(0, z - fill). With kinds in order of fill, the minimum
-    # over prefixes gives z.
+    # Capacity by z is sum over kinds of price * count * max(0, z - fill).
     order = np.argsort(least.fill, axis=1)
     weights = (prices * problem.counts)[order]
     fills = np.take_along_axis(least.fill, order, axis=1)
@@ -230,11 +219,9 @@ def _divided(problem: AssignmentProblem, least: Least, prices: Floats) -> float:
 
 
 def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
-    """Return the bound for undivided sequences, at least `low`."""
     lengths = problem.lengths[least.prefixes]
     prefix_sizes = least.prefixes + 1
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
-    # As many of the shortest sequences as fit in a micro-batch share its overhead.
     together = np.maximum(1.0, max_len // lengths[:, None])
     sequence_s = least.work[least.prefixes] + least.overhead / together
 

@@ -1,28 +1,22 @@
-"""Assignment of sequences to different pipelines: longest first, then local search with kicks (compiled).
+"""Assignment of sequences to pipelines: longest first, then local search with kicks (compiled).
 
     n  sequences, sorted by length, descending
     P  pipelines
     K  kinds of equal pipelines
 
-    cost[i, t]     [n, K]  seconds of work that sequence i adds to a pipeline of kind t; infinite if it does not fit
-    lengths[i]     [n]     tokens of sequence i
-    kind_of[p]     [P]     the kind of pipeline p
-    terms[t]       [K, 8 + 3 W]  coefficients of the end of a pipeline of kind t, one per column; see `finish`
-    placed[i]      [n]     the pipeline of sequence i; -1: none
-    ends[p]        [P]     when pipeline p finishes
+    cost[i, t]   [n, K]  seconds of sequence i on a pipeline of kind t; infinite: does not fit
+    lengths[i]   [n]     tokens of sequence i
+    kind_of[p]   [P]     kind of pipeline p
+    terms[t]     [K, 8 + 3 W]  coefficients of the end of a pipeline of kind t; see `finish`
+    placed[i]    [n]     pipeline of sequence i; -1: none
+    ends[p]      [P]     end of pipeline p
 
-The end of a pipeline depends only on its work, its tokens and its longest sequence. Its state is these three, and the
-second longest sequence, which takes over when the longest one leaves.
-
-Example: sequences of 5, 4, 3, 3 and 3 seconds, and two equal pipelines without a bubble.
-
-    longest first  5 3 | 4 3 3  ends at 8 and 10
-    swap 4 for 3   5 4 | 3 3 3  ends at 9 and 9, and no move or swap improves the last end
+The end of a pipeline depends only on its work, its tokens and its longest sequence.
 
 Equations of Hydraulis -> functions:
 
     Eq. 2, minimum time of a pipeline                  `finish` in mode EQ3
-    Eq. 1, if its V micro-batches were equal           `finish` in mode FORMED, for the best V of Appendix C
+    Eq. 1, if its V micro-batches were equal           `finish` in mode FORMED, for the best V
     Eq. 3, the largest over pipelines                  `quick_end`; `descend` and `kick` reduce it
     Alg. 1, greedy trials in shuffled orders           `greedy`
 """
@@ -43,7 +37,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Columns of `terms`. MODE is EQ3, FORMED (cut into micro-batches) or SINGLE (itself one micro-batch).
+# Columns of `terms`.
 BUBBLE = 0  # PP - 1
 FIXED = 1  # seconds to add
 QUADRATIC = 2  # a, b and c of T(l) = a l^2 + b l + c
@@ -58,11 +52,10 @@ EQ3 = 0.0
 FORMED = 1.0
 SINGLE = 2.0
 
-# Pipelines that local search examines first: the best partner usually finishes early.
 NEAR = 16
-# Fraction of the last end that a step must save: rounding alone must not keep the search running.
+# Fraction of the last end that a step must save: rounding must not keep the search running.
 LEAST_GAIN = 1e-12
-# With more than MANY sequences, steps are slower and must save at least LEAST_OF_MANY.
+# The same with more than MANY sequences, where steps are slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -80,8 +73,7 @@ class SearchState(NamedTuple):
     """Inputs of `finish` for each pipeline [P], and its end.
 
     Attributes:
-        loads, tokens: seconds of work, and tokens.
-        longest, second: index of its longest sequence and of the next one; n: none.
+        longest, second: indices of its two longest sequences; n: none.
     """
 
     loads: Floats
@@ -95,12 +87,11 @@ class SearchState(NamedTuple):
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     """Return when a pipeline finishes.
 
-    EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + the least over V of
-    load + c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c). Limited attention adds to a longest^2 + b
-    longest.
+    EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
+    c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
 
     Args:
-        tokens: tokens of its sequences; 0: none.
+        tokens: of its sequences; 0: none.
     """
     if tokens <= 0.0:
         return 0.0
@@ -109,18 +100,17 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
         alone += terms[w + 2] * pairs_of(terms[w], terms[w + 1], longest)
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
-    # By Eq. 2, a micro-batch of the bubble holds at least the longest sequence.
     if terms[MODE] == EQ3:
         return load + terms[FIXED] + bubble * (alone + c)
     if terms[MODE] == SINGLE:
         return load if tokens <= terms[MAX_LEN] else np.inf
-    # FORMED, by Appendix C: at least as many micro-batches as MaxLen requires, at most as many as UtilLen allows.
+    # Appendix C: MaxLen gives the minimum number of micro-batches, UtilLen the maximum.
     low = max(1.0, math.ceil(tokens / terms[MAX_LEN]))
     high = max(low, math.floor(tokens / terms[UTIL_LEN]))
     if bubble == 0.0:
         best = low
     else:
-        best = load / alone  # more micro-batches than this do not shorten the bubble
+        best = load / alone  # more do not shorten the bubble
         if c > 0.0:
             best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
@@ -134,7 +124,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
 
 @compiled
 def no_state(pipelines: int) -> SearchState:
-    """Return the state of pipelines without work."""
+    """Return the state of idle pipelines."""
     return SearchState(
         np.zeros(pipelines),
         np.zeros(pipelines),
@@ -149,11 +139,11 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
     """Recompute the state of the pipelines that changed.
 
     Args:
-        extra: seconds to add to each pipeline's end [P].
-        changed: the pipelines to recompute [P]; all False afterwards.
+        extra: seconds to add to each end [P].
+        changed: pipelines to recompute [P]; all False afterwards.
     """
     n = len(placed)
-    # Sums are recomputed rather than updated: equal assignments have bitwise equal ends, whatever steps led to them.
+    # Sums are recomputed, not updated: equal assignments have bitwise equal ends.
     for p in range(len(changed)):
         if changed[p]:
             state.loads[p] = 0.0
@@ -180,7 +170,7 @@ def recount(placed: Ints, instance: Instance, extra: Floats, changed: Bools, sta
 
 @compiled
 def ends_of(placed: Ints, instance: Instance) -> Floats:
-    """Return when each pipeline finishes [P], 0 for one without work."""
+    """Return each pipeline's end [P], 0 without work."""
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
     recount(placed, instance, np.zeros(pipelines), np.ones(pipelines, np.bool_), state)
@@ -192,7 +182,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     """Assign each sequence, longest first, where it finishes first; -1 if it fits nowhere.
 
     Args:
-        start: pipeline p takes only sequences from start[p] on [P].
+        start: index of the first sequence that each pipeline takes [P].
         fullest: assign where the least room is left instead.
     """
     cost = instance.cost
@@ -207,7 +197,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     longest = np.zeros(pipelines)  # in tokens
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
-    front = np.empty(kinds, np.int64)  # each kind's pipeline that finishes first now
+    front = np.empty(kinds, np.int64)  # first pipeline of each kind to finish
     least = np.empty(kinds)  # its sort key
     for i in range(n):
         front[:] = -1
@@ -218,7 +208,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # Among pipelines of one kind, the one that ends first is best unless its own longest decides.
+            # The first pipeline of a kind to end is best unless its own longest decides.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -252,14 +242,14 @@ def quick_end(instance: Instance) -> float:
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: in each shuffled order, assign each sequence where the last end grows least; keep the best trial.
+    """Alg. 1: assign each sequence where the last end grows least; keep the best of several orders.
 
     Args:
-        orders: one order of the sequences per trial [trials, n].
-        least_loaded: whether ties go to the least loaded pipeline instead of the first.
+        orders: of the sequences, by trial [trials, n].
+        least_loaded: ties go to the least loaded pipeline.
 
     Returns:
-        the last end, and where each sequence is.
+        The last end, and each sequence's pipeline.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -305,7 +295,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the end that `pipelines` of the pipelines do not exceed."""
+    """Return the end that `pipelines` pipelines do not exceed."""
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -322,9 +312,8 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a value that, plus any added work, is a lower bound of pipeline q's end.
-
-    With more tokens, a FORMED pipeline may have more micro-batches and a shorter bubble, so only its work is a bound.
+    """Return a value that, plus added work, is a lower bound of pipeline q's end: more tokens may shorten a FORMED
+    one's bubble.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -333,17 +322,15 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the step that most reduces the later end of pipeline p and of its partner.
+    """Return the step that most reduces the later end of pipeline p, the last to finish, and its partner.
 
-    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q. Among a pipeline's sequences of one
-    length, only the first is tried.
+    A step moves sequence i from p to q, or swaps it for a shorter sequence k of q.
 
     Args:
-        p: the last pipeline to finish.
         horizon: latest end of a partner.
 
     Returns:
-        The later end of both, i, k (-1: a move), q; i is -1 if no step helps.
+        The later end, i, k (-1: a move), q; i is -1 if no step helps.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -353,13 +340,13 @@ def best_step(
     ends = state.ends
     n = len(placed)
     own = kind_of[p]
-    # Separate functions for moves and swaps make the search a tenth slower.
+    # Separate functions for moves and swaps are a tenth slower.
     best = ends[p] * (1.0 - (LEAST_OF_MANY if n > MANY else LEAST_GAIN))
     best_i = -1
     best_k = -1
     best_q = -1
     tried = -1.0  # tokens of the last tried sequence of p
-    shorter = 0  # the first shorter sequence
+    shorter = 0
     seen = np.empty(len(kind_of))  # tokens of each partner's last tried sequence
     for i in range(n):
         if placed[i] != p or lengths[i] == tried:
@@ -367,12 +354,10 @@ def best_step(
         tried = lengths[i]
         while shorter < n and lengths[shorter] >= tried:
             shorter += 1
-        # p without i: if i is its longest, the second longest replaces it, and the bubble also becomes shorter.
         rest = state.second[p] if i == state.longest[p] else state.longest[p]
         left = loads[p] - cost[i, own]
         longest = lengths[rest] if rest < n else 0.0
         end = extra[p] + finish(instance.terms[own], left, tokens[p] - lengths[i], longest)
-        # Moves: p ends earlier, so the end of q counts unless p is still the later one.
         if end < best:
             for q in range(len(kind_of)):
                 t = kind_of[q]
@@ -386,7 +371,6 @@ def best_step(
                     best_i = i
                     best_k = -1
                     best_q = q
-        # Swaps: only for a shorter sequence, because a longer one would delay p's end.
         seen[:] = tried
         for k in range(shorter, n):
             q = placed[k]
@@ -417,13 +401,10 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Improve in place: move a sequence away from the last pipeline, or swap two, while that helps.
+    """Move or swap sequences of the last pipeline in place while that helps; return the last end.
 
     Args:
         extra: seconds to add to each pipeline [P].
-
-    Returns:
-        the last end.
     """
     pipelines = len(instance.kind_of)
     state = no_state(pipelines)
@@ -432,7 +413,6 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
     while True:
         recount(placed, instance, extra, changed, state)
         last = np.argmax(state.ends)
-        # Partners that finish early have the most room.
         horizon = horizon_of(state.ends, NEAR) if near and pipelines > NEAR else np.inf
         _, i, k, q = best_step(last, horizon, placed, instance, extra, state)
         if i >= 0:
@@ -450,14 +430,7 @@ def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
 
 @partial(compiled, shared=True)
 def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: float, seed: int) -> float:
-    """Iterated local search in place: move a few sequences at random, descend, keep the result unless worse.
-
-    Args:
-        extra: seconds to add to each pipeline [P].
-
-    Returns:
-        the last end.
-    """
+    """Iterated local search in place: move a few sequences at random, descend, keep the result unless worse."""
     np.random.seed(seed)
     pipelines = len(instance.kind_of)
     n = len(placed)
@@ -471,7 +444,6 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
         if best <= enough:
             break
         trial[:] = placed
-        # 4 to 8: enough that a descent does not undo them, few enough to keep most of the solution.
         for _ in range(4 + np.random.randint(5)):
             i = np.random.randint(n)
             p = np.random.randint(pipelines)
@@ -492,11 +464,10 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 def rounded(shares: Floats) -> NDArray[np.bool_]:
     """Return one kind per sequence, such that neighbours together get their shares [n, K].
 
-    Each sequence takes the kind that is furthest behind: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
+    Each takes the kind that is furthest behind: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)
-    # Shares of each kind so far, minus what it got.
     owed = np.zeros(kinds)
     for i in range(n):
         chosen = 0

@@ -1,13 +1,13 @@
-"""Packing of one pipeline's sequences into micro-batches (compiled), for every V that the bound does not exclude.
+"""Packing of one pipeline's sequences into micro-batches (compiled).
 
     n        sequences of the pipeline, sorted by length, descending
     V        micro-batches; `count` in code
-    work[i]  [n]  a l^2 + b l of sequence i: its seconds on one stage
+    work[i]  [n]  a l^2 + b l: seconds of sequence i on one stage
     c        fixed seconds of a micro-batch
     PP       stages
     placed   [n]  the micro-batch of each sequence; -1: none
 
-For one V, micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns them.
+Micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns them.
 
 Equations of Hydraulis -> functions:
 
@@ -41,9 +41,7 @@ from hydragraph.planner.assignment.local_search import (
     longest_first,
 )
 
-# Number of best V that are searched further.
 KICKED = 3
-# Relative gap to the bound that counts as optimal.
 ENOUGH = 1e-3
 EQ1 = 0
 SUM = 1
@@ -51,7 +49,7 @@ SUM = 1
 
 @compiled
 def price(objective: int, largest: float, total: float, count: float, terms: Floats) -> float:
-    """Return the seconds of `count` micro-batches with `total` work, the largest with `largest`."""
+    """Return the seconds of `count` micro-batches, given the largest and the total work."""
     bubble = terms[BUBBLE]
     c = terms[OVERHEAD]
     if objective == EQ1:
@@ -61,10 +59,9 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 
 @compiled
 def largest_at_least(work: Floats, count: int) -> float:
-    """Return a lower bound on the largest of `count` micro-batches, from the mean and pigeonholes.
+    """Return a lower bound on the largest of `count` micro-batches.
 
-    Among the 2 count + 1 sequences with most work, three share a micro-batch, which has at least the work of the last
-    three. The same holds for more than three.
+    Three of the 2 count + 1 sequences with most work share a micro-batch, with at least the work of the last three.
 
     Args:
         work: descending [n].
@@ -76,7 +73,7 @@ def largest_at_least(work: Floats, count: int) -> float:
         if last >= n:
             break
         shared = 0.0
-        for k in range(together):  # the least work of `together` among the last + 1 largest
+        for k in range(together):
             shared += work[last - k]
         bound = max(bound, shared)
     return bound
@@ -84,11 +81,10 @@ def largest_at_least(work: Floats, count: int) -> float:
 
 @compiled
 def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints:
-    """Return a micro-batch for each sequence, -1 for those that do not fit."""
+    """Return each sequence's micro-batch, -1 if it does not fit."""
     instance = as_pipelines(work, lengths, count, max_len)
     start = np.zeros(count, np.int64)
     placed = longest_first(instance, start, False)
-    # If tokens are scarce, filling the fullest first keeps the room in one piece.
     if placed.min() < 0:
         placed = longest_first(instance, start, True)
     if placed.min() >= 0:
@@ -100,13 +96,13 @@ def spread_evenly(work: Floats, lengths: Floats, count: int, max_len: float) -> 
 def kick_evenly(
     placed: Ints, work: Floats, lengths: Floats, count: int, max_len: float, kicks: int, enough: float
 ) -> None:
-    """Improve an assignment in place by `kicks` kicks, or until the largest micro-batch has at most `enough` work."""
+    """Improve an assignment in place by kicks, until the largest micro-batch has at most `enough` work."""
     kick(placed, as_pipelines(work, lengths, count, max_len), np.zeros(count), kicks, enough, 1)
 
 
 @compiled
 def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> Instance:
-    """Return micro-batches as pipelines of one kind with at most MaxLen tokens."""
+    """Return micro-batches of at most MaxLen tokens as pipelines of one kind."""
     terms = np.zeros((1, COLUMNS))
     terms[0, MAX_LEN] = max_len
     terms[0, MODE] = SINGLE
@@ -115,7 +111,7 @@ def as_pipelines(work: Floats, lengths: Floats, count: int, max_len: float) -> I
 
 @compiled
 def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats) -> float:
-    """Return the seconds of a packing, infinite if a sequence has no micro-batch."""
+    """Return a packing's seconds, infinite if it is incomplete."""
     if placed.min() < 0:
         return np.inf
     loads = np.zeros(count)
@@ -126,16 +122,15 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 
 @compiled
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
-    """Return the best packing: seconds, their lower bound, V, and each sequence's micro-batch.
+    """Return the best packing: seconds, lower bound, V, and each sequence's micro-batch.
 
-    V is tried from ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), best bound first, and above only if no
-    packing exists.
+    V is in ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), or above if no packing exists.
 
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
-        terms: terms of the pipeline's kind; see `local_search`.
-        kicks: number of kicks for each V that is searched further.
+        terms: of the pipeline's kind; see `local_search`.
+        kicks: for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
@@ -145,9 +140,8 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     bounds = np.empty(high - low + 1)
     for v in range(low, high + 1):
         bounds[v - low] = price(objective, largest_at_least(work, v), total, v, terms)
-    # Once a packing is as good as the next bound, no remaining V can beat it.
     tried = np.full((KICKED, n), -1, np.int64)
-    kept = np.full(KICKED, -1)  # V - low, the best first
+    kept = np.full(KICKED, -1)
     values = np.full(len(bounds), np.inf)
     best = np.inf
     open_bounds = bounds.copy()
@@ -166,7 +160,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # With one stage, SUM does not depend on the largest micro-batch, which kicks level.
+    # Kicks level the largest micro-batch, which SUM ignores with one stage.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
@@ -180,7 +174,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
         for k in range(KICKED):
             if kept[k] == at:
                 return values[at], min(bounds.min(), values[at]), low + at, tried[k]
-    # Capacity may exceed Appendix C's range: sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
+    # Sequences of 3 3 3 tokens need 3 micro-batches of 5, not 2.
     for count in range(high + 1, n + 1):
         placed = spread_evenly(work, lengths, count, max_len)
         if placed.min() >= 0:
@@ -203,8 +197,8 @@ def form_in_order(
     """Return the result of `form` in the order that ends first, and that end.
 
     Args:
-        stages: number of stages; interleaved ones divide the seconds of their devices equally.
-        table: table of the pipeline's schedule, for as many micro-batches as sequences.
+        stages: including interleaved ones.
+        table: of the schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
@@ -216,7 +210,7 @@ def form_in_order(
         costs[placed[i]] += work[i]
         used[placed[i]] = True
     share = (terms[BUBBLE] + 1.0) / stages
-    number = np.zeros(count, np.int64)  # number of each micro-batch among those that are not empty
+    number = np.zeros(count, np.int64)  # numbers without empty micro-batches
     used_count = 0
     for j in range(count):
         if used[j]:

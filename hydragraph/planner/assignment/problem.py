@@ -1,4 +1,4 @@
-"""A mini-batch and its pipelines as arrays; symbols as in `local_search`."""
+"""A mini-batch and its pipelines as arrays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Bubble = Literal["longest", "constant"]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """Sequences in descending length, and pipelines grouped into equal kinds.
+    """Sequences in descending length, and kinds of pipelines; symbols as in `local_search`.
 
     Attributes:
-        kind_of: index in `kinds` of each pipeline [P].
+        kind_of: kind of each pipeline [P].
         counts: pipelines of each kind [K].
         order: caller's index of each sequence [n].
         lengths: tokens [n].
-        cost: seconds of work (`PipelineCost.work`) [n, K], infinite if a sequence is longer than MaxLen.
-        terms: coefficients of each kind's end [K, 8 + 3 W]; see `local_search`.
+        cost: seconds of work (`PipelineCost.work`) [n, K], infinite above MaxLen.
+        terms: coefficients of each kind's end [K, 8 + 3 W].
     """
 
     pipelines: tuple[PipelineCost, ...]
@@ -41,12 +41,12 @@ class AssignmentProblem:
 
     @property
     def instance(self) -> Instance:
-        """Input of compiled functions."""
+        """Inputs of the compiled functions."""
         return Instance(self.cost, self.lengths, self.kind_of, self.terms)
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """For every set of kinds, the longest sequence that fits exactly these."""
+        """Longest sequence that fits exactly these kinds, for every set of kinds."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
@@ -59,7 +59,7 @@ class AssignmentProblem:
         return tuple(map(tuple, of_pipeline))
 
     def only(self, allowed: NDArray[np.bool_]) -> Instance:
-        """Return the input with each sequence limited to its allowed kinds [n, K]."""
+        """Return the inputs with each sequence limited to its allowed kinds [n, K]."""
         return self.instance._replace(cost=np.where(allowed, self.cost, np.inf))
 
 
@@ -69,8 +69,8 @@ def problem_of(
     """Return the arrays of a mini-batch; empty sequences are left out.
 
     Args:
-        formed: whether pipelines cut their work into micro-batches; otherwise Eq. 2 prices them.
-        bubble: in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen), a constant.
+        formed: pipelines cut their work into micro-batches; otherwise Eq. 2 holds.
+        bubble: in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen).
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.
@@ -79,7 +79,6 @@ def problem_of(
     if not pipelines:
         raise ValueError("no pipelines: give at least one scheme")
     tokens = _checked(lengths)
-    # A stable order makes every process plan alike.
     order = np.argsort(-tokens, kind="stable")
     order = order[tokens[order] > 0]
     sizes = tokens[order].astype(np.float64)
@@ -108,7 +107,6 @@ def _checked(lengths: Sequence[int]) -> Ints:
 
 
 def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
-    """Return the columns of reaches [K, 3 W]; a kind has 0 seconds for those of others."""
     nears = [dict(kind.near) for kind in kinds]
     reaches = sorted({reach for near in nears for reach in near}, key=lambda each: each.order)
     rows = [[value for r in reaches for value in (*r.order, near.get(r, 0.0))] for near in nears]
@@ -116,7 +114,6 @@ def _near_terms(kinds: Sequence[PipelineCost]) -> Floats:
 
 
 def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
-    # A constant bubble is part of FIXED; BUBBLE stays 0.
     depth = float(kind.stages - 1)
     row = np.zeros(local_search.COLUMNS)
     row[local_search.QUADRATIC] = kind.a
@@ -125,7 +122,6 @@ def _terms(kind: PipelineCost, formed: bool, bubble: Bubble) -> Floats:
     row[local_search.MAX_LEN] = kind.max_len
     row[local_search.UTIL_LEN] = kind.util_len
     row[local_search.MODE] = FORMED if formed else EQ3
-    # By Eq. 2, the last micro-batch's c is not part of the sequences' work.
     if formed:
         row[local_search.BUBBLE] = depth
     elif bubble == "longest":

@@ -1,12 +1,12 @@
-"""Improvement of an assignment by its actual schedule, micro-batch by micro-batch (compiled).
+"""Improvement of an assignment by its actual schedule (compiled).
 
-The end of a pipeline is computed exactly (`compiled_replay.replay`), which is expensive: only the pipeline that ends
-last is improved, by the first step found that helps, until no step or effort is left.
+Only the last pipeline to end is improved, by the first step that helps, since replays (`compiled_replay.replay`) are
+expensive.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
-    M            maximum number of micro-batches, n. Each keeps its number
-    batch[i]     [n]        the number of sequence i's micro-batch
-    order[p, x]  [P, C]     the micro-batch at position x of pipeline p; count[p] of them, C at most
+    M            maximum micro-batches, n
+    batch[i]     [n]        micro-batch of sequence i
+    order[p, x]  [P, C]     micro-batch at position x of pipeline p; count[p] of them
     rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_arrays`
     ends[p]      [P]        when pipeline p ends
 
@@ -15,13 +15,13 @@ Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds.
     4 4 2 2  ends at 16
     2 4 4 2  ends at 14.67: the pipeline fills and drains with small ones
 
-A step, of the pipeline that ends last:
+Steps of the pipeline that ends last:
 
     order  swap two of its micro-batches
-    leave  move a sequence to a micro-batch of another pipeline, or to a new one there
+    leave  move a sequence to an existing or new micro-batch of another pipeline
     trade  exchange a sequence for a shorter one of another pipeline
-    move   move a sequence to another of its own micro-batches, or to a new one
-    swap   swap two sequences of two of its micro-batches
+    move   move a sequence to another or a new micro-batch of its own
+    swap   swap sequences of two of its micro-batches
 """
 
 from __future__ import annotations
@@ -38,21 +38,20 @@ from hydragraph.planner.assignment.local_search import LEAST_GAIN, NEAR, Floats,
 
 Bools = NDArray[np.bool_]
 
-# Fraction of the last end that a step must save: large savings first, since small ones take as long to find.
+# Fraction of the last end that a step must save: large savings first.
 GAINS = (3e-3, LEAST_GAIN)
-# Maximum number of tasks (forwards and backwards of micro-batches on stages) in a search.
+# Maximum forwards and backwards in a search.
 TASKS = 500_000
-# Overhead of a trial, in tasks.
 TRIAL = 20
 
 
 class Sequences(NamedTuple):
-    """Sequences to assign, and the kinds of pipelines.
+    """Sequences to assign, and kinds of pipelines.
 
     Attributes:
         lengths: tokens [n].
-        kind_of: kind of each pipeline [P].
-        max_len: maximum tokens of a micro-batch of each kind [K].
+        kind_of: of each pipeline [P].
+        max_len: of each kind [K].
     """
 
     lengths: Floats
@@ -65,11 +64,10 @@ class Draft(NamedTuple):
     """An assignment under construction; see the module docstring.
 
     Attributes:
-        placed, batch, order, counts, ends: see the module docstring.
-        members, squares, tokens: number of sequences, sum l^2 and sum l of each micro-batch [M].
+        members, squares, tokens: sequences, sum l^2 and sum l of each micro-batch [M].
         near: sum of pairs of each reach [M + 2, W].
-        rows: [M + 2, S, 5]; the last two belong to a trial, here and in `near`.
-        busy: computing seconds of each stage of a pipeline [P, S].
+        rows: [M + 2, S, 5]; the last two belong to a trial, as in `near`.
+        busy: computing seconds [P, S].
         spent: tasks so far [1].
         trial: two trial orders [2, C + 1].
     """
@@ -92,7 +90,7 @@ class Draft(NamedTuple):
 
 @compiled
 def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Draft:
-    """Return the draft of an assignment; later functions change it in place."""
+    """Return the draft of an assignment."""
     n = len(placed)
     pipelines = len(given.kind_of)
     stages = given.terms.seconds.shape[1]
@@ -118,7 +116,7 @@ def plan_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequence
 
 @compiled
 def ends_of(placed: Ints, batch: Ints, order: Ints, count: Ints, given: Sequences) -> Floats:
-    """Return when each pipeline of an assignment ends [P]."""
+    """Return each pipeline's end [P]."""
     plan = plan_of(placed, batch, order, count, given)
     ends: Floats = plan.ends
     return ends
@@ -160,7 +158,7 @@ def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
 
 @compiled
 def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> float:
-    """Return the end of pipeline p with these micro-batches in this order."""
+    """Return the end of pipeline p with this order."""
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
@@ -169,10 +167,10 @@ def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> 
 
 @compiled
 def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, given: Sequences) -> bool:
-    """Fill the row of trial `at` with micro-batch m minus sequence `less` plus `more`; return whether it fits.
+    """Fill trial row `at` with micro-batch m minus sequence `less` plus `more`; return whether it fits.
 
     Args:
-        m: a micro-batch of pipeline p; -1: empty.
+        m: of pipeline p; -1: empty.
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
@@ -205,7 +203,6 @@ def without(i: int, p: int, plan: Draft, given: Sequences) -> int:
     order = plan.trial[0]
     m = plan.batch[i]
     count = 0
-    # A micro-batch of only this sequence is removed; otherwise its remainder, trial 0, takes its place.
     for x in range(plan.counts[p]):
         other = plan.order[p, x]
         if other != m:
@@ -224,9 +221,9 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft
     """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
 
     Args:
-        order, count: the micro-batches of q, without i.
+        order, count: micro-batches of q, without i.
     """
-    rest = len(plan.placed)  # the remainder of i's own micro-batch, trial 0
+    rest = len(plan.placed)
     with_it = rest + 1
     for x in range(count):
         m = order[x]
@@ -263,7 +260,7 @@ def exchanged(order: Ints, count: int, m: int, by: int) -> None:
 
 @compiled
 def opened(order: Ints, count: int, x: int, m: int) -> None:
-    """Insert micro-batch m at position x, in place."""
+    """Insert micro-batch m at position x."""
     for y in range(count, x, -1):
         order[y] = order[y - 1]
     order[x] = m
@@ -271,7 +268,7 @@ def opened(order: Ints, count: int, x: int, m: int) -> None:
 
 @compiled
 def closed(order: Ints, count: int, x: int) -> None:
-    """Remove the micro-batch at position x, in place."""
+    """Remove the micro-batch at position x."""
     for y in range(x, count - 1):
         order[y] = order[y + 1]
 
@@ -289,7 +286,7 @@ def free_number(plan: Draft) -> int:
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
     """Put sequence i into micro-batch m of pipeline q; m = -1: into a new one at position x.
 
-    `x` does not count i's own micro-batch if i was alone.
+    The position does not count i's own micro-batch if i was alone.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -326,14 +323,14 @@ def try_orders(p: int, best: float, plan: Draft, given: Sequences) -> bool:
 
 @compiled
 def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Put sequence i into another or a new micro-batch of its pipeline p if p then ends before `best`."""
+    """Put sequence i into another or a new micro-batch if pipeline p then ends before `best`."""
     count = without(i, p, plan, given)
     return bool(try_places(i, p, plan.trial[0], count, best, plan, given))
 
 
 @compiled
 def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Swap sequence i with a shorter one of another micro-batch of pipeline p if p then ends before `best`."""
+    """Swap sequence i with a shorter one of another micro-batch if pipeline p then ends before `best`."""
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -365,7 +362,6 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
     if k >= 0:
         length -= given.lengths[k]
         squares -= given.lengths[k] * given.lengths[k]
-    # A stage's seconds are linear with one kind of ranks only.
     if seconds.shape[1] > 1:
         return 0.0
     for s in range(given.terms.stages[given.kind_of[q]]):
@@ -383,7 +379,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both then end before `best`."""
+    """Move sequence i of pipeline p to one that ends by `horizon`, if both then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
@@ -402,7 +398,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Exchange sequence i of pipeline p for a shorter one of another pipeline, as in `try_leaving`."""
+    """Exchange sequence i for a shorter one, as in `try_leaving`."""
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -434,7 +430,7 @@ def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: 
 
 @compiled
 def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int, changed: Bools) -> bool:
-    """Take the first step found that helps the last pipeline p; mark changed pipelines."""
+    """Take the first step that helps pipeline p; mark changed pipelines."""
     best = plan.ends[p] * (1.0 - gain)
     if try_orders(p, best, plan, given):
         return True
@@ -457,7 +453,6 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
             else:
                 improved = try_swaps(i, p, best, plan, given)
             if improved:
-                # A leave or trade also changes the sequence's new pipeline.
                 changed[plan.placed[i]] = True
                 return True
     changed[p] = False
@@ -466,7 +461,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place while steps help, tasks are left and the last end exceeds `enough`; return that end."""
+    """Improve in place until no step helps, tasks run out or the last end is `enough`; return that end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:
@@ -479,7 +474,7 @@ def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
 
 @compiled
 def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
-    """Move a random sequence to a random micro-batch, or swap two micro-batches; mark changed pipelines."""
+    """Move a random sequence, or swap two micro-batches; mark changed pipelines."""
     i = np.random.randint(len(plan.placed))
     p = plan.placed[i] if np.random.random() < 0.5 else np.random.randint(len(plan.ends))
     if np.random.random() < 0.25 and plan.counts[p] > 1:
@@ -498,7 +493,6 @@ def throw(plan: Draft, given: Sequences, changed: Bools) -> None:
     x = np.random.randint(2 * there + 1)
     if x < there:
         m = plan.order[p, x]
-        # `plan.tokens` predates this kick.
         tokens = 0.0
         for k in range(len(plan.placed)):
             if plan.batch[k] == m:
@@ -524,16 +518,9 @@ def improve(
     enough: float,
     seed: int,
 ) -> float:
-    """Improve an assignment in place by iterated local search.
+    """Improve an assignment in place by iterated local search; return the last end.
 
-    `kicks`, `tasks` and `enough` only end the search, and the best assignment is kept: larger limits never give a worse
-    result.
-
-    Args:
-        tasks: maximum tasks; a step that has begun is finished.
-
-    Returns:
-        the last end.
+    More kicks or tasks never give a worse result.
     """
     np.random.seed(seed)
     plan = plan_of(placed, batch, order, count, given)
@@ -574,7 +561,7 @@ def keep(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
 
 @compiled
 def restore(plan: Draft, kept: tuple[Ints, Ints, Ints, Ints]) -> None:
-    """Copy the arrays back; `recount` computes the rest."""
+    """Copy the arrays back; `recount` must follow."""
     plan.placed[:] = kept[0]
     plan.batch[:] = kept[1]
     plan.order[:] = kept[2]

@@ -1,8 +1,7 @@
-"""Search for the best assignment of a mini-batch to pipelines, from several starts.
+"""Search for the best assignment of a mini-batch to pipelines.
 
 Starts: the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that refuse long
-sequences, so few pay for their bubble. Local search improves the best few, and kicks the best one until it is close to
-the bound. Symbols are those of `local_search`.
+sequences. Local search improves the best few, and kicks the best one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from hydragraph.planner.assignment.bounds import Relaxation, relax
 from hydragraph.planner.assignment.local_search import Floats, Instance, Ints
 from hydragraph.planner.assignment.problem import AssignmentProblem
 
-# With more sequences, kicks take longer and gain less, so there are fewer.
 MANY = 1024
 
 
@@ -26,7 +24,7 @@ class Effort:
     """Search effort; more effort never gives a worse result.
 
     Attributes:
-        kicks: number of kicks for up to 10 pipelines and `MANY` sequences; with more of either, there are fewer.
+        kicks: for up to 10 pipelines and `MANY` sequences; fewer with more of either.
         enough: relative gap to the bound that ends the search.
     """
 
@@ -38,10 +36,9 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Shuffles of Alg. 1, and starts with refusing pipelines; fewer with more than 10 pipelines.
+# Shuffles of Alg. 1, and starts with refusing pipelines, for up to 10 pipelines.
 TRIALS = 100
 CAPS = 24
-# Best starts that local search improves: a worse start may descend to a better end.
 DESCENTS = 4
 
 
@@ -49,14 +46,13 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
     """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
-        cost: lower bound of the seconds that a sequence adds to a pipeline [n, K].
-        room: z -> seconds of it that a pipeline of each kind can take by z [K].
+        cost: lower bound of seconds [n, K].
+        room: z -> seconds of a pipeline of each kind by z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
     reached = value(problem, start)
     relaxed = relax(cost, lambda z: problem.counts * room(z), reached)
-    # A sequence ends on its pipeline no earlier than it would alone.
     alone = [
         min(local_search.finish(problem.terms[t], float(problem.kinds[t].work(n)), n, n) for t in kinds)
         for n, kinds in problem.hardest
@@ -65,21 +61,17 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
 
 
 def value(problem: AssignmentProblem, placed: Ints) -> float:
-    """Return when the last pipeline finishes, by `AssignmentProblem.terms`."""
+    """Return the last end, by `AssignmentProblem.terms`."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
 def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
-    """Return when each pipeline finishes [P], 0 for one without work."""
+    """Return each pipeline's end [P], 0 without work."""
     return np.asarray(local_search.ends_of(placed, problem.instance))
 
 
 def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
-    """Assign each sequence, longest first, where it finishes first.
-
-    Args:
-        instance, start: default: the problem's own; see `local_search.longest_first`.
-    """
+    """Assign longest first; see `local_search.longest_first`."""
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 
@@ -101,7 +93,6 @@ def search(
     nothing = np.zeros(len(problem.pipelines))
     best = np.inf
     best_placed = longest_first(problem) if first is None else first
-    # Starts do not depend on the effort: more effort must not give a worse result.
     starts = [placed for placed in _starts(problem, relaxed, best_placed, widely, seed) if (placed >= 0).all()]
     for placed in sorted(starts, key=lambda placed: value(problem, placed))[:DESCENTS]:
         end = local_search.descend(placed, problem.instance, nothing)
@@ -116,11 +107,7 @@ def search(
 def kicked(
     problem: AssignmentProblem, placed: Ints, extra: Floats, relaxed: Relaxation, effort: Effort, seed: int
 ) -> Ints:
-    """Return an assignment improved by iterated local search.
-
-    Args:
-        extra: seconds to add to each pipeline's end [P].
-    """
+    """Improve an assignment by iterated local search."""
     improved = placed.copy()
     kicks = effort.kicks_for(len(problem.pipelines), len(problem.lengths))
     enough = relaxed.seconds * (1 + effort.enough)
@@ -141,10 +128,8 @@ def _starts(problem: AssignmentProblem, relaxed: Relaxation, first: Ints, widely
     starts.append(local_search.greedy(orders, problem.instance, True)[1])
     if problem.terms[:, local_search.BUBBLE].any():
         for _ in range(caps):
-            # Squaring makes most of the refusing pipelines refuse only a few.
             capped = random.random(pipelines) < random.random()
             start = np.where(capped, (n * random.random(pipelines) ** 2).astype(np.int64), 0)
-            # Pipelines with the largest MaxLen refuse half as many: each sequence needs a taker.
             start[problem.kind_of == int(np.argmax([k.max_len for k in problem.kinds]))] //= 2
             starts.append(longest_first(problem, start=start))
     return starts

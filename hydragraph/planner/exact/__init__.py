@@ -1,1 +1,1 @@
-"""The papers' integer programs, for small cases (the extra `exact`) and as the oracle of tests."""
+"""The papers' integer programs, for small cases and as the oracle of tests."""

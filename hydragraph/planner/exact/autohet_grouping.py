@@ -1,7 +1,7 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
-with one entity per stage. A group of P stages runs K = M / D of M micro-batches, and waits for the fraction
+with one entity per stage. A group of P stages runs K = M / D micro-batches, and waits for the fraction
 rho = (P - 1) / (K + P - 1) of the time. So
 
     maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from hydragraph.errors import Unsupported
 from hydragraph.planner.exact.integer_programs import cvxpy_with
 
-# Relative tolerance.
 SAME = 1e-9
 
 
@@ -49,7 +48,7 @@ class Grouping:
     """Groups of entities.
 
     Attributes:
-        groups: number of each kind in every group, the largest groups first.
+        groups: number of each kind, largest groups first.
         value: D min_j G_j.
     """
 
@@ -70,7 +69,7 @@ def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro
 
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
-    """Reject invalid entities, and those whose memory together does not hold the model."""
+    """Reject invalid entities, and those that together do not hold the model."""
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
         raise ValueError(f"kinds are {list(kinds)}: give at least one, of positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
@@ -94,7 +93,7 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 
 
 def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
-    """Return the grouping of most effective computing power; small instances only.
+    """Return the grouping of most effective computing power, for small instances.
 
     Each number of groups is one integer program; its products w_ij = z x_ij are linearized with sum_j w_ij = z.
 
@@ -103,8 +102,8 @@ def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_me
         least_memory: bytes that a group needs.
 
     Raises:
-        Unsupported: all memory together is less than one group needs, or cvxpy or SCIP is not installed.
-        ValueError: no entities, or a number that is not positive.
+        Unsupported: all memory is less than one group needs, or cvxpy or SCIP is not installed.
+        ValueError: no entities, or a number is not positive.
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")
     check_entities(kinds, micro_batches, least_memory)

@@ -5,7 +5,7 @@ Equations of Hydraulis -> functions:
     Eq. 2, minimum time of a pipeline            `local_search.finish` in mode EQ3, of `problem.problem_of`
     Eq. 3, the largest over pipelines            `Dispatch.seconds`; `integer_programs.exact_dispatch`, as published
     Alg. 1                                       `greedy`
-    a lower bound on Eq. 3 (the paper has none)  `spread_search.bounded`, with the room of `eq3_room`
+    a lower bound on Eq. 3 (ours)                `spread_search.bounded`, with the room of `eq3_room`
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ def dispatch(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Dispatch:
-    """Dispatch sequences to pipelines; minimise the end of the last one.
+    """Dispatch sequences to pipelines; minimise the last end.
 
     Args:
-        schemes: one per pipeline.
-        lengths: tokens per sequence; zeros are left out.
+        lengths: tokens; zeros are left out.
         bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen.
-        method: "greedy" is Alg. 1 (ties to the least loaded); "exact" solves Eq. 3 through cvxpy (slow).
+        method: "greedy" is Alg. 1; "exact" solves Eq. 3 through cvxpy (slow).
 
     Raises:
-        Unsupported: a sequence is longer than every MaxLen, or the profile does not contain a scheme.
+        Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
     """
     problem = problem_of(profile.pipelines(schemes), lengths, bubble=bubble)
     placed = longest_first(problem)
@@ -86,8 +85,7 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function: z -> work that a pipeline of each kind can do by z after its least bubble."""
-    # A pipeline in use has at least the shortest sequence.
+    """Return a function: z -> work of a pipeline of each kind by z after its least bubble."""
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

@@ -20,11 +20,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
-    """Import cvxpy with a solver.
-
-    Args:
-        where, otherwise: what needs the solver, and the user's alternative.
-    """
+    """Import cvxpy with a solver; `where` and `otherwise` are for the error."""
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
         has_solver = solver in cvxpy.installed_solvers()
@@ -54,16 +50,15 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
     for j, row in enumerate(terms):
         kind = problem.pipelines[j]
         load = np.where(fits[:, j], cost[:, j], 0.0) @ m[:, j]
-        # T grows with length, so T of the longest assigned is the maximum over all assigned.
         alone = row[FIXED] + row[BUBBLE] * (np.where(fits[:, j], cost[:, j], 0.0) + kind.c)
-        extra = cp.Variable()  # lower limit: the constants of every assigned sequence
+        extra = cp.Variable()
         constraints += [extra >= cp.multiply(alone, m[:, j]), load + extra <= end]
     cp.Problem(cp.Minimize(end), constraints).solve(solver=cp.HIGHS)
     return np.asarray(np.argmax(m.value, axis=1), dtype=np.int64)
 
 
 def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Solve Eq. 1: for each V, o[i, j] in {0, 1} that minimise the largest micro-batch, of at most MaxLen tokens each.
+    """Solve Eq. 1: for each V, o[i, j] in {0, 1} that minimise the largest micro-batch, of at most MaxLen tokens.
 
     Returns:
         The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
@@ -75,7 +70,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # One program per V stays linear. V beyond the range of Appendix C is used only if capacity requires it.
+    # One program per V stays linear.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):
@@ -94,12 +89,11 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
 
 
 def _least_largest(work: Floats, lengths: Floats, count: int, max_len: float) -> Ints | None:
-    """Return the assignment to `count` micro-batches with the least largest one; None if they cannot hold all."""
     cp = _cvxpy()
     o = cp.Variable((len(work), count), boolean=True)
     largest = cp.Variable()
     constraints = [cp.sum(o, axis=1) == 1, lengths @ o <= max_len, work @ o <= largest]
-    # Sequence i only needs the first i + 1 micro-batches, which excludes symmetric solutions.
+    # Excludes symmetric solutions.
     constraints += [o[i, j] == 0 for i in range(min(len(work), count)) for j in range(i + 1, count)]
     program = cp.Problem(cp.Minimize(largest), constraints)
     program.solve(solver=cp.HIGHS)

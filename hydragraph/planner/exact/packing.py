@@ -31,9 +31,9 @@ class Packing:
     """Micro-batches of one pipeline.
 
     Attributes:
-        seconds: value of the objective; see the module docstring.
+        seconds: value of the objective.
         seconds_1f1b: the 1F1B recurrence.
-        bound: lower bound of the objective with V in the range of Eq. 1.
+        bound: lower bound of the objective.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -60,15 +60,14 @@ def pack(
     """Pack sequences into micro-batches of at most MaxLen tokens.
 
     Args:
-        lengths: tokens per sequence; zeros are left out.
-        devices: number of devices that share the state; default: this pipeline's own.
-        objective: "published" is Eq. 1; "sum" the estimate that `assign` minimises; "1f1b" the better of both in its
-            best order.
+        lengths: tokens; zeros are left out.
+        devices: number that share the state; default: the pipeline's.
+        objective: "published" is Eq. 1; "sum" what `assign` minimises; "1f1b" the better of both, reordered.
         method: "exact" solves Eq. 1 through cvxpy (slow).
-        kicks: search effort for each V.
+        kicks: for each V.
 
     Raises:
-        Unsupported: a sequence is longer than MaxLen, or the profile does not contain the scheme.
+        Unsupported: a sequence is longer than MaxLen, or the scheme is not in the profile.
     """
     pipeline = profile.pipeline(scheme, devices or scheme[0] * scheme[1])
     if method == "exact":
@@ -92,7 +91,6 @@ def pack_pipeline(
         climb: rounds of improving the order of micro-batches.
     """
     if objective == "1f1b":
-        # No search optimizes the recurrence directly.
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
         packing = min(both, key=lambda p: p.seconds_1f1b)
         return replace(packing, seconds=packing.seconds_1f1b, bound=float(pipeline.work(lengths).sum()))

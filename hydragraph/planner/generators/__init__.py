@@ -1,1 +1,1 @@
-"""Candidate strategies, one method per file: groups of devices, pipelines, and the layers and memory of each."""
+"""Candidate strategies, one method per file."""

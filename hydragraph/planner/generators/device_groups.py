@@ -1,13 +1,8 @@
-"""Tensor-parallel groups inside nodes: equal devices in groups of one degree, stragglers in small ones.
+"""Tensor-parallel groups inside nodes: of one degree for equal devices, small ones for stragglers.
 
-A group is as slow as its slowest device (Malleus: y = rho_k max x_g). So devices of a node are sorted, the slowest
-first, and consecutive runs form the groups, which is optimal for given sizes (Malleus, theorem 1). Sizes do not
-decrease. Splits with the largest sum of 1 / y come first (theorem 2).
-
-Example: eight devices, one of rate 5.4, at most 4 in a group, rho = 1, 0.52, 0.28 for 1, 2, 4 ranks:
-
-    4 + 4          1 / (0.28 * 5.4) + 1 / 0.28                 = 4.2
-    1 + 1 + 2 + 4  1 / 5.4 + 1 / 1 + 1 / 0.52 + 1 / 0.28       = 6.7
+A group is as slow as its slowest device (Malleus: y = rho_k max x_g). Consecutive runs of a node's devices, the slowest
+first, are optimal for given sizes (Malleus, theorem 1). Sizes do not decrease. Splits with the largest sum of 1 / y
+come first (theorem 2).
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from itertools import product
 from hydragraph.cost.costs import Costs
 from hydragraph.planner.generators.group_prices import DeviceSite, Prices, site_of
 
-# Alternative splits of a node with stragglers, and maximum combinations of degrees.
+# Splits of a node with stragglers; combinations of degrees.
 SPLITS = 3
 COMBINATIONS = 256
 
@@ -42,7 +37,7 @@ class Group:
 
     @property
     def form(self) -> GroupForm:
-        """Key of times and memory: groups of one form are interchangeable."""
+        """Key: groups of one form are interchangeable."""
         return GroupForm(self.site, self.tp, self.rate)
 
 
@@ -68,7 +63,7 @@ class NodeDevices:
 
 
 def nodes_of(costs: Costs) -> tuple[NodeDevices, ...]:
-    """Return the devices that are not lost, by node and site."""
+    """Return running devices by node and site."""
     by_node: dict[tuple[int, DeviceSite], list[int]] = {}
     for rank in range(costs.ranks):
         if math.isfinite(costs.health.rate(rank)):
@@ -95,7 +90,7 @@ def splits(count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return groups of one degree; the remainder comes first, in as few smaller groups as possible."""
+    """Return groups of one degree; a remainder comes first, in few smaller groups."""
     left = count
     groups: list[int] = []
     for size in sorted((s for s in sizes if s <= degree), reverse=True):
@@ -105,7 +100,7 @@ def regular(count: int, degree: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float]) -> float:
-    """Return sum 1 / y of a split: layers per second of all groups (Malleus, theorem 2)."""
+    """Return sum 1 / y of a split (Malleus, theorem 2)."""
     total = 0.0
     first = 0
     for size in split:
@@ -117,11 +112,10 @@ def power(node: NodeDevices, split: Sequence[int], seconds: Mapping[int, float])
 def groupings(
     costs: Costs, prices: Prices, nodes: Sequence[NodeDevices], *, split: bool = True, symmetric: bool = False
 ) -> list[tuple[Group, ...]]:
-    """Return groupings to examine: a degree per type of device, and the best splits of nodes with stragglers.
+    """Return groupings: a degree per type of device, and the best splits of nodes with stragglers.
 
     Args:
-        split: whether nodes with stragglers may be split unevenly.
-        symmetric: whether all types have one degree.
+        split, symmetric: as in `malleus_autohet.Way`.
     """
     sites = list(dict.fromkeys(node.site for node in nodes))
     largest = {site: max(len(n.devices) for n in nodes if n.site == site) for site in sites}
@@ -146,7 +140,6 @@ def groupings(
 def _split(
     node: NodeDevices, degree: int, degrees: Sequence[int], seconds: Mapping[int, float], place: int, split: bool
 ) -> tuple[int, ...]:
-    """Return a regular split or, with stragglers, the place-th best."""
     even = regular(len(node.devices), degree, degrees)
     if not (split and node.uneven) or place == 0:
         return even
@@ -154,7 +147,7 @@ def _split(
     ranked = _ranked(node, sizes, tuple(seconds[d] for d in sizes))
     if place == 1:
         return ranked[0]
-    # After the best split: those with the fewest groups and at least 0.9 of its power, for few stages and pipelines.
+    # The fewest groups of at least 0.9 of the best power, for few stages and pipelines.
     best = power(node, ranked[0], seconds)
     near = [shape for shape in ranked if power(node, shape, seconds) >= 0.9 * best]
     return min(near, key=len)

@@ -1,7 +1,6 @@
-"""Seconds and bytes of a layer on a tensor-parallel group, for the search.
+"""Seconds and bytes of a mean layer on a healthy tensor-parallel group.
 
-Prices are those of a healthy group and a mean layer; a group with a straggler takes its rate times as long (Malleus: y
-= rho_k max x_g).
+A group with a straggler takes its rate times as long (Malleus: y = rho_k max x_g).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.pipeline import Stage
 from hydragraph.spec.stage_kind import StageKind, StagePart
 
-# Usable fraction of a device's memory: estimates are close to the exact walk, not above it.
+# Usable fraction of a device's memory; estimates may be slightly low.
 SAFETY = 0.99
 
 
@@ -48,11 +47,11 @@ class Option:
     """One way for a group to run its layers.
 
     Attributes:
-        aux_s: seconds of auxiliary values of a stage per micro-batch.
+        aux_s: auxiliary values of a stage per micro-batch.
         layer_s, first_s, last_s: forward and backward of a micro-batch, of a layer, the first and the last block.
-        state_bytes, first_bytes, last_bytes: weights and gradients, of a layer, the first and the last block.
+        state_bytes, first_bytes, last_bytes: their weights and gradients.
         kept_bytes: per layer and micro-batch in flight.
-        own_bytes: bytes independent of the layers: working memory and hidden states.
+        own_bytes: working memory and hidden states.
     """
 
     kind: StageKind
@@ -91,8 +90,8 @@ class Prices:
     def held(self, ahead: float, behind: float) -> tuple[float, float]:
         """Return bytes, with messages, per byte of a stage's weights and gradients: during activations, and at the end.
 
-        Equal shares are assumed. An owner sends weights to stages of other layers, and receives gradients from later
-        stages while it computes; at the end it has its own gradients and those of every pipeline.
+        With equal shares, an owner sends weights to stages of other layers, and receives gradients from later stages
+        while it computes; at the end it has those of every pipeline.
 
         Args:
             ahead, behind: fraction of all layers in earlier and in later stages.
@@ -113,7 +112,6 @@ class Prices:
         return np.array([rows[0], *rows])
 
     def _options(self, site: DeviceSite, tp: int) -> tuple[Option, ...]:
-        """Return the options of a group of `tp` ranks; none if the degree was not measured."""
         kinds = sorted(kind for kind in self.costs.profile.of(site.type).pieces if kind.tp == tp)
         return tuple(self._option(site, kind) for kind in kinds) if self.costs.sizes.allows(tp) else ()
 
@@ -207,14 +205,14 @@ def site_of(costs: Costs, rank: int) -> DeviceSite:
 
 
 def state_bytes(costs: Costs) -> float:
-    """Return the bytes of the whole state between steps."""
+    """Return the bytes of the state between steps."""
     learning = sum(bucket.size for bucket in costs.buckets if bucket.learns)
     frozen = sum(bucket.size for bucket in costs.buckets) - learning
     return float((costs.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * frozen)
 
 
 def reserves(costs: Costs, tokens: int) -> dict[int, float]:
-    """Return the bytes that every running rank holds: state in proportion to memory, and a mini-batch."""
+    """Return every running rank's bytes of state, in proportion to memory, and of a mini-batch."""
     usable = {r: costs.memory_of(r) for r in range(costs.ranks) if math.isfinite(costs.health.rate(r))}
     part = costs.home.copies * state_bytes(costs) / sum(usable.values())
     return {rank: part * memory + batch_bytes(tokens, tokens) for rank, memory in usable.items()}

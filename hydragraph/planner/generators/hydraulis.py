@@ -1,17 +1,16 @@
 """Proposal of strategies from the data's length histogram (Hydraulis, section 7).
 
 The paper fills t[n][l], the least time of n devices for all sequences of length <= l (Eq. 4). Here, F(l) is the number
-of devices that the sequences of length <= l need within a time t:
+of devices that these sequences need within a time t:
 
     F(l) = min over schemes k with MaxLen(k) >= l and l' < l of F(l') + units(k, l', l, t),
 
-where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisection on F(L) <= N finds t[N][L]; one F
-gives the plans of all lengths.
+where an interval (l', l] needs d >= S_k(l', l) / t pipelines of scheme k. Bisection on F(L) <= N finds t[N][L].
 
     N, L        devices, and the longest length
-    l, l'       lengths in levels of 128 tokens: `upto` and `above` in code
-    k           a scheme;  d  its number of pipelines, a multiple of 0.1, because a pipeline may serve several intervals
-    S_k(l', l)  seconds of all sequences of those lengths on one pipeline of k: a difference of `Histogram.work`
+    l, l'       levels of 128 tokens: `upto` and `above` in code
+    k, d        a scheme, and its number of pipelines, a multiple of 0.1
+    S_k(l', l)  seconds of these sequences on one pipeline: a difference of `Histogram.work`
     units       F(l) in tenths of a device
 
 Equations of Hydraulis -> functions:
@@ -43,7 +42,7 @@ STEP = 128
 PIPELINE_STEPS = 10
 # Minimum level of a proposal.
 SHORTEST = 8
-# Ratio of successive times for plans of shorter contexts.
+# Ratio of successive times of plans for shorter contexts.
 SWEEP = 1.03
 
 
@@ -53,8 +52,8 @@ class Histogram:
 
     Attributes:
         schemes: those that fit some sequence [K].
-        devices, levels: devices of each, and number of levels that it can take [K].
-        work: seconds of all sequences up to each level, on one pipeline [K, levels + 1].
+        devices, levels: devices of each, and levels that it can take [K].
+        work: seconds of all sequences up to each level on one pipeline [K, levels + 1].
     """
 
     schemes: tuple[Scheme, ...]
@@ -65,7 +64,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of a proposal: `pipelines` of a scheme, a multiple of 0.1, take the lengths in (above, upto]."""
+    """Part of a proposal: `pipelines`, a multiple of 0.1, take lengths in (above, upto]."""
 
     scheme: Scheme
     pipelines: float
@@ -88,16 +87,16 @@ class FractionalStrategy:
 def propose(
     profile: Schemes, lengths: Sequence[int], devices: int, context: int, *, limit: int | None = 64
 ) -> list[list[Scheme]]:
-    """Return candidate strategies, lists of one scheme per pipeline, the best expected first.
+    """Return strategies, lists of one scheme per pipeline, the best expected first.
 
     Args:
-        lengths: lengths of the data or a sample; longer ones count as `context`.
-        devices: number of devices; some may be idle.
+        lengths: of the data or a sample; longer ones count as `context`.
+        devices: some may be idle.
         context: the longest sequence, in tokens.
         limit: maximum number of strategies.
 
     Raises:
-        Unsupported: no measured scheme takes `context` tokens on this number of devices.
+        Unsupported: no measured scheme takes `context` tokens on the devices.
     """
     data = histogram(profile, lengths, devices, context)
     expected: dict[tuple[Scheme, ...], float] = {}
@@ -111,7 +110,7 @@ def propose(
 
 
 def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: int) -> Histogram:
-    """Return the work of all lengths by level; zeros are left out."""
+    """Return the work by level; zeros are left out."""
     tokens = np.minimum(np.asarray(lengths, dtype=np.int64), context)
     tokens = tokens[tokens > 0]
     if not len(tokens) or devices < 1 or context < 1:
@@ -120,7 +119,6 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
         s for s in profile.schemes if s[0] * s[1] <= devices and profile.max_len(s, devices) >= min(STEP, context)
     ]
     last = -(-int(context) // STEP)
-    # A scheme takes whole levels; one whose MaxLen is the context also takes the last level.
     reach = {s: min(last, profile.max_len(s, devices) // STEP) for s in usable}
     reach |= {s: last for s in usable if profile.max_len(s, devices) >= context}
     if max(reach.values(), default=0) < last:
@@ -134,7 +132,7 @@ def histogram(profile: Schemes, lengths: Sequence[int], devices: int, context: i
     rows = []
     for scheme in usable:
         pipeline = profile.pipeline(scheme, devices)
-        # Without micro-batches, every sequence bears its share of the c of a full one.
+        # Every sequence bears its share of the c of a full micro-batch.
         seconds = pipeline.work(tokens) + pipeline.c * tokens / pipeline.max_len
         rows.append(np.concatenate([[0.0], np.cumsum(np.bincount(level, seconds, last + 1)[1:])]))
     return Histogram(
@@ -150,10 +148,8 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
     """Fill F(l) in steps of 1 / `steps` device, and its scheme and l'.
 
     Args:
-        steps: steps per device and pipeline.
-        devices, levels, work: fields of a `Histogram`.
         units: output: F of each level [levels + 1].
-        by, below: output: the scheme of the last interval up to each level, and its l'.
+        by, below: output: scheme and l' of each level's last interval.
     """
     last = work.shape[1] - 1
     units[0] = 0
@@ -165,7 +161,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
             if upto > levels[k]:
                 continue
             for above in range(upto - 1, -1, -1):
-                # Slightly less: rounding must not add a tenth of a pipeline.
+                # Rounding must not add a tenth of a pipeline.
                 d = math.ceil((work[k, upto] - work[k, above]) * steps / t * (1.0 - 1e-12))
                 grown = max(d, 1) * devices[k]
                 if grown >= best:
@@ -181,7 +177,7 @@ def needed(t: float, steps: int, devices: Ints, levels: Ints, work: Floats, unit
 
 
 def proposals(data: Histogram, devices: int) -> list[FractionalStrategy]:
-    """Return the best plans by longest length, longest first; the plan of the last level, S[N][L], is exact."""
+    """Return the best plans, the longest length first; the first, S[N][L], is exact."""
     plans = [least(data, devices)]
     t = plans[0].seconds
     while True:
@@ -247,7 +243,7 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
     sizes = [tp * pp for tp, pp in schemes]
     reach = min(proposal.shares[-1].upto, context)  # the last level may end above the context
     longest = [profile.max_len(s, devices) >= reach for s in schemes]
-    # Not maximal: one more pipeline fits, so another strategy contains this one.
+    # Another strategy contains one that is not maximal.
     kept = []
     for counts in product(*choices):
         free = devices - sum(n * size for n, size in zip(counts, sizes, strict=True))
@@ -260,8 +256,8 @@ def roundings(proposal: FractionalStrategy, profile: Schemes, devices: int, cont
 def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> float:
     """Return an estimate of a strategy's seconds for all sequences up to a level.
 
-    Pipelines that take a level share it in proportion to their speed. This also holds for the sequences above each
-    pipeline's reach alone; the largest of these times counts.
+    Pipelines share a level in proportion to their speed. This also holds for the levels above each pipeline's reach
+    alone; the largest time counts.
     """
     index = {s: k for k, s in enumerate(data.schemes)}
     counts = np.bincount([index[s] for s in strategy], minlength=len(data.schemes)).astype(np.float64)
@@ -273,7 +269,6 @@ def expected_seconds(strategy: Sequence[Scheme], data: Histogram, upto: int) -> 
 
 def _fluid(counts: Floats, levels: NDArray[np.int64], work: Floats, upto: int) -> float:
     of_level = np.diff(work[:, : upto + 1], axis=1)  # [K, levels]
-    # Pipelines that share a level work at the sum of their rates.
     used = np.flatnonzero(counts)
     worst = 0.0
     for above in sorted({0, *(int(levels[k]) for k in used if levels[k] < upto)}):

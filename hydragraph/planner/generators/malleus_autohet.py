@@ -17,15 +17,14 @@ from hydragraph.planner.generators.group_prices import SAFETY, DeviceSite, Marke
 from hydragraph.planner.generators.pipelines_of_groups import Bench, Partition, numbers
 from hydragraph.planner.price_candidate import SearchCandidate
 
-# Priced partitions that are improved by exchanges.
+# Partitions improved by exchanges, and partitions kept.
 IMPROVED = 6
-# Partitions kept, including the improved ones.
 KEPT = 12
 # Partitions are kept up to this factor of the best one's seconds.
 WITHIN = 1.25
-# Groups slower than the healthiest by this factor may be better left idle.
+# Groups slower than the healthiest by this factor may be left idle.
 SLOW = 1.5
-# The weakest sites may also be better left idle, up to this fraction of all power.
+# The weakest sites may be left idle, up to this fraction of all power.
 WEAK = 0.3
 # Larger micro-batches overlap more traffic: sizes up to this are tried while they gain.
 LARGEST = 16
@@ -36,9 +35,9 @@ class Way:
     """A search method.
 
     Attributes:
-        split: whether nodes with stragglers are split into groups of different sizes.
-        symmetric: whether all types have one tensor-parallel degree.
-        published: whether AutoHet's equation 3, solved by SCIP, forms the pipelines, without improvement.
+        split: nodes with stragglers get groups of different sizes.
+        symmetric: all types have one degree.
+        published: SCIP forms the pipelines by AutoHet's equation 3, without improvement.
     """
 
     name: str
@@ -64,11 +63,11 @@ def search(
     safety: float = SAFETY,
     market: Market | None = None,
 ) -> list[SearchCandidate]:
-    """Return candidates for an iteration of equal sequences, the most promising first.
+    """Return candidates for equal sequences, the most promising first.
 
     Args:
-        reach: tokens that every pipeline must hold; default: its own micro-batch's.
-        until: deadline (of `time.monotonic`); then the results so far are returned.
+        reach: tokens that every pipeline must hold; default: its micro-batch's.
+        until: deadline for returning the results so far.
 
     Raises:
         Unsupported: no device is left.
@@ -79,10 +78,9 @@ def search(
     reserve = reserves(costs, sequences * length)
     free = {rank: safety * costs.memory_of(rank) - reserved_bytes for rank, reserved_bytes in reserve.items()}
     best = math.inf
-    # Of similar partitions only the best is kept, so that later steps get different ones.
     by_shape: dict[object, SearchCandidate] = {}
     seconds_by_shape: dict[object, float] = {}
-    last = math.inf  # seconds of the worst candidate that would be kept
+    last = math.inf  # seconds of the worst candidate to keep
 
     def worth() -> float:
         """Return the seconds below which a partition would be kept."""
@@ -101,7 +99,6 @@ def search(
                 break
             bench = _bench(costs, prices, groups, micro_batches, free)
             counts = {bench.forms.index(form): n for form, n in forms_of(groups).items()}
-            # All groups always busy: a lower bound.
             if micro_batches * bench.layers / sum(bench.speed[i] * n for i, n in counts.items()) > WITHIN * best:
                 continue
             for partition in _published(bench, counts) if way.published else _partitions(bench, counts, worth):
@@ -128,7 +125,7 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
     """Return whether any pipelines fit for single sequences.
 
     Args:
-        safety: usable fraction of a device's memory; may exceed 1.
+        safety: usable fraction of memory, even above 1.
     """
     nodes = nodes_of(costs)
     free = {
@@ -147,10 +144,6 @@ def fits(costs: Costs, sequences: int, length: int, safety: float = SAFETY) -> b
 def _partitions(
     bench: Bench, counts: dict[int, int], worth: Callable[[], float] = lambda: math.inf
 ) -> Iterator[Partition]:
-    """Yield partitions of all groups, and of those neither slow nor weak.
-
-    If none fits, yield pipelines of the groups with the most memory.
-    """
     fits = False
     for used, idle in _uses(bench, counts):
         for number in numbers(sum(used.values()), bench.micro_batches, bench.layers):
@@ -163,10 +156,7 @@ def _partitions(
 
 
 def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int], tuple[int, ...]]]:
-    """Yield possible sets of used groups, and the idle others.
-
-    Every pipeline needs a micro-batch and every stage a layer, so surplus groups are idle.
-    """
+    """Yield sets of used groups, and the idle others."""
     able = {i for i in counts if bench.holds(i)}
     if not able:
         return
@@ -184,7 +174,7 @@ def _uses(bench: Bench, counts: dict[int, int]) -> Iterator[tuple[dict[int, int]
 
 
 def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> Iterator[frozenset[int]]:
-    """Yield the groups without the weakest site, the two weakest, ..., while little power is lost."""
+    """Yield the groups without the weakest sites, while little power is lost."""
     power = {i: bench.speed[i] * counts[i] for i in able}
     of_a_device: dict[DeviceSite, float] = {}
     for i in able:
@@ -199,7 +189,6 @@ def _strong(bench: Bench, counts: Mapping[int, int], able: Collection[int]) -> I
 
 
 def _largest(bench: Bench, counts: dict[int, int]) -> Iterator[Partition]:
-    """Yield single pipelines of the 1, 2, ... groups with the most memory, until one is too small."""
     every = [i for i in sorted(counts, key=lambda i: (-bench.memory[i], -bench.speed[i], i)) for _ in range(counts[i])]
     for stages in range(1, min(len(every), bench.layers) + 1):
         if not bench.holds(every[stages - 1]):
@@ -233,7 +222,6 @@ def _bench(
     costs: Costs, prices: Prices, groups: Sequence[Group], micro_batches: int, free: Mapping[int, float]
 ) -> Bench:
     forms = list(forms_of(groups))
-    # The least free memory of a form counts.
     least = dict.fromkeys(forms, math.inf)
     for group in groups:
         least[group.form] = min(least[group.form], *(free[rank] for rank in group.devices))
@@ -241,7 +229,7 @@ def _bench(
 
 
 def sizes_of(costs: Costs, sequences: int, length: int) -> tuple[list[int], int]:
-    """Return possible sequences per micro-batch, and the number up to which they are tried without a gain."""
+    """Return possible sequences per micro-batch, and the largest number to try without a gain."""
     useful = max(max(profile.util.values(), default=1) for profile in costs.profiles)
     sizes = [1]
     while 2 * sizes[-1] <= min(sequences, LARGEST):

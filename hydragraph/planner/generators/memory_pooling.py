@@ -1,13 +1,13 @@
 """Layers of a candidate's pipelines if stages and owners of the state share all memory.
 
 The search gives every rank a fixed share of the state. If a first stage, with most micro-batches in flight, owns less,
-fewer stages have to recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers
-maximizes the room; with the lines of `price_candidate.owners`,
+fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers maximizes
+the room
 
     room_s = tp_s min((limit - need) / (state + beside), (limit - gradients) / (state + at_end)),   sum_s room_s >= 1,
 
-as fractions of the state; `beside` and `at_end` are an owner's messages. Bisection finds the least factor on all
-bounds. Within them, a price of seconds finds fast layers.
+as fractions of the state, with the lines of `price_candidate.owners`; `beside` and `at_end` are an owner's messages.
+Bisection finds the least factor on all bounds, and within them a price of seconds.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Required room, as fractions of the state: lines are approximate, and shares are rounded.
+# Required room, as fractions of the state.
 ROOMS = (1.01, 1.05)
-# Factors on the seconds of stages: the largest worthwhile gain, the maximum, and the minimum.
+# Factors on stages' seconds: the largest worthwhile gain, the maximum, and the minimum.
 WORTH = 0.985
 SLOWEST = 1.5
 QUICKEST = 0.5
-# Relative rounding error allowed over a bound.
 FORGIVEN = 1e-9
-# Precision of factors, and halvings for prices.
 NEARLY = 0.004
 _HALVINGS = 12
 
 
 class Stages(NamedTuple):
-    """The stages of a pipeline: arrays [S] or, for each option, [S, O].
+    """Stages of a pipeline: arrays [S] or, by option, [S, O].
 
     Attributes:
         layer, extra: seconds per layer, and of other blocks; infinite: no such option.
@@ -70,8 +68,8 @@ class Pool(NamedTuple):
 
     Attributes:
         state: bytes of the state.
-        whole: bytes of weights and gradients of a layer, over all pipelines.
-        ends: the same for the first and the last block.
+        whole: bytes of a layer's weights and gradients, in all pipelines.
+        ends: the same of the first and last block.
         pulled: fraction of weights in these.
         idle: room of ranks without layers, as a fraction of the state.
     """
@@ -91,7 +89,7 @@ class _Row(NamedTuple):
 
 
 def pooled(costs: Costs, candidate: SearchCandidate, tokens: int) -> Iterator[SearchCandidate]:
-    """Yield the candidate with layers that make it faster or fit, the least cautious first."""
+    """Yield the candidate with layers that make it faster or fit."""
     if costs.ranks == 1:
         return
     bench = candidate.bench
@@ -152,8 +150,6 @@ def _row(bench: Bench, laid: Laid, times: int, limits: Sequence[float], count: i
 
 
 def _least_factor(pool: Pool, rows: Sequence[_Row], needed: float) -> float | None:
-    """Return the least factor on stages' seconds that leaves `needed` room; None: not worthwhile."""
-
     def fits(factor: float) -> bool:
         return _room(pool, rows, factor) >= needed
 
@@ -177,7 +173,6 @@ def _share(pool: Pool, rows: Sequence[_Row], factor: float, needed: float) -> fl
 def _quick(pool: Pool, bench: Bench, row: _Row, factor: float, share: float) -> Laid:
     bound = factor * row.laid.each_s
     most, layers, chosen = roomiest(pool, row.stages, bound, 0.0)
-    # At this price only seconds count.
     low, high = 0.0, 1e3 / bound
     for _ in range(_HALVINGS):
         price = math.sqrt(max(low, 1e-6 * high) * high)
@@ -196,14 +191,13 @@ def roomiest(pool: Pool, of: Stages, bound: float, price: float) -> tuple[float,
 
     Args:
         bound: maximum seconds of a stage.
-        price: price of a second, as a fraction of the state.
+        price: of a second, as a fraction of the state.
 
     Returns:
-        the room (minus infinity if the layers do not fit), layers [S] and options [S].
+        The room (minus infinity if the layers do not fit), layers [S] and options [S].
     """
     layers = pool.layers
     stages, options = of.layer.shape
-    # Bytes of weights and gradients of a layer, and of the end blocks.
     weights = pool.whole * pool.pulled
     gradients = pool.whole * (1 - pool.pulled)
     end_weights = pool.pulled * pool.ends

@@ -1,12 +1,10 @@
 """Metis's search on `Costs`: stages over all devices, with different data parallelism.
 
-Metis's cost model only ranks plans; results are converted to pipelines, which `Costs` prices. A replica's ranks are in
-one node, and memory is per rank. It depends on the number of micro-batches in flight and thus on the number of stages,
-so the search runs for 1, 2, 4, ... in flight, with and without recomputation.
+Metis's cost model only ranks plans; `Costs` prices the resulting pipelines. A replica's ranks are in one node, and
+memory is per rank. The search runs for 1, 2, 4, ... micro-batches in flight, with and without recomputation.
 
-There are as many pipelines as the largest dp, dp_max; each replica of a stage serves dp_max / dp of them.
-
-Example: stages of dp 4 on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers:
+There are dp_max pipelines, as many as the largest dp; each replica of a stage serves dp_max / dp of them. Example: dp 4
+on ranks 0 to 3 and dp 2 on ranks 4 to 7 at tp 2, 3 and 5 layers:
 
     <[0]x3,[4,5]x5> + <[1]x3,[4,5]x5> + <[2]x3,[6,7]x5> + <[3]x3,[6,7]x5>
 """
@@ -37,12 +35,12 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# Maximum number of types; all orders are tried.
+# All orders of types are tried.
 _MOST_TYPES = 5
 # Messages in flight, as a fraction of weights and gradients; usable fraction of memory.
 _MESSAGES = 0.7
 _SAFETY = 0.97
-# Approximate seconds to simulate a micro-batch on a stage.
+# Seconds to simulate a micro-batch on a stage.
 _STEP_S = 1e-3
 # Metis's units: MB, and 2^20 bytes per millisecond.
 _MB = 2**20
@@ -53,7 +51,7 @@ class Staged:
     """A plan as pipelines.
 
     Attributes:
-        seconds: end of the last pipeline, without traffic of state; simulated, with traffic, if stages are shared.
+        seconds: end of the last pipeline; with traffic of state only if stages are shared.
     """
 
     strategy: Strategy
@@ -64,18 +62,18 @@ class Staged:
 def staged(
     costs: Costs, sequences: int, length: int, order: Order = "memory", until: float | None = None
 ) -> list[Staged]:
-    """Return plans for an iteration of equal sequences on all devices that are not lost.
+    """Return plans for equal sequences on all running devices.
 
     Args:
-        until: deadline (of `time.monotonic`); then the results so far, possibly none, are returned.
+        until: deadline for returning the results so far, possibly none.
 
     Raises:
         Unsupported: no plan was found, or devices are of too many types or rates.
     """
     devices = TypedDevices(costs)
     plans: dict[Strategy, Staged] = {}
-    likely: set[Strategy] = set()  # plans that fit with the search's number of micro-batches in flight
-    laid: dict[object, Staged | None] = {}  # searches often find the same plan
+    likely: set[Strategy] = set()  # fit with the search's number of micro-batches in flight
+    laid: dict[object, Staged | None] = {}
     for recompute in (False, True):
         if is_late(until):
             break
@@ -89,7 +87,7 @@ def staged(
             largest = max(tp for _, tp, _ in layers)
             best = _found(MetisProblem(profile, devices.cluster, sequences, largest, per_rank=True), order, until)
             if best is None:
-                continue  # with fewer in flight, a plan may fit
+                continue  # may fit with fewer in flight
             key = (best.types, best.groups, best.degrees, best.layers, best.batches, recompute)
             if key not in laid:
                 laid[key] = laid_out(costs, devices, best, length, recompute, until)
@@ -123,7 +121,7 @@ class TypedDevices:
             raise Unsupported(
                 "all devices are lost", where="plan", remedy="give a health in which some rank still runs"
             )
-        # After a node of odd size, groups of 1, 2, 4, ... ranks would span two nodes.
+        # Otherwise groups of 1, 2, 4, ... ranks would span two nodes.
         self._nodes = dict(sorted(nodes.items(), key=lambda item: -(len(item[1]) & -len(item[1]))))
         several = len({node for node, _ in nodes}) > 1
         types: dict[str, MetisDeviceType] = {}
@@ -145,11 +143,10 @@ class TypedDevices:
         self.cluster = MetisCluster(types, tuple((kind, len(ranks)) for (_, kind), ranks in self._nodes.items()))
 
     def ranks(self, types: tuple[str, ...]) -> list[int]:
-        """Return the ranks in the given order of types."""
         return [rank for kind in types for (_, of), ranks in self._nodes.items() if of == kind for rank in ranks]
 
     def example(self, kind: str, count: int) -> tuple[int, ...] | None:
-        """Return `count` ranks of a type in one node; None if no node has as many."""
+        """Return `count` ranks of a type in one node, if any."""
         largest = max((ranks for (_, of), ranks in self._nodes.items() if of == kind), key=len)
         return tuple(largest[:count]) if len(largest) >= count else None
 
@@ -176,8 +173,6 @@ def _found(problem: MetisProblem, order: Order, until: float | None) -> FoundPla
 
 
 class _Layer(NamedTuple):
-    """Seconds of a layer's forward and backward, bytes of its state and of a micro-batch."""
-
     seconds: float
     state: float
     kept: float
@@ -189,7 +184,6 @@ def _layers(
     divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
     replicas = [1 << i for i in range(devices.cluster.devices.bit_length())]
     sizes = {sequences // dp // batches for dp in replicas for batches in divisors} - {0}
-    # Uneven shares are priced by their binary digits.
     sizes |= {1 << i for i in range(sequences.bit_length())}
     measured_layers = {}
     for kind in devices.cluster.counts:
@@ -220,7 +214,7 @@ def _measured(costs: Costs, stage: Stage, sequences: int, length: int) -> list[_
 
 def _one(costs: Costs, stage: Stage, span: tuple[int, int], sequences: int, length: int) -> _Layer:
     pieces = costs.pieces(costs.cluster.type_of(stage.devices[0]), stage.kind)
-    # Bytes are linear in equal sequences: one and two suffice.
+    # Bytes are linear in equal sequences.
     one, two = (MicroBatch(n * length, n) for n in (1, 2))
     state = 0.0
     kept = 0.0
@@ -251,12 +245,11 @@ def _profile(
     last = costs.outline.layers - 1
     first, middle, end = (float(_gradients(costs, layer)) for layer in (0, min(1, last), last))
     hidden = costs.sizes.hidden_bytes
-    # `Costs.fixed` adds traffic of state and update for whole strategies.
     return MetisProfile(measurements, (first, middle, end), 0.0, 0.0, hidden, length, hidden)
 
 
 def _gradients(costs: Costs, layer: int) -> int:
-    """Return the gradient bytes of a layer's blocks; a shared weight counts at its first use."""
+    """Return a layer's gradient bytes; a shared weight counts at its first use."""
     blocks = costs.outline.blocks[slice(*costs.outline.span(layer, layer + 1))]
     users = dict(costs.outline.buckets)
     return GRADIENT_BYTES * sum(b.size for b in costs.buckets if b.learns and users[b.name][0] in blocks)
@@ -265,8 +258,7 @@ def _gradients(costs: Costs, layer: int) -> int:
 def pipelines_of(plan: StagePlan, ranks: list[int], recompute: bool = False) -> tuple[Pipeline, ...]:
     """Return a plan's stages as pipelines, which share the replicas of smaller dp.
 
-    Args:
-        plan: its degrees of data parallelism divide the largest.
+    Each degree of data parallelism must divide the largest.
     """
     count = max(dp for dp, _ in plan.degrees)
     by_stage: list[list[Stage]] = []
@@ -286,7 +278,7 @@ def laid_out(
     """Convert a search result to priced pipelines with sequences.
 
     Returns:
-        None if stages cannot be shared like this, or the simulation would end after the deadline.
+        None if stages cannot be shared, or the simulation would end after the deadline.
     """
     pipelines = pipelines_of(found, devices.ranks(found.types), recompute)
     try:
@@ -295,7 +287,6 @@ def laid_out(
         return None
     together = max(1, found.problem.batch // (found.batches * len(pipelines)))
     load = [length] * together
-    # Pipelines that share a stage are equally fast.
     seconds = [
         1.0 if strategy.shares else max(sum(s.apart(load)) for s in costs.stages(pipeline)) for pipeline in pipelines
     ]
@@ -309,7 +300,7 @@ def laid_out(
 
 
 def _assigned(batch: int, together: int, seconds: Sequence[float], length: int) -> Assignment:
-    """Assign each sequence to the pipeline where it ends first, in even micro-batches of at most `together`."""
+    """Assign each sequence where it ends first, in even micro-batches of at most `together`."""
     counts = [0] * len(seconds)
     queue = [(pipeline_s, p) for p, pipeline_s in enumerate(seconds)]
     heapq.heapify(queue)

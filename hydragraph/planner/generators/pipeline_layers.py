@@ -1,14 +1,14 @@
 """Distribution of layers over the stages of one pipeline.
 
-Stage j takes y_j seconds per layer and micro-batch, plus f_j if it has the first or last block; its memory holds at
-most cap_j layers. With m micro-batches a pipeline takes
+Stage j takes y_j seconds per layer and micro-batch, plus f_j with the first or last block, and holds at most cap_j
+layers. With m micro-batches a pipeline takes
 
     sum_j t_j + (m - 1) max_j t_j,   t_j = f_j + y_j l_j,   sum_j l_j = L,   1 <= l_j <= cap_j
 
 (AutoHet's cost; Malleus' layer ILP is its second term). Each stage also chooses an option, such as recomputation.
 
-For a bound T, stage j takes at most room_j(T) = max over options of min(cap, (T - f) / y) layers, so the least T is
-found layer by layer. A few larger T, with a smaller sum for a larger maximum, are also tried: they pay if m is small.
+For a bound T, stage j takes at most room_j(T) = max over options of min(cap, (T - f) / y) layers; the least T is found
+layer by layer. A few larger T, with a smaller sum, are also tried.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ Ints = NDArray[np.int64]
 
 # Multiples of the least bound to try.
 LOOSER = np.array([1.0, 1.03, 1.07, 1.15, 1.3, 1.6, 2.0, 3.0, 6.0, 1e9])
-# Relative rounding error of a layer over a bound.
 FORGIVEN = 1e-12
 
 
 @compiled
 def room(seconds: float, layer: Floats, extra: Floats, cap: Ints) -> int:
-    """Return the most layers that a stage can take within `seconds`, by any option [O]."""
+    """Return the most layers that a stage can take within `seconds`, by any option."""
     most = 0
     for o in range(len(layer)):
         left = seconds - extra[o]
@@ -48,11 +47,11 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
     Args:
         count: micro-batches, at least 1.
-        layer, extra: seconds per layer, and of other blocks, for each stage and option [S, O].
-        cap: the most layers that each can hold [S, O]; 0: unusable.
+        layer, extra: seconds per layer, and of other blocks, by stage and option [S, O].
+        cap: maximum layers [S, O]; 0: unusable.
 
     Returns:
-        sum and maximum of stages' seconds per micro-batch (infinite if layers do not fit), layers [S], options [S].
+        Sum and maximum of stages' seconds (infinite if layers do not fit), layers [S], options [S].
     """
     stages, options = layer.shape
     best_layers = np.zeros(stages, np.int64)
@@ -64,7 +63,6 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
     if not least < np.inf:
         return best_sum, best_max, best_layers, best_options
     top = 0.0
-    # Filling the fastest stages first minimizes the sum.
     seconds_below_zero = np.full(stages, -np.inf)
     for s in range(stages):
         for o in range(options):
@@ -107,12 +105,12 @@ def spread(layers: int, count: int, layer: Floats, extra: Floats, cap: Ints) -> 
 
 @compiled
 def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least T in which stages take all layers, each at least one; infinite: too little memory."""
+    """Return the least T for all layers, at least one per stage; infinite: too little memory."""
     stages = len(layer)
     if stages > layers:
         return np.inf
     stage_layers = np.zeros(stages, np.int64)
-    further = np.empty(stages)  # seconds of each stage with one more layer
+    further = np.empty(stages)  # with one more layer
     least = 0.0
     for s in range(stages):
         least = max(least, _with_one_more(0, layer[s], extra[s], cap[s]))
@@ -139,7 +137,6 @@ def least_bound(layers: int, layer: Floats, extra: Floats, cap: Ints) -> float:
 
 @compiled
 def _with_one_more(taken: int, layer: Floats, extra: Floats, cap: Ints) -> float:
-    """Return the least seconds in which a stage has `room` for one more layer."""
     seconds = np.inf
     for o in range(len(layer)):
         if cap[o] > taken:

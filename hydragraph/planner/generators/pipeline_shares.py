@@ -1,7 +1,7 @@
 """Distribution of micro-batches over pipelines with the earliest end (Malleus' data ILP).
 
 Pipeline i takes first_i + (m_i - 1) each_i for m_i micro-batches; sum m_i = M. By T, it can do floor((T - first_i) /
-each_i) + 1 of them, or none if T < first_i. The least T is found by bisection.
+each_i) + 1 of them, or none if T < first_i. Bisection finds the least T.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def able(seconds: float, first: float, each: float) -> int:
 
 @compiled
 def least_seconds(micro_batches: int, first: Floats, each: Floats, alike: Ints) -> float:
-    """Return the least T; infinite if no pipeline can do any micro-batch.
+    """Return the least T; infinite if no pipeline can run.
 
     Args:
-        first, each: seconds of the first and every further micro-batch, by kind of pipeline [K].
-        alike: number of pipelines of each kind [K].
+        first, each: seconds of the first and every further micro-batch [K].
+        alike: pipelines of each kind [K].
     """
     high = np.inf
     for k in range(len(first)):

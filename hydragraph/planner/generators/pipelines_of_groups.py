@@ -1,10 +1,7 @@
 """Assembly of groups into pipelines: balanced starts, improved by exchanges.
 
-A pipeline is a multiset of forms of groups, which determines its order, layers and options (`Bench.lay`). A partition
-is the number of pipelines of each multiset.
-
-Order: the slowest group first (Malleus, theorem 3; AutoHet), since the first stage keeps the most micro-batches. If
-memory differs, the largest first is also tried.
+A pipeline is a multiset of forms of groups, laid out by `Bench.lay`. The slowest group comes first (Malleus, theorem 3;
+AutoHet), since the first stage keeps the most micro-batches; if memory differs, the largest first is also tried.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from hydragraph.planner.generators.stage_layout import NUMBERS, awaited, most_la
 from hydragraph.spec.stage_kind import StageKind
 
 Multiset = tuple[int, ...]  # forms by index, ascending
-# Maximum up to which every number of pipelines is tried; beyond it, those of equal depth.
+# Every number of pipelines up to this is tried.
 EVERY = 16
-# Maximum partitions priced while improving one.
+# Partitions priced per improvement.
 EXCHANGES = 1500
 
 
@@ -38,9 +35,9 @@ class Laid:
     """A multiset of groups laid out as a pipeline.
 
     Attributes:
-        first_s: seconds of the first micro-batch, `exposed_s` included.
+        first_s: seconds of the first micro-batch, with `exposed_s`.
         exposed_s: seconds of pull and push without overlap.
-        each_s: seconds of every further micro-batch, i.e. of the slowest stage.
+        each_s: seconds of every further micro-batch.
         traffic_s: seconds of a rank's pull and push, without other traffic.
         stages_s: seconds of each stage for a micro-batch [stages].
         passing_s: seconds of each layer's pull and push [layers].
@@ -79,7 +76,6 @@ class Bench:
 
     Args:
         memory: bytes of a rank of each form, after its share of the state.
-        alone: whether there is only one rank.
     """
 
     def __init__(
@@ -111,12 +107,12 @@ class Bench:
 
     @property
     def least_bytes(self) -> float:
-        """Minimum bytes of all layers with one micro-batch in flight."""
+        """Minimum bytes of all layers, one micro-batch in flight."""
         options = [option for every in self.options for option in every]
         return self.layers * min(option.state_bytes + option.kept_bytes for option in options)
 
     def holds(self, form: int) -> bool:
-        """Return whether a group of a form has memory for a layer."""
+        """Return whether a group has memory for a layer."""
         bytes_per_byte = self._prices.held_by_flight[1, 1]
         options = self._numbers[form, : len(self.options[form])]
         most = (most_layers(o, self.memory[form], False, False, bytes_per_byte, 1, self.layers) for o in options)
@@ -129,7 +125,6 @@ class Bench:
             slow_first, large_first = (tuple(sorted(multiset, key=place.__getitem__)) for place in self._places)
             laid = [self._order(order, count) for order in dict.fromkeys((slow_first, large_first))]
             if not any(layout.order for layout in laid):
-                # For large first and last blocks: the most memory at the ends, or at the end.
                 ends = (*large_first[:1], *large_first[2:], *large_first[1:2])
                 laid += [self._order(order, count) for order in (ends, large_first[::-1])]
             able = [layout for layout in laid if layout.order]
@@ -152,13 +147,12 @@ class Bench:
         return Laid(order, tuple(layers.tolist()), kinds, first, exposed, further, traffic, seconds, passing)
 
     def passing(self, form: int, size: float) -> float:
-        """Return the seconds of a rank's pull and push of `size` bytes."""
+        """Return the seconds of a rank's pull and push."""
         return size * float(self._rows[form, 2])
 
     def _passing(self, form: GroupForm) -> float:
         if self._alone:
             return 0.0
-        # Owners in the node are reached over inner links, the others over cards.
         site = form.site
         away = 1 - self._prices.within(site)
         return max(away / (site.outer.bytes_per_s * min(1.0, site.cards)), (1 - away) / site.inner.bytes_per_s)
@@ -167,7 +161,7 @@ class Bench:
         """Return the seconds of an iteration.
 
         Args:
-            pipelines: number of pipelines of each multiset.
+            pipelines: number of each multiset.
             worth: from these seconds, a lower bound is enough.
         """
         number = sum(pipelines.values())
@@ -177,7 +171,7 @@ class Bench:
     def price_of(
         self, by_multiset: Mapping[Multiset, Laid], pipelines: Mapping[Multiset, int], worth: float = math.inf
     ) -> float:
-        """Return the seconds of an iteration for given layouts."""
+        """Return the seconds for given layouts."""
         laid = [by_multiset[multiset] for multiset in pipelines]
         if any(not layout.order for layout in laid):
             return math.inf
@@ -187,11 +181,11 @@ class Bench:
         seconds = float(least_seconds(self.micro_batches, first, each_s, alike))
         if len(laid) > 1 and seconds < worth:
             seconds = float(least_seconds(self.micro_batches, first + self.awaited(laid), each_s, alike))
-        # Traffic overlaps computation, but takes at least its own time.
+        # Traffic overlaps computation.
         return max(seconds, max(layout.traffic_s for layout in laid))
 
     def awaited(self, laid: Sequence[Laid]) -> list[float]:
-        """Return the seconds that each pipeline waits for others."""
+        """Return each pipeline's wait for others."""
         if len(laid) == 1:
             return [0.0]
         slowest = np.maximum.reduce([layout.passing_s for layout in laid])
@@ -206,7 +200,7 @@ class Bench:
         turns, more = divmod(groups[first], number)
         first_counts = [turns + 1] * more + [turns] * (number - more)
         quick = [0.0, *accumulate(repeat(self.speed[first], turns + 1))]
-        # (speed, stages, index): among equally fast pipelines, the shortest is first.
+        # Speed, stages and index: the shortest of equally fast pipelines is first.
         queue = [(quick[n], n, p) for p, n in enumerate(first_counts)]
         heapq.heapify(queue)
         members: dict[int, list[int]] = {}
@@ -221,7 +215,7 @@ class Bench:
         )
 
     def improved(self, start: Mapping[Multiset, int], idle: Multiset = (), until: float | None = None) -> Partition:
-        """Exchange or move groups between pipelines as long as that helps."""
+        """Exchange or move groups while that helps."""
         now = dict(start)
         resting = idle
         best = self.price(now)

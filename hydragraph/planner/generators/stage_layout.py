@@ -1,7 +1,7 @@
 """Layout and timing of a pipeline of groups (compiled).
 
-Under the default schedule stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also holds
-messages (`Prices.held`).
+By default, stage s of S has min(S - s, m) micro-batches in flight; an owner of the state also holds messages
+(`Prices.held`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hydragraph.planner.generators.pipeline_layers import spread
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Fields of a `group_prices.Option`; missing options have infinite times.
+# Fields of a `group_prices.Option`.
 NUMBERS = (
     *("layer_s", "aux_s", "first_s", "last_s"),
     *("state_bytes", "first_bytes", "last_bytes", "kept_bytes", "own_bytes"),
 )
 _LAYER, _AUX, _FIRST, _LAST, _STATE, _FIRST_BYTES, _LAST_BYTES, _KEPT, _OWN = range(9)
-# Columns of a form: slowdown; bytes that a rank has left after its share of the state; and seconds of a rank's pull and
-# push per byte of weights and gradients.
+# A form's slowdown; bytes left after a rank's share of the state; seconds of pull and push per byte of weights and
+# gradients.
 _RATE, _MEMORY, _PASSING = range(3)
-# Fractions: forward of a micro-batch's seconds; pulled of pulled and pushed bytes (16 against 32 bits).
+# Fractions: forward of a micro-batch; pulled of pulled and pushed bytes (16 against 32 bits).
 FORWARD = 1 / 3
 PULLED = 1 / 3
 
@@ -37,7 +37,6 @@ def most_layers(option: Floats, memory: float, first: bool, last: bool, held: Fl
 
     Args:
         option: `NUMBERS` [9].
-        first, last: whether the stage has the first and the last block.
         held: `Prices.held` [2].
     """
     outer = first * option[_FIRST_BYTES] + last * option[_LAST_BYTES]
@@ -63,7 +62,7 @@ def spread_over(
         held: `Prices.held_by_flight` [L + 1, 2, 2].
 
     Returns:
-        layers [S] and options [S]; empty if memory does not suffice.
+        Layers [S] and options [S]; empty if memory does not suffice.
     """
     stages = len(order)
     width = options.shape[1]
@@ -93,8 +92,8 @@ def timed(
     """Return the times of a pipeline with layers `taken` [S] and options `chosen` [S].
 
     Returns:
-        seconds of the first micro-batch, every further one, pull and push without overlap (part of the first), pull and
-        push of the slowest rank, each stage for one micro-batch [S], and each layer's pull and push [L].
+        Seconds of the first micro-batch, every further one, exposed pull and push (part of the first), the slowest
+        rank's pull and push, each stage for one micro-batch [S], and each layer's pull and push [L].
     """
     stages = len(order)
     seconds = np.empty(stages)
@@ -125,12 +124,12 @@ def timed(
 
 @compiled
 def exposed(seconds: Floats, passing: Floats) -> float:
-    """Return the seconds of pull and push not hidden by the first forward and the last backward.
+    """Return the exposed seconds of pull and push.
 
     Stage s pulls while the stages up to it compute the first forward, and pushes during their last backward.
 
     Args:
-        seconds, passing: seconds of each stage for a micro-batch, and for its pull and push [S].
+        seconds, passing: of each stage for a micro-batch, and for its pull and push [S].
     """
     pull = push = before = 0.0
     for s in range(len(seconds)):
@@ -145,7 +144,7 @@ def awaited(seconds: Floats, taken: Ints, of_layer: Floats, slowest: Floats) -> 
     """Return a pipeline's additional wait if each layer passes as slowly as in the slowest pipeline.
 
     Args:
-        seconds, taken: seconds of each stage for a micro-batch, and its layers [S].
+        seconds, taken: of each stage for a micro-batch, and its layers [S].
         of_layer, slowest: each layer's pull and push, here and in the slowest pipeline [L].
     """
     stages = len(seconds)

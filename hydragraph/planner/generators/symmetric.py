@@ -1,9 +1,6 @@
 """Simple plans: pipelines of one depth and degree in node order, with equal layers or layers by speed.
 
 Megatron-LM (equal layers and batches) and Whale (batches by speed) make these.
-
-Example: nodes of 2 and 2 ranks, 6 layers: <[0]x3,[1]x3> + <[2]x3,[3]x3>, and with stages across nodes <[0]x3,[2]x3> +
-<[1]x3,[3]x3>; if ranks 2 and 3 are twice as fast, <[0]x2,[2]x4> + <[1]x2,[3]x4>.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 Floats = NDArray[np.float64]
-# Plans kept of each category: equal layers, layers by speed, one group, one node.
+# Plans kept of each category.
 KEPT = 4
 
 
@@ -39,7 +36,7 @@ class Simple:
 
     Attributes:
         together: sequences per micro-batch.
-        seconds: seconds of the slowest pipeline, by AutoHet's cost, without traffic.
+        seconds: by AutoHet's cost, without traffic.
     """
 
     strategy: Strategy
@@ -78,13 +75,12 @@ def simple(
 
     Args:
         sizes: possible sequences per micro-batch.
-        reach: tokens that every pipeline must hold; default: its own micro-batch's.
         apart: include plans on one node.
     """
     market = market or Market(costs)
     nodes = nodes_of(costs)
     sets = [nodes, *(((node,) for node in _strongest(nodes)) if apart and len(nodes) > 1 else ())]
-    every: list[tuple[str, int, _Groups]] = []  # category, degree and groups
+    every: list[tuple[str, int, _Groups]] = []
     for number, some in enumerate(sets):
         for degree in _degrees(costs):
             groups = _groups(costs, some, degree, sequences * length, safety)
@@ -144,7 +140,6 @@ def _degrees(costs: Costs) -> list[int]:
 
 
 def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int, safety: float) -> _Groups | None:
-    """Return running devices in groups of a degree; None if they do not divide evenly."""
     state = reserves(costs, tokens)
     ranks = []
     sites = []
@@ -162,7 +157,7 @@ def _groups(costs: Costs, nodes: Sequence[NodeDevices], degree: int, tokens: int
 def _priced(
     prices: Prices, groups: _Groups, degree: int, micro_batches: int
 ) -> Iterator[tuple[tuple[int, bool, bool], _Laid]]:
-    """Yield pipelines of all groups: (depth, order, whether layers are by speed), and the result."""
+    """Yield (depth, order, whether layers are by speed), and the result."""
     count = len(groups.ranks)
     depths = [d for d in range(1, min(count, prices.layers) + 1) if count % d == 0 and count // d <= micro_batches]
     kinds, numbers = _options(prices, groups, degree)
@@ -183,8 +178,6 @@ def _priced(
 
 
 class _Rows:
-    """Seconds and bytes of stages [kinds, pipelines, stages]."""
-
     def __init__(
         self,
         groups: _Groups,
@@ -218,7 +211,6 @@ class _Rows:
         return bool((self._most[chosen, np.arange(len(layers))] >= layers).all())
 
     def balanced(self, layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return layers and kinds by the slowest pipeline's speed; zeros if none fit."""
         most = np.minimum(self._most, layers).astype(np.int64)
         slowest = (np.ascontiguousarray(rows.max(axis=1).T) for rows in (self._layer_s, self._extra_s))
         total, _, stage_layers, chosen = spread(layers, self._count, *slowest, np.ascontiguousarray(most.T))
@@ -233,7 +225,6 @@ class _Rows:
 
 
 def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKind], dict[str, Floats]]:
-    """Return the kinds common to all groups, the fastest first, and their numbers [kinds, groups]."""
     sites = list(dict.fromkeys(groups.sites))
     by_site = [{o.kind: o for o in prices.options(site, degree)} for site in sites]
     common = set.intersection(*map(set, by_site))
@@ -244,6 +235,5 @@ def _options(prices: Prices, groups: _Groups, degree: int) -> tuple[list[StageKi
 
 
 def _order(groups: int, depth: int, by_stage: bool) -> NDArray[np.int64]:
-    """Return the group of each stage [pipelines, stages]: pipeline after pipeline, or by stage."""
     every = np.arange(groups)
     return every.reshape(depth, -1).T if by_stage else every.reshape(-1, depth)

@@ -1,13 +1,12 @@
 """Metis's planner, its memory-aware variant, and the exact optimum of their search space.
 
-A plan divides all devices, one type after the other, into stages of consecutive ranks. Papers: Metis (USENIX ATC 2024)
-and Improved Intra-Operator Parallelism for Distributed LLM Training, whose Table 1 `benchmarks/plans.py --only metis`
-prints. `planner/generators/metis_stages.py` runs the search on `Costs`.
+A plan divides all devices into stages of consecutive ranks. Papers: Metis (USENIX ATC 2024) and Improved Intra-Operator
+Parallelism for Distributed LLM Training (Table 1: `benchmarks/plans.py --only metis`).
 """
 
 from hydragraph import attributes
 
-# Imported on first use: modules may import one another through the package.
+# Imported on first use, against circular imports.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph.planner.metis",
     {

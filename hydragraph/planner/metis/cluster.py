@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hydragraph.spec import cluster as spec
 
-# Metis's units: bandwidth, 2^20 bytes per millisecond, in bytes per second; memory in bytes.
 _BANDWIDTH = 2**20 * 1000
 _MEMORY = 2**30
 
@@ -22,7 +21,7 @@ class MetisDeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: between two devices in a node, in 2^20 bytes per millisecond. Metis ignores that between nodes.
+        bandwidth: between two devices in a node, in 2^20 bytes per millisecond.
         memory_gb: capacity in 2^30 bytes.
     """
 
@@ -39,7 +38,7 @@ class MetisCluster:
     """Nodes of typed devices.
 
     Attributes:
-        nodes: type and number of devices of each node; Metis's search visits types in this order.
+        nodes: type and devices of each, in order.
     """
 
     types: Mapping[str, MetisDeviceType]
@@ -57,7 +56,7 @@ class MetisCluster:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Number of devices of each type, in the order of the nodes."""
+        """Devices of each type, in order."""
         counts: Counter[str] = Counter()
         for kind, devices in self.nodes:
             counts[kind] += devices
@@ -87,7 +86,7 @@ class MetisCluster:
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Convert a cluster: the slowest link inside a node of each type, and its memory."""
+        """Convert a cluster, with the slowest link inside a node of each type."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}

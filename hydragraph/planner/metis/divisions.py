@@ -10,7 +10,6 @@ import numpy as np
 
 from hydragraph.planner.metis.problem import Ints
 
-# Divisions per call of a compiled function.
 _CHUNK = 4096
 
 

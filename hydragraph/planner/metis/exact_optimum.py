@@ -1,4 +1,4 @@
-"""The plan of least cost by Metis's model: dynamic programming over labels, with bounds.
+"""Plan of least cost by Metis's model: dynamic programming over labels, with bounds.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
 layers). An *option* is a stage's first rank, ranks and degrees; with its layers it is a step of the path. The cost is
@@ -10,12 +10,10 @@ far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
 
     A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
 
-Every completion has at least some t, o and g (`least`, by the same recurrence backwards); raising a label's t, o and g
-to these makes labels dominate more others.
+Every completion has at least some t, o and g (`least`); raising a label's to these makes it dominate more others.
 
-`sums[k]` is the least sum of stages with t <= caps[k], so a completion whose slowest stage lies between two caps costs
-at least (B - 1) caps[k - 1] + sums[k]; a label is dropped if, for every k, this reaches the best known plan. Orders and
-numbers of micro-batches are processed by their bound, the least first.
+`sums[k]` is the least sum of stages with t <= caps[k]: a completion whose slowest stage lies between two caps costs at
+least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
 _MIB = 1024.0 * 1024.0
-# Caps on the slowest stage, between its least time and the most that the best plan allows.
+# Caps on the slowest stage.
 _CAPS = 8
-# Relative rounding error.
 _ROUNDING = 1e-12
 
 
@@ -53,14 +50,14 @@ class Options(NamedTuple):
     Attributes:
         begin: first option of each rank, and the end [N + 1].
         size, dp, tp: ranks, replicas, and ranks of a replica [O].
-        first_row: first row of `upto`: a stage takes the largest difference of its rows [O + 1].
+        first_row: first row of `upto`; a stage takes the largest difference of its rows [O + 1].
         upto: milliseconds of the first layers [R, L + 1].
-        held: MB of the first layers, on the type that needs most [rows, L + 1].
+        held: largest MB of the first layers [rows, L + 1].
         memory_row: row of `held` [O].
-        limit: MB of the devices, together or of the smallest [O].
+        limit: MB of all devices or of the smallest [O].
         bandwidth: least of its types [O].
-        samples: samples per micro-batch and replica [O].
-        sync: B times the milliseconds outside layers of a last stage [O].
+        samples: per micro-batch and replica [O].
+        sync: B times a last stage's milliseconds outside layers [O].
         ahead: largest bandwidth of a stage that begins at each rank [N + 1].
     """
 
@@ -82,19 +79,18 @@ class Options(NamedTuple):
 def options_of(
     tables: Tables, kinds: Ints, places: Ints, batches: int, sizes: Ints, mixed_tp: bool, max_tp: int
 ) -> Options:
-    """Return every option of one order of types and B."""
+    """Return the options of one order of types and B."""
     ranks = kinds.size
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
-    # Arrays are made here: numba takes seconds to compile it.
+    # numba takes seconds to compile this
     o = Options(
         np.zeros(ranks + 1, np.int64),
         np.zeros(most, np.int64),
         np.zeros(most, np.int64),
         np.zeros(most, np.int64),
         np.zeros(most + 1, np.int64),
-        # Replicas of one type have one of two numbers of samples.
         np.zeros((most if types == 1 else 2 * types * most, columns)),
         np.zeros((most, columns)),
         np.zeros(most, np.int64),
@@ -104,7 +100,6 @@ def options_of(
         np.zeros(most),
         np.full(ranks + 1, np.inf),
     )
-    # Stages of one type, degree and size share a row of `held`.
     shared = np.full((types, degrees, tables.size_at.size), -1, np.int64)
     used = np.zeros(3, np.int64)
     write_options(tables, kinds, places, batches, sizes, mixed_tp, max_tp, o, shared, used)
@@ -139,7 +134,7 @@ def write_options(
     shared: Ints,
     used: Ints,
 ) -> None:
-    """Write every option; `shared` and `used` are as in `add_option`."""
+    """Write every option; see `add_option`."""
     ranks = kinds.size
     for start in range(ranks):
         o.begin[start] = used[0]
@@ -163,8 +158,8 @@ def add_option(
     """Add an option if it was measured.
 
     Args:
-        shared: rows of `held` by type, degree and micro-batch size; -1: none yet.
-        used: numbers of options, and of rows of `upto` and `held`.
+        shared: rows of `held` by type, degree and size; -1: none.
+        used: options, and rows of `upto` and `held`.
     """
     count, begun, held_row = used
     replicas = group >> d
@@ -210,7 +205,7 @@ def add_option(
     used[1] = rows
 
 
-# numba takes seconds to compile np.concatenate and the assignment of an array to a row.
+# numba takes seconds to compile np.concatenate.
 @compiled
 def write_row(rows: Floats, number: int, values: Floats) -> None:
     """Write a row [columns]."""
@@ -277,7 +272,7 @@ def took(o: Options, option: int, first: int, end: int) -> float:
 
 @compiled
 def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
-    """Return whether an option's devices hold layers first to end - 1."""
+    """Return whether devices hold layers first to end - 1."""
     memory_mb = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
     return bool(LEAST_MB + tables.factor * memory_mb <= o.limit[option])
 
@@ -305,13 +300,13 @@ def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> 
 
 
 def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
-    """Return lower bounds of completions after ranks n and layers l, for every n and l.
+    """Return lower bounds of completions after n ranks and l layers.
 
     Args:
-        caps: caps on the milliseconds of a stage, ascending [K].
+        caps: on a stage's milliseconds, ascending [K].
 
     Returns:
-        sums: least sum over stages, none slower than each cap [N + 1, L + 1, K].
+        sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
         least: least maximum t, o and g [N + 1, L + 1, 3].
         option, end: first stage of the completion of `sums` [N + 1, L + 1, K].
     """
@@ -329,7 +324,7 @@ def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats,
 def write_bounds(
     tables: Tables, o: Options, caps: Floats, sums: Floats, least: Floats, chosen: Ints, ends: Ints
 ) -> None:
-    """Write the bounds of completions before the last rank; see `bounds_of`."""
+    """Write the bounds of completions; see `bounds_of`."""
     ranks = o.begin.size - 1
     layers = tables.share.size
     many = caps.size
@@ -368,7 +363,7 @@ def write_bounds(
 def best_labels(
     tables: Tables, o: Options, batches: int, caps: Floats, sums: Floats, least: Floats, best: float, fewest: int
 ) -> tuple[Ints, int, int]:
-    """Search for a plan of at least `fewest` stages that costs less than `best`.
+    """Search for a plan of at least `fewest` stages cheaper than `best`.
 
     Returns:
         Origin of each label; the plan's last label, -1: none; number of labels.
@@ -458,7 +453,7 @@ def best_labels(
 def added(
     origin: Ints, value: Floats, made: int, before: int, option: int, end: int, new: Floats
 ) -> tuple[Ints, Floats, int]:
-    """Append a label, in larger arrays if necessary; return the arrays and the count."""
+    """Append a label; return the arrays and the count."""
     if made == value.shape[0]:
         value = longer(value, 2 * made)
         origin = longer(origin, 2 * made)
@@ -473,7 +468,7 @@ def added(
 
 @compiled
 def excess(batches: int, one: Floats, other: Floats) -> float:
-    """Return the maximum extra cost of one label over another from t, o and g."""
+    """Return the maximum extra cost of one label from t, o and g."""
     return float(
         (batches - 1) * max(0.0, one[1] - other[1]) + max(0.0, one[2] - other[2]) + max(0.0, one[3] - other[3])
     )
@@ -485,8 +480,8 @@ def is_needless(
 ) -> bool:
     """Return whether an existing label at the same place dominates the new one.
 
-    Unless the pending transfers are equal, it must be better at the next stage's least bandwidth, `slow`, than the new
-    one at the largest.
+    If pending transfers differ, it must be better at the next stage's least bandwidth, `slow`, than the new one at the
+    largest.
     """
     label = head
     while label >= 0:
@@ -555,7 +550,6 @@ def _plan_of_label(o: Options, origin: Ints, last: int) -> Ints:
 
 
 def _rows(o: Options, options: Sequence[int], bounds: Sequence[int]) -> Ints:
-    """Return a plan as rows: groups, dp, tp and first layers [4, S + 1]."""
     rows = np.zeros((4, len(bounds)), dtype=np.int64)
     for s, option in enumerate(options):
         rows[:3, s] = o.size[option], o.dp[option], o.tp[option]
@@ -573,7 +567,7 @@ class _Case(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best plan, with its `_rows` and the number of labels."""
+    """Best plan as rows, and the number of labels."""
 
     types: tuple[str, ...]
     batches: int
@@ -595,8 +589,8 @@ def optimum(
 
     Args:
         smallest: least ranks of a stage, a power of two.
-        known: a plan that is returned if no better one exists.
-        until: deadline (of `time.monotonic`); then the best plan so far is returned.
+        known: returned if no better plan exists.
+        until: deadline for returning the best so far.
     """
     tables = problem.tables
     best = known
@@ -633,10 +627,9 @@ def _solved(problem: MetisProblem, case: _Case, best: Optimum | None, fewest: in
     lowest = case.least[0, 0, 0]
     caps = np.full(1, np.inf)
     if batches > 1 and best is not None:
-        # With a slower stage, the pipeline alone costs as much as the best plan.
         others = batches * tables.generator + case.least[0, 0, 1] + case.least[0, 0, 2] + case.sums[0, 0, 0]
         highest = (best.cost - others) / (batches - 1)
-        # Equal sums may differ by rounding and must not exclude each other.
+        # Rounding must not exclude equal sums.
         caps = np.geomspace(lowest, max(lowest, highest), _CAPS) * (1.0 + _ROUNDING)
     sums, least, chosen, ends = bounds_of(tables, case.options, caps)
     for k in range(len(caps)):

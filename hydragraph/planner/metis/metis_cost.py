@@ -1,11 +1,10 @@
 """Metis's cost model of an iteration.
 
-    s, S      a stage, and the number of stages; its ranks are dp * tp, its layers a to b - 1
-    B, mbs    micro-batches of an iteration; samples of one per replica, batch // dp // B
+    s, S      a stage, and their number; its ranks are dp * tp, its layers a to b - 1
+    B, mbs    micro-batches; samples of one per replica, batch // dp // B
 
-A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
-over replicas by their speed at one sample; a share takes the sum over its binary digits: 5 samples take the time of 4
-plus that of 1. Then
+A stage of one type takes upto[b] - upto[a] for a micro-batch. One of several types splits its batch // B samples over
+replicas by speed at one sample; 5 samples take the time of 4 plus that of 1. Then
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max over types of the last stage of sync        time outside layers
@@ -14,7 +13,7 @@ plus that of 1. Then
           + sum_{s < S - 1} numbers sent / bandwidth          activations (numbers, not bytes, as in Metis)
           + B generator                                       data
 
-in milliseconds, with the least bandwidth of any type in a stage, or in a stage and its next.
+in milliseconds, with the least bandwidth of any type involved.
 """
 
 from __future__ import annotations
@@ -26,17 +25,15 @@ import numpy as np
 from hydragraph.kernels.numba_compiler import compiled
 from hydragraph.planner.metis.problem import Floats, Ints, StagePlan, Tables
 
-# Bytes per millisecond of a bandwidth of 1.
 _MIB = 1024.0 * 1024.0
 
-# The parts of a cost.
 PARTS = ("execution", "sync", "optimizer", "gradients", "activations", "generator")
 
 
 def parts(plan: StagePlan) -> dict[str, float]:
     """Return the milliseconds of each part of a plan's cost.
 
-    Faulty plans are priced as in Metis: see `StagePlan.faults`.
+    Faulty plans (`StagePlan.faults`) are priced as in Metis.
 
     Raises:
         ValueError: the profile has no measurement for a stage.
@@ -79,13 +76,13 @@ def cost(plan: StagePlan) -> float:
 def price(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, bounds: Ints, batches: int, count: int
 ) -> Floats:
-    """Return the parts [6] of a cost, infinite if something was not measured.
+    """Return the parts [6] of a cost, infinite if not measured.
 
     Args:
         kinds: type of each rank [N].
         groups, dp, tp: ranks, replicas, and ranks of a replica of each stage [S].
         bounds: first layer of each stage, and the end [S + 1].
-        count: stages to price: S, or 1 as Metis does for some plans.
+        count: stages to price: S, or 1 as Metis sometimes does.
     """
     layers = tables.share.size
     parts_ms = np.zeros(6)
@@ -128,13 +125,13 @@ def degree_index(tp: int) -> int:
 
 @compiled
 def one_type(kinds: Ints, start: int, size: int) -> bool:
-    """Return whether a group's devices are of one type, which are consecutive."""
+    """Return whether a group has one type; types are consecutive."""
     return bool(kinds[start] == kinds[start + size - 1])
 
 
 @compiled
 def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float:
-    """Return the least bandwidth of any type in a group."""
+    """Return the least bandwidth in a group."""
     least = tables.bandwidth[kinds[start]]
     if not one_type(kinds, start, size):
         for rank in range(start + 1, start + size):
@@ -144,7 +141,7 @@ def least_bandwidth(tables: Tables, kinds: Ints, start: int, size: int) -> float
 
 @compiled
 def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int) -> float:
-    """Return a micro-batch's milliseconds outside layers, on the slowest type; infinite if unknown."""
+    """Return milliseconds outside layers, on the slowest type; infinite if unknown."""
     m = size_index(tables, mbs)
     most = -np.inf
     for rank in range(start, start + size):
@@ -159,7 +156,7 @@ def sync_ms(tables: Tables, kinds: Ints, start: int, size: int, d: int, mbs: int
 
 @compiled
 def stage_bytes(tables: Tables, first: int, end: int, tp: int) -> float:
-    """Return the bytes of parameters on one rank of a stage."""
+    """Return a rank's bytes of parameters."""
     middle = end - first
     total_bytes = 0.0
     if first == 0:
@@ -181,7 +178,7 @@ def size_index(tables: Tables, mbs: int) -> int:
 def stage_ms(
     tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, first: int, end: int, batches: int
 ) -> float:
-    """Return a micro-batch's milliseconds in layers first to end - 1; infinite if not measured."""
+    """Return milliseconds in layers first to end - 1; infinite if not measured."""
     if one_type(kinds, start, size):
         kind = kinds[start]
         m = size_index(tables, tables.batch // dp // batches)
@@ -203,7 +200,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's milliseconds for its samples, summed over their binary digits."""
+    """Return a replica's milliseconds, summed over its samples' binary digits."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:
@@ -220,10 +217,7 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
 
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
-    """Return each replica's number of samples [dp], by speed at one sample.
-
-    A replica is as fast as its first device. All are -1 if a speed was not measured.
-    """
+    """Return each replica's samples [dp], by the speed of its first device; -1: not measured."""
     speed = np.zeros(dp)
     group = size // dp
     total = 0.0

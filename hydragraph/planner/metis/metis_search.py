@@ -34,9 +34,9 @@ class FoundPlan(StagePlan):
 
     Attributes:
         cost: `metis.cost` of the plan, in milliseconds.
-        steps: counted as in Table 1 of the improved paper; for "exact", the number of labels.
-        claimed: the cost that the published program prints for its best plan, which may count only the first stage or
-            lose layers; None for "exact".
+        steps: as in Table 1 of the improved paper; for "exact", labels.
+        claimed: cost that the published program prints, which may count only the first stage or lose layers; None for
+            "exact".
     """
 
     cost: float
@@ -59,14 +59,11 @@ def search(
     """Return the best plan of a search.
 
     Args:
-        profile: profile of the model; stretched to `layers` (`MetisProfile.stretched`).
-        cluster: all of its devices are used.
-        order: "naive", Metis's own; "memory", the improved paper's; "exact", the proven least cost.
-        max_tp: largest tensor-parallel degree; default: the profile's largest, for "exact" at most 4, since Metis
-            extrapolated larger ones.
-        mixed_tp: whether a replica may have devices of several types, which Metis prices like the first. Default: True
-            for the two searches, as published, and False for "exact".
-        groups: ranks of a stage for "exact": "all" powers of two (default), or "metis": none below ranks // stages.
+        profile: stretched to `layers` (`MetisProfile.stretched`).
+        order: "naive", Metis's; "memory", the improved paper's; "exact", the proven least cost.
+        max_tp: default: the profile's largest, for "exact" at most 4, since Metis extrapolated larger ones.
+        mixed_tp: allow replicas of several types, which Metis prices like the first; default: not for "exact".
+        groups: for "exact": stages of "all" powers of two (default), or "metis": of at least ranks // stages.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
@@ -88,13 +85,13 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     """Return the plan of least cost; see `search`.
 
     Args:
-        until: deadline (of `time.monotonic`) for `groups` "all"; then the best plan so far is returned.
+        until: deadline for `groups` "all".
     """
     best: Optimum | None = None
     if groups == "all":
         best = optimum(problem, mixed_tp, until=until)
     else:
-        # In these plans, each of S stages has at least ranks // S ranks; they are searched by this size.
+        # Plans are searched by their smallest stage: each of S stages has at least ranks // S ranks.
         ranks = problem.cluster.devices
         for smallest in (1 << i for i in range(ranks.bit_length())):
             best = optimum(problem, mixed_tp, smallest=smallest, fewest=ranks // (smallest + 1) + 1, known=best)
@@ -105,7 +102,7 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
 
 
 def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
-    """Return the best plan of Metis's or the memory-aware search; see `search`."""
+    """Return the best plan of Metis's or the memory-aware search."""
     steps = 0
     best: Best | None = None
     best_types: tuple[str, ...] = ()
@@ -116,7 +113,6 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
         places = problem.places(types)
         stages = 1 if twice else rows.shape[1]
         divisions_best = Best(*walk(problem.tables, kinds, places, rows, order, problem.max_tp, mixed_tp, stages))
-        # The second visit takes the same steps and prices all stages.
         steps += 2 * divisions_best.steps if twice else divisions_best.steps
         if best is None or divisions_best.cost < best.cost:
             best = divisions_best
@@ -137,7 +133,7 @@ def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool
     """Yield orders of types with divisions of ranks, and whether Metis visits these twice.
 
     In every order of types but the first, with the least number of stages above one, it first prices only the first
-    stage. Such orders never have one stage.
+    stage.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):

@@ -1,23 +1,21 @@
 """Metis's search and its memory-aware variant.
 
-For each order of types, division of the ranks into stages and number of micro-batches, every stage begins with data
-parallelism only. Layers go to stages by speed; if some do not fit, speeds are corrected by memory and layers divided
-again, at most three times. A *step* is a change of degrees (one stage halves dp and doubles tp) or a correction. The
-orders differ in the stage that changes first:
+For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
+parallelism only. Layers go to stages by speed, corrected by memory at most three times. A *step* is a change of degrees
+(one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes first:
 
     NAIVE   least memory left in the last division that fitted; if none did, largest dp
     MEMORY  shortest of memory at the first attempt; if all fitted, least memory left
 
-A walk ends with the first plan that fits at its first attempt, or when no stage can change. As in Table 1, steps that
-led to no plan are not counted.
+A walk ends with the first plan that fits at once, or when no stage can change. As in Table 1, only steps that led to a
+plan are counted.
 
 From the second order of types on, Metis's program prices divisions into two stages by their first stage only.
-`Best.claimed` is the plan it then reports; everything else prices plans in full, and skips those that lose layers or
-have an empty stage.
+`Best.claimed` is its plan; other plans are priced in full, and have all layers and no empty stage.
 
-    capacity[s]  [S]    the speed of stage s, as a fraction of all stages' speeds
-    split[q]     [7 L]  each layer in seven equal pieces
-    owner[q]     [7 L]  the stage of a piece; -1: none yet
+    capacity[s]  [S]    fraction of all stages' speeds
+    split[q]     [7 L]  layers in seven equal pieces
+    owner[q]     [7 L]  stage of a piece; -1: none
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# Pieces of a layer: a stage with more than half of them has the layer.
+# A stage with more than half of them has the layer.
 PIECES = 7
 ATTEMPTS = 3
-# MB of a stage without layers.
+# The MB of a stage without layers.
 LEAST_MB = 0.001
 
 
@@ -51,11 +49,10 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: number of steps of all walks that led to a plan.
-        cost: the lowest full price of a plan that can train; infinite without any.
-        batches, plan: number of micro-batches, and rows, of that plan.
-        claimed: the lowest price by Metis's program.
-        claimed_batches, claimed_plan: number of micro-batches, and rows, of the plan that it prints.
+        steps: of all walks that led to a plan.
+        cost: lowest full price of a plan that can train; infinite without any.
+        batches, plan: its micro-batches and rows.
+        claimed: lowest price by Metis's program.
     """
 
     steps: int
@@ -78,13 +75,13 @@ def walk(
     mixed_tp: bool,
     stages: int,
 ) -> tuple[int, float, int, Ints, float, int, Ints]:
-    """Walk the degrees of divisions into equally many stages; return the fields of `Best`.
+    """Walk the degrees of divisions into S stages; return the fields of `Best`.
 
     Args:
         kinds: type of each rank [N].
         places: label that a replica's ranks must share unless `mixed_tp` [N].
         divisions: ranks of each stage [divisions, S].
-        stages: number of stages that Metis prices on its first visit.
+        stages: number that Metis prices on its first visit.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -112,7 +109,6 @@ def walk(
             dp[:] = groups
             tp[:] = 1
             pending_steps = 0
-            # Whether `left` and `lacking` are set, which determines the order of changes.
             has_left = False
             has_lacking = False
             more = True
@@ -181,7 +177,7 @@ def can_train(places: Ints, groups: Ints, tp: Ints, bounds: Ints, layers: int, m
 
 @compiled
 def replicas_of_one_type(kinds: Ints, start: int, size: int, tp: int) -> bool:
-    """Return whether every run of tp ranks of a group has one type."""
+    """Return whether all runs of tp ranks have one type."""
     if tp == 1 or one_type(kinds, start, size):
         return True
     for first in range(start, start + size, tp):  # noqa: SIM110
@@ -216,7 +212,7 @@ def change(dp: Ints, tp: Ints, left: Floats) -> bool:
 
 @compiled
 def capacity_mb(tables: Tables, kinds: Ints, groups: Ints, limits: Floats) -> None:
-    """Write the MB of each stage's devices: their sum or, if each needs all, their minimum."""
+    """Write the MB of each stage's devices: their sum or, per rank, their minimum."""
     start = 0
     for s in range(groups.size):
         limits[s] = 0.0
@@ -249,7 +245,7 @@ def divide(
     """Divide layers over stages by speed and memory.
 
     Returns:
-        The attempt that fitted (0: none; -1: not measured), and the number of attempts that did not.
+        The attempt that fitted (0: none; -1: not measured), and the number of failed ones.
     """
     count = groups.size
     speed = np.zeros(count)
@@ -300,9 +296,9 @@ def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batche
 def memory_mb(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
 ) -> bool:
-    """Write the MB that each stage needs by Metis's count; return whether it was measured.
+    """Write each stage's MB by Metis's count; return whether it was measured.
 
-    Like Metis, it uses the type of rank 0, and for a stage of several types adds up all replicas of all devices.
+    Like Metis, it uses rank 0's type, and adds up all devices' replicas for mixed stages.
     """
     kind = kinds[0]
     start = 0
@@ -343,7 +339,7 @@ def memory_mb(
 
 @compiled
 def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int) -> float:
-    """Return the measured MB of layers first to end - 1, infinite if not measured."""
+    """Return the MB of layers first to end - 1, infinite if not measured."""
     m = size_index(tables, mbs)
     if m < 0 or not tables.known[kind, d, m]:
         return np.inf
@@ -423,7 +419,7 @@ def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None
 
 @compiled
 def give_pieces_forward(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Fill each stage but the last from the front; the piece that would fill a stage stays unassigned."""
+    """Fill each stage but the last from the front; the piece that would fill it stays unassigned."""
     at = 0
     end = split.size - 1 - PIECES
     for s in range(capacity.size - 1):

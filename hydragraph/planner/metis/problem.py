@@ -2,7 +2,7 @@
 
 T  types of devices, in the order of the cluster's nodes
 D  tensor-parallel degrees 2^d
-M  measured micro-batch sizes, ascending; `size_at[mbs]` is a size's entry, -1: not measured
+M  measured micro-batch sizes, ascending; `size_at[mbs]` is an index, -1: not measured
 L  layers
 
 upto[t, d, m, l]    [T, D, M, L + 1]  milliseconds of the first l layers, forward and backward
@@ -40,14 +40,14 @@ class Tables(NamedTuple):
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    share: Floats  # [L]: each layer's fraction of milliseconds, on the profile's first type, at degree and size 1
-    bandwidth: Floats  # [T], in units of 2^20 bytes per millisecond
+    share: Floats  # [L]: fraction of milliseconds of the first type, at degree and size 1
+    bandwidth: Floats  # [T], in 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
-    parameters: Floats  # [3]: bytes of the first, of a middle, and of the last layer
-    optimizer: float  # milliseconds of the model on one device, twice the profile's
+    parameters: Floats  # [3]: bytes of the first, middle and last layer
+    optimizer: float  # milliseconds on one device, twice the profile's
     generator: float  # milliseconds of one micro-batch
     activation: float  # numbers that a layer sends on, per sequence
-    logits: float  # numbers that the second-to-last layer sends on, per sequence (as in Metis)
+    logits: float  # the same of the second-to-last layer (as in Metis)
     batch: int  # sequences of an iteration
     factor: float  # factor on measured memory
     per_rank: bool  # whether each device must hold a stage's need itself
@@ -58,11 +58,10 @@ class MetisProblem:
     """Inputs of Metis's planning.
 
     Attributes:
-        cluster: a plan uses all devices.
-        per_rank: use hydragraph's rules: memory must fit into each device, and a replica's ranks are in one node.
+        per_rank: memory must fit into each device, and replicas into a node, unlike in Metis.
 
     Raises:
-        ValueError: a type of the cluster was not measured, or a number is out of range.
+        ValueError: a type was not measured, or a number is out of range.
     """
 
     profile: MetisProfile
@@ -86,7 +85,7 @@ class MetisProblem:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """The types of devices, in the order of `Tables`."""
+        """Types of devices, in the order of `Tables`."""
         return tuple(self.cluster.counts)
 
     def kinds(self, types: Sequence[str]) -> Ints:
@@ -122,7 +121,7 @@ class MetisProblem:
                     if entry is None:
                         continue
                     at = (t, tp.bit_length() - 1, m)
-                    # Accumulated like in Metis: its search breaks ties by the last bit.
+                    # Metis's search breaks ties by the last bit.
                     np.cumsum(entry.layers_ms, out=upto[at][1:])
                     memory[at] = entry.memory_mb
                     sync[at] = entry.forward_backward_ms - upto[at][-1]
@@ -160,10 +159,10 @@ class MetisProblem:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages of consecutive ranks, all devices of one type before those of the next.
+    """Stages of consecutive ranks, type after type.
 
     Attributes:
-        types: types in the order of ranks (Metis's node sequence).
+        types: in order (Metis's node sequence).
         groups: ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
     """
@@ -190,12 +189,12 @@ class StagePlan:
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """The first layer of each stage, and the end: Metis's layer partition."""
+        """First layers of stages, and the end."""
         return tuple(int(end) for end in np.cumsum((0, *self.layers)))
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Reasons why the plan cannot train the model."""
+        """Reasons why the plan cannot train."""
         reasons = []
         if sum(self.layers) < self.problem.layers:
             reasons.append(f"{self.problem.layers - sum(self.layers)} of {self.problem.layers} layers are in no stage")
@@ -206,10 +205,7 @@ class StagePlan:
 
     @property
     def lost_sequences(self) -> int:
-        """Maximum number of sequences that a stage omits.
-
-        Metis rounds batch // dp // B down: of a batch of 6, a stage of dp 4 computes 4.
-        """
+        """Maximum sequences that a stage omits: Metis rounds batch // dp // B down."""
         batch = self.problem.batch
         return batch - min(batch // dp // self.batches * dp * self.batches for dp, _ in self.degrees)
 

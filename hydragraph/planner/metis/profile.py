@@ -1,7 +1,7 @@
 """Metis's measurements of a model.
 
-Read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type of device:
-lists of layers under `samples`, or first, middle and last layer under `by_num_layers`.
+Read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type: lists of
+layers under `samples`, or first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Maximum degree and size for milliseconds of optimizer and batch generator.
+# Maximum degree and size for optimizer and batch generator.
 _MEASURED = 4
 
 
@@ -27,8 +27,8 @@ class Measurement:
     """One type of device at one tensor-parallel degree and micro-batch size.
 
     Attributes:
-        layers_ms: forward and backward of a micro-batch, layer by layer.
-        forward_backward_ms: milliseconds of all layers and the work between them; the excess is Metis's `fb_sync`.
+        layers_ms: forward and backward of a micro-batch.
+        forward_backward_ms: all layers and the work between them; the excess is Metis's `fb_sync`.
     """
 
     layers_ms: tuple[float, ...]
@@ -50,7 +50,7 @@ class Measurement:
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the measurement for another number of layers, the inner ones like the second."""
+        """Return the measurement for another number of layers, with inner ones like the second."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -62,10 +62,10 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: measurements of one number of layers. Metis's layer balancer uses the first one's type.
-        parameters_bytes: bytes of the first, middle and last layer.
-        optimizer_ms: milliseconds of the whole model's optimizer.
-        hidden: numbers per token that a layer sends on.
+        measurements: the first one's type balances layers.
+        parameters_bytes: of the first, middle and last layer.
+        optimizer_ms: of the whole model.
+        hidden: numbers per token that layers send.
         vocabulary: numbers per token of the output.
     """
 
@@ -91,13 +91,13 @@ class MetisProfile:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """The types of devices, in the order of the measurements."""
+        """Types of devices, in the order of the measurements."""
         return tuple(dict.fromkeys(kind for kind, _, _ in self.measurements))
 
     def stretched(self, layers: int) -> MetisProfile:
         """Return the profile for another number of layers (section 4.1 of the improved paper).
 
-        Inner layers must be equal; the optimizer's time grows with the layers.
+        Inner layers must be equal.
         """
         if layers == self.layers:
             return self
@@ -125,9 +125,8 @@ class MetisProfile:
         """Read files of measurements, or a folder of files named like Metis's.
 
         Args:
-            paths: a folder, or files; the first file's type comes first.
-            layers: number of layers to read if a file has several; default: the least.
-            hidden, sequence, vocabulary: see `MetisProfile`; required if no file has them, as in Metis's own.
+            layers: number to read if a file has several; default: the least.
+            hidden, sequence, vocabulary: required if no file has them, as in Metis's own.
 
         Raises:
             ValueError: a file is not a profile, or something is missing.
@@ -145,8 +144,7 @@ class MetisProfile:
             if not numbers:
                 raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from the first file that the operating system lists; in the published runs that was this
-        # one.
+        # Metis takes these from the file listed first, which was this one in the published runs.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(
