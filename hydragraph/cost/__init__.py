@@ -1,4 +1,4 @@
-"""Time, traffic and memory of a program; profiles, the event simulation, and accounts of real runs.
+"""Time, traffic and memory of a program: profiles, the event simulation, and accounts of real runs.
 
-This package does not choose strategies (`planner/`) or need a process group.
+This package neither chooses strategies (`planner/`) nor needs a process group.
 """

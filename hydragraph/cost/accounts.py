@@ -1,12 +1,7 @@
 """How one rank spent the seconds of an iteration, in a traced run or a simulation.
 
-Every second belongs to one kind. A wait for a message is split at the time when the other side started it: before that,
-the other rank was late (`LATE`); after that, the transfer counts.
-
-Example: rank 1 needs h2.0 from rank 0 at 3 s, rank 0 sends it at 5 s, and it arrives at 6 s.
-
-    LATE     3 to 5   rank 0 was still computing
-    P2P      5 to 6   the message
+A wait for a message is split when the other side starts it: before, the other rank was late (`LATE`); after, the
+transfer counts.
 """
 
 from __future__ import annotations
@@ -30,10 +25,10 @@ class TimeKind(Enum):
     PULL = "pull"  # starting it, and waiting for it; PUSH and P2P are alike
     PUSH = "push"
     P2P = "send/receive"
-    OFFLOAD = "offload"  # starting copies to and from host memory, and waiting for them
+    OFFLOAD = "offload"  # starting copies to and from the host, and waiting
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # ranks that had not yet sent, or had not reached the commit
+    LATE = "waiting for ranks"  # that have not sent, or not reached the commit
     OTHER = "between instructions"
 
 
@@ -68,8 +63,7 @@ class TimeAccount:
 
     Attributes:
         seconds: by kind; their sum is the rank's iteration.
-        transfers: by message, seconds since its last participant started it; in traces, only messages that a rank
-            waited for.
+        transfers: by message, seconds since its last participant started it; traces have only awaited messages.
     """
 
     seconds: Mapping[TimeKind, float]
@@ -77,7 +71,7 @@ class TimeAccount:
 
     @property
     def total(self) -> float:
-        """Seconds from the rank's first instruction to the end of its last."""
+        """Seconds from the first instruction to the last's end."""
         return sum(self.seconds.values())
 
 
@@ -99,12 +93,9 @@ class _OpenAccount:
 
 
 def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccount, ...]:
-    """Return every rank's account of one traced iteration.
+    """Return every rank's account of a traced iteration.
 
     Clock differences between hosts move seconds between `LATE` and transfers.
-
-    Args:
-        ranks: each rank's events of that iteration.
 
     Raises:
         ValueError: a name in the trace is not an instruction.
@@ -116,7 +107,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
         open_account, commit = _measured(rank, events, issued)
         sums.append(open_account)
         commits.append(commit)
-    # The last rank at the commit does not wait: its time is the commit's.
+    # The last rank at the commit does not wait.
     own = min(commits, default=0.0)
     for open_account, commit in zip(sums, commits, strict=True):
         open_account.seconds[TimeKind.COMMIT] += own
@@ -125,7 +116,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
-    """Return a function: (value, waiting rank) -> when the last participant started exchanging the value."""
+    """Return a function: (value, waiting rank) -> when the last participant started the exchange."""
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
@@ -133,7 +124,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
 
     def of(value: Value, rank: int) -> float:
-        # The sender identifies an activation by its receiver.
+        # An activation is named with its receiver.
         name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
         return began.get(name, float("-inf"))
 
@@ -168,7 +159,6 @@ def _measured(
 
 
 def _own(events: Sequence[TraceEvent]) -> Iterator[tuple[TraceEvent, float]]:
-    """Yield events, sorted by start, with their seconds excluding nested events."""
     open_: list[tuple[TraceEvent, float]] = []
     for event in events:
         while open_ and open_[-1][0].end <= event.begin:
@@ -196,7 +186,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # time at which the last rank has made the data
+Issues = Mapping[tuple[Op, str], float]  # when the last rank has made the data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:
@@ -218,7 +208,7 @@ def _predicted(timeline: Timeline, a: int, issues: Issues) -> TimeAccount:
     program = timeline.actors[a].program
     times = timeline.times[a]
     sums = _OpenAccount()
-    free = 0.0  # time at which computation could continue
+    free = 0.0  # when computation could continue
     for i in program.compute:
         instruction = program.instructions[i]
         for j in _awaited(timeline, a, i):

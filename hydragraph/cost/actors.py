@@ -1,7 +1,7 @@
 """Actors: the ranks of a stage, simulated as one.
 
-Ranks of a stage, and stages of equal pipelines, differ only in their partners, so a thousand ranks have a few dozen
-different programs.
+Ranks of a stage, and stages of equal pipelines, differ only in their partners: a thousand ranks have a few dozen
+programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StageMessage(NamedTuple):
     """A message between stages: a hidden state (ahead) or its gradient (back).
 
     Attributes:
-        position: position of the block that made the hidden state.
+        position: of the block that made the hidden state.
     """
 
     ahead: bool
@@ -42,13 +42,13 @@ def message_of(instruction: Instruction) -> StageMessage:
 
 @dataclass(frozen=True, eq=False)
 class ActorProgram:
-    """The instructions of one rank of an actor, by index.
+    """Instructions of one rank of an actor, by index.
 
     Attributes:
-        needs: for each instruction, those of other queues that must have ended.
-        compute, pulls, pushes, sends, receives, copies: the queues, in order; free instructions are in none.
-        messages: for each send, the message and its number of earlier sends.
-        before: for a free instruction, the computation before it; -1: none.
+        needs: instructions of other queues that must end before each.
+        compute, pulls, pushes, sends, receives, copies: queues, in order, without free instructions.
+        messages: of each send, and its number of earlier sends.
+        before: computation before each free instruction; -1: none.
     """
 
     instructions: tuple[Instruction, ...]
@@ -72,14 +72,13 @@ class ActorProgram:
         before = {}
         messages = {}
         latest = -1
-        copied: list[int] = []  # copies to the host that the next computation waits for, as their memory is freed
+        copied: list[int] = []  # copies that the next computation waits for, as their memory is freed
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
                 needs.append(())
                 before[i] = latest
                 continue
-            # Pulls and pushes run one after another, so the window adds no wait.
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             waited = {maker.get(value, i) for value in after}
@@ -123,10 +122,10 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: roles of its stage in every pipeline, or of its interleaved stages.
-        layers: half-open range of each interleaved stage.
-        program: program of one rank of an equal actor.
-        of: returns the instructions of each of its ranks.
+        roles: of its stage in every pipeline, or of its interleaved stages.
+        layers: half-open range of each stage.
+        program: of one rank.
+        of: returns the instructions of a rank.
     """
 
     ranks: tuple[int, ...]
@@ -147,16 +146,15 @@ class Actor:
 
     @cached_property
     def role_of(self) -> Mapping[int, PlacedRole]:
-        """The role of each micro-batch."""
+        """Role of each micro-batch."""
         return {m: role for role in self.roles for m in role.micro_batches}
 
     def receivers(self, message: StageMessage) -> tuple[int, ...]:
-        """Return the ranks of the stage that receives a message."""
+        """Return the ranks that receive a message."""
         return self._receivers[message]
 
     @cached_property
     def _receivers(self) -> Mapping[StageMessage, tuple[int, ...]]:
-        # The block of layer i is at position i + 1.
         receivers = {}
         for role in self.roles:
             first, end = self.layers[role.visit]
@@ -166,9 +164,8 @@ class Actor:
         return receivers
 
     def pairs(self, index: int) -> tuple[Pair, ...]:
-        """Return the (sender, receiver) pairs of a send: rank i of t serves receivers i, i + t, ..."""
+        """Return the (sender, receiver) pairs of a send: t ranks send to t receivers at a time."""
         message, turn = self.program.messages[index]
-        # The j-th send of t ranks goes to the j-th group of t receivers.
         receivers = self.receivers(message)[turn * len(self.ranks) :]
         return tuple(zip(self.ranks, receivers, strict=False))
 
@@ -197,13 +194,12 @@ def _actor(
     members: tuple[int, ...],
     compiled: dict[object, ActorProgram],
 ) -> Actor:
-    # Other ranks are lowered on demand: a thousand ranks have millions of instructions.
     def of(rank: int) -> tuple[Instruction, ...]:
         return placed_program(placement, "", mode, rank, ranks).instructions
 
     key: object = None
     if stage is not None:
-        # Beats determine the order of instructions; for interleaved stages, equal neighbours also do.
+        # Beats, and neighbours of interleaved stages, determine the order of instructions.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
@@ -219,7 +215,7 @@ def _neighbours(role: PlacedRole) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def rank_actors(programs: Sequence[RankProgram]) -> tuple[Actor, ...]:
-    """Return the actors of programs that were lowered one by one.
+    """Return the actors of separately lowered programs.
 
     Raises:
         ValueError: ranks of a stage run different instructions.
@@ -254,8 +250,7 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
         return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
 
-    # Ranks of a stage may send different numbers of messages, and frees follow sends; neither changes what they
-    # compute.
+    # The numbers of sends may differ between ranks of a stage.
     first = shape(programs[0])
     for other in programs[1:]:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):

@@ -10,23 +10,20 @@ from hydragraph.cost.curves import Curve, Table
 
 Scheme = tuple[int, int]  # (tp, pp): deployment of one pipeline on tp * pp devices
 
-# Values that every stage computes once per micro-batch, such as rotary tables.
+# Computed once per stage and micro-batch, such as rotary tables.
 AUX = "aux"
-# Per element of a home shard: fp32 weight, gradient and AdamW's two moments.
+# Per element: fp32 weight, gradient and AdamW's two moments.
 HOME_BYTES = 16
-# Per element of a stage's gradients, in fp32.
 GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MemoryLines:
-    """Memory of one compiled block for one micro-batch, as lines over its tokens.
-
-    Each line is (bytes, bytes per token); see `cost.footprint.Footprint` for their meaning.
+    """Memory of one compiled block for a micro-batch: lines (bytes, bytes per token) over its tokens.
 
     Attributes:
-        output, saved, forward, backward: as in the footprint.
-        keeps: the inputs that it saves unchanged.
+        output, saved, forward, backward: as in `cost.footprint.Footprint`.
+        keeps: inputs that are saved unchanged.
         added: whether products accumulate gradients in place.
     """
 
@@ -43,19 +40,16 @@ class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: seconds of forward and backward together for one micro-batch; approximate if those are tables.
-        parameters: elements of its weights on the rank.
-        kept: bytes per token held from a forward to its backward.
-        working, fixed: bytes of temporary values, per token and in addition.
-        frozen: elements of its weights that get no gradient.
+        seconds: of forward and backward; approximate if those are tables.
+        parameters: elements on the rank.
+        kept: bytes per token from forward to backward.
+        working, fixed: temporary bytes, per token and in addition.
+        frozen: elements without gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
-        reduced: hidden states that tensor-parallel ranks sum in forward and backward, if the seconds exclude these
-            sums.
-        during_sums: for each tensor-parallel sum of the backward, seconds per token of the weight gradients that are
-            computed while it runs (`passes/overlap_collectives.py`).
-        before_sums: for each of these sums, first those of the forward, seconds per token of the products that it adds
-            up over the ranks; 0 if it adds up something else.
-        held: its memory in more detail, if known.
+        reduced: hidden states that tensor-parallel ranks sum in forward and backward outside `seconds`.
+        during_sums: seconds per token of weight gradients computed during each sum of the backward
+            (`passes/overlap_collectives.py`).
+        before_sums: seconds per token of each sum's product, first those of the forward; 0 without a product.
     """
 
     seconds: Constants
@@ -80,27 +74,26 @@ class BlockPiece:
 
     @property
     def forward_only(self) -> Curve:
-        """The forward's curve of a piece without a backward, such as auxiliary values."""
+        """Forward curve of a piece that has no backward."""
         return self.forward if self.forward is not None else self.seconds
 
     def parts(self, recompute: bool | float) -> tuple[Curve, Curve]:
         """Return the forward and backward curves."""
         if self.forward is not None and self.backward is not None:
             return self.forward, self.backward
-        # Backward computes two products for each of the forward's.
         part = 1 / 4 if recompute else 1 / 3
         return self.seconds.times(part), self.seconds.times(1 - part)
 
 
 @dataclass(frozen=True)
 class PricedDevice:
-    """The device on which pieces were measured.
+    """Device on which pieces were measured.
 
     Attributes:
-        memory: bytes that a rank may use, without the margin.
-        elements: number of elements of the whole model's parameters.
-        itemsize: bytes of an element in the compute dtype.
-        frozen: elements of parameters without gradient and moments.
+        memory: bytes for a rank, without the margin.
+        elements: of the model's parameters.
+        itemsize: bytes in the compute dtype.
+        frozen: elements without gradient and moments.
     """
 
     name: str

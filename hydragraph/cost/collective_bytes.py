@@ -1,7 +1,7 @@
-"""Bytes that a rank sends to others of its stage while it computes a block under tensor parallelism.
+"""Bytes that a rank sends to others of its stage for a block under tensor parallelism.
 
-For a tensor of B bytes on t ranks, by a ring (Patarasuk and Yuan, 2009): an all-gather or a reduce-scatter sends
-(t - 1) / t * B, an all-reduce is one of each, 2 (t - 1) / t * B. The loss of a sharded head is left out.
+In a ring (Patarasuk and Yuan, 2009), an all-gather or reduce-scatter of B bytes sends (t - 1) / t * B, an all-reduce
+twice that. The loss of a sharded head is left out.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ _TIMES = {
 
 
 def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> int:
-    """Return the bytes that one rank sends in a block's forward and backward on a micro-batch."""
+    """Return the bytes that one rank sends in a block's forward and backward."""
     sizes = Sizes.of(variant, part, micro_batch)
     moved = sum(_moved(node, sizes) for module in (variant.forward, variant.backward) for node in module.graph.nodes)
     return moved * (part.tp - 1) // part.tp
 
 
 def _moved(node: fx.Node, sizes: Sizes) -> int:
-    """Return the bytes of a collective's whole tensor, twice for an all-reduce."""
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
     # A start's value is its result, then its operand. A reduce-scatter's operand is whole, otherwise the result.

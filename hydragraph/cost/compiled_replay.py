@@ -1,27 +1,20 @@
-"""The exact end of a pipeline with unequal stages and micro-batches.
-
-`replay` runs a schedule's table (`ir.schedules`); messages travel during computation.
+"""Exact end of a pipeline with unequal stages and micro-batches, by a schedule's table (`ir.schedules`).
 
     S, V            stages, micro-batches
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
-                    EARLY      what it computes before a forward without waiting for its message
+                    EARLY      before a forward, without waiting for its message
                     FORWARD, BACKWARD
-                    AHEAD      the message with a hidden state from stage s to s + 1
-                    BACK       the message with its gradient from stage s + 1 to s
-    F(s, x)         when the forward of the x-th micro-batch ends on stage s; m = order[x]
-    B(s, x)         when its backward ends there
+                    AHEAD      message with a hidden state from stage s to s + 1
+                    BACK       message with its gradient from stage s + 1 to s
+    F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
+    B(s, x)         end of its backward
 
-A row of the table is one or more stages on the same devices. It runs one action at a time, in order:
+A row of the table, one or more stages on the same devices, runs one action at a time, in order:
 
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
 
 An input gradient is such a B with its share of BACKWARD; a weight gradient does not wait.
-
-Example: two stages, micro-batches of 3 and 6 seconds on each; the forward is a third.
-
-    stage 0  F0 0-1, F1 1-3, B0 4-6, B1 10-14
-    stage 1  F0 1-2, B0 2-4, F1 4-6, B1 6-10
 """
 
 from __future__ import annotations
@@ -56,7 +49,7 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 class Scratch(NamedTuple):
     """Buffers of `replay`: ends [S, V], and progress of each stage and row [S].
 
-    After a replay, `clock` is the end of each row's last action.
+    `clock` becomes the end of each row's last action.
     """
 
     ends_f: Floats
@@ -85,9 +78,9 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
     """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
 
     Args:
-        table: table for `stages` stages and at least `count` micro-batches; further ones are skipped.
+        table: for `stages` stages and at least `count` micro-batches.
         rows: seconds by micro-batch number [M, S, 5].
-        order: micro-batch number at each position; the first `count` are read.
+        order: micro-batch number at each position.
         scratch: buffers for at least as many.
     """
     work, micro_batch, skip, stage = table
@@ -98,7 +91,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # Each stage continues until it waits for a neighbour; stages take turns, down for forwards, then up for backwards.
+    # Turns go down the stages for forwards, then up for backwards.
     down = True
     waiting = True
     while waiting:
@@ -123,7 +116,6 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
                     if s and done_f[s - 1] <= x:
                         waiting = True
                         break
-                    # Computed while the message is in flight.
                     now += rows[m, s, EARLY]
                     if s:
                         now = max(now, ends_f[s - 1, x] + rows[m, s - 1, AHEAD])

@@ -1,14 +1,14 @@
 """Measured errors of the cost model, by kind of instruction, type of device and rank.
 
-Each sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms
-of the latest samples.
+A sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms of
+the latest samples.
 
-    base of a type     the lower median over its ranks of the median over their forwards and backwards
-    straggler          a rank beyond that by more than a tenth, and by more than its own samples scatter
-    factor of a kind   the median of all samples of the type's other ranks, from 1/4 to 4
-    rate of a rank     the slowdown of a straggler beyond these factors
+    base of a type     lower median over its ranks of the median over their forwards and backwards
+    straggler          a rank beyond that by a tenth, and by more than its own samples scatter
+    factor of a kind   median of all samples of the type's other ranks, from 1/4 to 4
+    rate of a rank     slowdown of a straggler beyond these factors
 
-Stragglers within a tensor-parallel stage are not identified, since its ranks wait for one another.
+Stragglers within a tensor-parallel stage are not identified.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # samples of a rank needed for a correction
+LEAST = 5  # samples of a rank for a correction
 WINDOW = 64  # latest samples kept
-BOUND = 4.0  # a factor beyond it indicates another problem
-BEHIND = 1.1  # a straggler is slower than this
+BOUND = 4.0  # beyond it, something else is wrong
+BEHIND = 1.1  # a straggler's least slowdown
 CERTAIN = 4.0  # standard errors of a rank's median
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
@@ -44,8 +44,8 @@ class Corrections:
     """Correction factors from the samples of past steps.
 
     Attributes:
-        types: type of each rank's device; empty: no measurements.
-        samples: measured / predicted seconds of the last steps, the newest last.
+        types: of each rank's device; empty without measurements.
+        samples: measured / predicted seconds, the newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Corrections:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
 
     def with_step(self, ratios: Mapping[tuple[TimeKind, int], float]) -> Corrections:
-        """Return corrections with the measured / predicted seconds of one more step."""
+        """Return corrections with the measured / predicted seconds of another step."""
         grown = {key: (*self.samples.get(key, ()), ratio)[-WINDOW:] for key, ratio in ratios.items()}
         return replace(self, samples={**self.samples, **grown})
 
@@ -84,7 +84,7 @@ class Corrections:
 
     @property
     def health(self) -> Health:
-        """The ranks that are slower than others of their type, and their rates."""
+        """Ranks slower than others of their type."""
         rates = {}
         for type_ in dict.fromkeys(self.types):
             logs = {r: self._computing(r) for r, own in enumerate(self.types) if own == type_ and self._computing(r)}
@@ -93,7 +93,7 @@ class Corrections:
             base = median_low([median(samples) for samples in logs.values()])
             for rank, samples in logs.items():
                 behind = median(samples) - base
-                # 1.4826 median deviations are one standard deviation for normal errors.
+                # 1.4826 median deviations are a normal standard deviation.
                 scatter = 1.4826 * median(abs(x - median(samples)) for x in samples) / math.sqrt(len(samples))
                 if behind > max(math.log(BEHIND), CERTAIN * scatter):
                     rates[rank] = math.exp(behind)
@@ -145,12 +145,9 @@ class Corrections:
 
 
 def corrected(profile: Profile, corrections: Corrections, type_: str | None = None) -> Profile:
-    """Return a profile with corrected seconds.
-
-    Transfers are not part of the profile: `Costs` corrects their bytes.
+    """Return a profile with corrected seconds; `Costs` corrects the bytes of transfers.
 
     Args:
-        corrections: corrections of runs priced with it.
         type_: type of device; None: all.
     """
     factors = {kind: corrections.factor(kind, type_) for kind in (*COMPUTING, TimeKind.UPDATE, TimeKind.COMMIT)}
@@ -165,7 +162,6 @@ def corrected(profile: Profile, corrections: Corrections, type_: str | None = No
     update = profile.update
     if update is not None:
         update = update[0] * factors[TimeKind.UPDATE], update[1] * factors[TimeKind.UPDATE]
-    # The forward is about a third of a scheme's seconds.
     together = (ahead + 2 * back) / 3
     schemes = {scheme: constants.times(together) for scheme, constants in profile.schemes.items()}
     commit = factors[TimeKind.COMMIT]

@@ -36,7 +36,6 @@ class CostedWork:
         self._strategy = strategy
         self._batches = micro_batches_of(strategy, assignment)
         self.placement = place(costs.outline, strategy, assignment.counts)
-        # By (op, name), the stages that take part in an exchange.
         self.users = {(turn.op, turn.name): turn.stages for turn in exchanges(self.placement, "train")}
         self._last = {bucket_of(name): name for op, name in self.users if op is Op.PUSH}
         self._where = {stage.ranks[0]: stage for stage in self.placement.stages}
@@ -47,7 +46,7 @@ class CostedWork:
         self._moved: dict[object, Transfers] = {}
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """See `Priced`; blocks of one template take equally long."""
+        """See `Priced`; cached by template."""
         template = AUX if block == "aux" else self._templates[block]
         key = (op, template, tuple(ranks), tuple(micro_batches))
         if key not in self._computed:
@@ -68,7 +67,7 @@ class CostedWork:
             max(rate * self._seconds(name, stage.kind, template, op, batch) for name, rate in kinds)
             for batch in batches
         ]
-        # Measurements include tensor-parallel sums; a datasheet does not, so rings are added.
+        # Measurements include tensor-parallel sums; datasheets do not.
         if len(ranks) > 1 and block != "aux":
             at = costs.outline.index[block]
             role = stage.roles[0]
@@ -101,7 +100,7 @@ class CostedWork:
         return moved / min(costs.cluster.devices[rank].host_bytes_per_s for rank in ranks)
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`; equal buckets held by the same stages get the same object."""
+        """See `Priced`; equal buckets share the object."""
         costs = self._costs
         stages = self.users.get((op, bucket), ())
         weights = self._buckets[bucket_of(bucket)]
@@ -119,10 +118,10 @@ class CostedWork:
         return self._moved[key]
 
     def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`; buckets with the same home get the same object."""
+        """See `Priced`; buckets of one home share the object."""
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
-        # Streamed pushes are added at home; only the last one hands the sums on.
+        # Only a streamed bucket's last push hands the sums on.
         if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)
@@ -139,10 +138,7 @@ class CostedWork:
         return factor * self._batches[pipeline][micro_batch].tokens * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
-        """Return the bytes that each rank sends to the next one of its stage in tensor-parallel sums.
-
-        Sums included in measured curves are not counted.
-        """
+        """Return the bytes of tensor-parallel sums, outside measured curves, from each rank to the next."""
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
             t = len(placed.ranks)
@@ -173,10 +169,9 @@ class CostedWork:
         rate = costs.health.rate(rank)
         if not norm or math.isinf(rate):
             return 0.0
-        # Copies of a shard count once.
         return rate * norm * costs.owned(rank, learning=True) / costs.home.copies
 
     def handling(self, rank: int) -> float:
-        """See `Priced`; a lost rank, which takes no part, counts as healthy."""
+        """See `Priced`; a lost rank counts as healthy."""
         rate = self._costs.health.rate(rank)
         return rate if math.isfinite(rate) else 1.0

@@ -1,12 +1,12 @@
 """Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
 
-A strategy takes the seconds of its slowest pipeline (`PipelineCost.seconds`, the exact recurrence) plus those of pull,
-push, commit and update (`fixed`).
+A strategy takes its slowest pipeline's seconds (`PipelineCost.seconds`, exactly) plus those of pull, push, commit and
+update (`fixed`).
 
 Formulas of the papers -> functions:
 
     AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
-    Malleus, y = rho_k max x_g: a stage is as slow as its slowest rank   `Pricing.stages`; x_g is its `rate`
+    Malleus, y = rho_k max x_g: the slowest rank counts                  `Pricing.stages`; x_g is its `rate`
     Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking memory
     Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
 """
@@ -48,18 +48,17 @@ class Costs(Pricing):
     """Costs of strategies on a cluster.
 
     Args:
-        profile: profile of the model, for every type of device of the cluster.
-        cluster: one device per rank.
-        health: rates of ranks; None: those of the corrections.
-        home: owners of weights and optimizer state. A rule chooses them for the priced strategy (`of_strategies`), as
-            in a run; None: the rule "auto". Without nodes of its own, copies use the cluster's nodes.
-        blocks: exact memory of compiled graphs; None: the profile's lines.
-        state_bytes: bytes of weight and optimizer state, per trained element.
-        push_itemsize: bytes of a pushed gradient's element.
+        profile: of the model, for every type of the cluster.
+        health: None: that of the corrections.
+        home: owners of the state, possibly chosen by a rule for the priced strategy (`of_strategies`); None: the rule
+            "auto". Copies use the cluster's nodes by default.
+        blocks: exact memory of graphs; None: the profile's lines.
+        state_bytes: weight and optimizer state, per trained element.
+        push_itemsize: bytes of a gradient element.
         corrections: from runs priced with these costs (`hydragraph compare`).
 
     Raises:
-        Unsupported: the profile has no blocks, or not every type of the cluster.
+        Unsupported: the profile has no blocks, or not every type.
         ValueError: the home or the health is for other ranks.
     """
 
@@ -111,15 +110,15 @@ class Costs(Pricing):
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
-        """Return the costs on the same ranks, renumbered in this order."""
+        """Return the costs with ranks renumbered in this order."""
         cluster = self.cluster.reordered(ranks)
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return the costs under the home chosen for some strategies; unchanged if the home has no rule.
+        """Return the costs under the home that its rule, if any, chooses for strategies.
 
         Args:
-            tokens: tokens of the largest micro-batch, whose memory is reserved; default: as many as use a device well.
+            tokens: of the largest micro-batch, for which memory is reserved; default: as many as use a device well.
         """
         if self.home.rule is None:
             return self
@@ -131,7 +130,7 @@ class Costs(Pricing):
         return self._of_strategies[strategies]
 
     def home_question(self, strategies: Sequence[Strategy], home: Home, tokens: int | None = None) -> HomeQuestion:
-        """Return the inputs for choosing a home's owners; see `of_strategies`."""
+        """Return the inputs for choosing owners; see `of_strategies`."""
         largest = max((bucket.size for bucket in self.buckets), default=0)
         messages = IN_FLIGHT * largest * (self.sizes.itemsize + GRADIENT_BYTES)
         beside = [0.0] * self.ranks
@@ -155,7 +154,7 @@ class Costs(Pricing):
         """Return the cost of a pipeline.
 
         Args:
-            limit: maximum number of tokens of its micro-batches; None: as many as fit.
+            limit: of a micro-batch's tokens; None: as many as fit.
 
         Raises:
             Unsupported: a stage is of a kind that was not measured, or has a lost rank.
@@ -172,7 +171,7 @@ class Costs(Pricing):
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return the cost of each pipeline.
 
-        A shared stage is slower (`cost.shared_stage_costs`), and holds the micro-batches of all its pipelines.
+        Shared stages are slower (`cost.shared_stage_costs`), and hold all their pipelines' micro-batches.
 
         Raises:
             Unsupported, ValueError: as for `pipeline`.
@@ -191,7 +190,6 @@ class Costs(Pricing):
 
     def _pipeline(self, pipeline: Pipeline, stages: Sequence[StageCost], limit: int, schedule: str) -> PipelineCost:
         util = self.useful_tokens(pipeline)
-        # The slowest stage may depend on the length.
         by_row: dict[int, list[Constants]] = {}
         for stage, row in zip(stages, pipeline.rows, strict=True):
             by_row.setdefault(row, []).append(stage.constants)
@@ -222,38 +220,30 @@ class Costs(Pricing):
             )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the maximum tokens of a pipeline's micro-batch in its ranks' memory.
-
-        Micro-batches in flight are those of the default schedule.
+        """Return the maximum tokens of a pipeline's micro-batch in memory, under the default schedule.
 
         Args:
             strategy: the pipeline's; pipelines that share its stages are assumed to have micro-batches as long.
-            beside: additional bytes that every rank must have free.
+            beside: additional bytes of every rank.
         """
         return self._longest.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs in addition to its state.
+        """Return the bytes that each rank needs besides its state.
 
         Args:
-            tokens: tokens of the longest micro-batch of each pipeline.
+            tokens: of each pipeline's longest micro-batch.
         """
         return self._longest.beside(strategy, tokens)
 
     def seconds(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the seconds of an iteration: the slowest pipeline plus `fixed`.
-
-        If a stage streams or offloads, they are simulated.
-        """
+        """Return the seconds of an iteration; simulated if stages stream or offload."""
         if strategy.streams or strategy.offloads:
             return self.simulate(strategy, assignment).seconds
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return when the slowest pipeline of an iteration ends, without `fixed`.
-
-        Pipelines that share stages wait for each other, so they are simulated.
-        """
+        """Return the end of an iteration's slowest pipeline, without `fixed`; shared stages are simulated."""
         if strategy.shares:
             return self._computing_s(strategy, assignment.counts, self.work(strategy, assignment))
         ends = [
@@ -264,7 +254,7 @@ class Costs(Pricing):
         return max(ends, default=0.0)
 
     def fixed(self, strategy: Strategy) -> float:
-        """Return the seconds that pull, push, commit and update add to a strategy's iterations.
+        """Return the seconds that pull, push, commit and update add to an iteration.
 
         They are simulated for two micro-batches per stage, since computation hides part of the traffic.
         """
@@ -302,7 +292,7 @@ class Costs(Pricing):
         return self._timeline(strategy, assignment.counts, self.work(strategy, assignment), curves)
 
     def work(self, strategy: Strategy, assignment: Assignment) -> CostedWork:
-        """Return the cost of each instruction of an iteration.
+        """Return the cost of each instruction.
 
         Raises:
             ValueError: strategy, assignment and cluster do not match.

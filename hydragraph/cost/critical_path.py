@@ -1,4 +1,4 @@
-"""The critical path of a simulated iteration: the chain of waits from its end back to its beginning."""
+"""Critical path of a simulated iteration: the chain of waits back from its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # steps printed; shorter ones are left out
+SHOWN = 12  # longest steps that are printed
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PathStep:
 
     Attributes:
         kind: "computing", "pulling weights", ...
-        begin_s, end_s: seconds from the start of the iteration.
-        op: operation of its first instruction.
+        begin_s, end_s: from the iteration's start.
+        op: of its first instruction.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class PathStep:
 
     @property
     def stream(self) -> Stream:
-        """The stream that runs its first instruction."""
+        """Stream of its first instruction."""
         return RULES[self.op].stream
 
     @property
@@ -88,7 +88,6 @@ class CriticalPath:
 
 def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPath:
     """Return the chain of waits that ends with the last instruction."""
-    # Neighbours of one kind on one actor form one step.
     chain = list(_chain(times))
     chain.reverse()
     steps: list[PathStep] = []
@@ -100,7 +99,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # A consumer of a push's sums does not wait for the transfer to second owners.
+    # The transfer to second owners may outlast a push's consumer.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
@@ -111,7 +110,6 @@ def _chain(times: Sequence[Times]) -> Iterator[tuple[int, int]]:
         return
     end, a = max(ends, key=lambda pair: (pair[0], -pair[1]))
     order = range(len(times[a].end))
-    # If several end last, prefer one that waited for another instruction.
     i = max((j for j in order if times[a].end[j] == end), key=lambda j: (times[a].actor[j] >= 0, j))
     while i >= 0:
         yield a, i
@@ -129,7 +127,7 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     instructions = [actors[x].program.instructions[i] for x, i in run]
     begin = times[a].begin[first]
     end = times[b].end[last]
-    # Report slowdown by other traffic only if it exceeds rounding.
+    # A smaller slowdown is rounding.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
     shared = (

@@ -1,4 +1,4 @@
-"""Curves: seconds of some work for one micro-batch, as constants or as a table of measurements."""
+"""Curves: seconds of some work for one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from hydragraph.cost.reach import Near, Reach, total
 from hydragraph.errors import Unsupported
 
-# Multiple of a table's largest micro-batch up to which it is extrapolated.
+# Multiple of a table's largest micro-batch that it extrapolates to.
 BEYOND = 2.0
 
 
 class Load:
-    """Sums over the sequences of a micro-batch, shared by all curves.
+    """Sums over the sequences of a micro-batch.
 
     Attributes:
         tokens: sum l.
@@ -43,7 +43,7 @@ class Constants:
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s / pair of attention that a window or chunks limit, by reach.
+        near: s / pair of attention limited by a window or chunks.
     """
 
     a: float
@@ -53,35 +53,35 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: without windows, real attention has a > 0 and a real stage b > 0."""
+        """Whether the fit failed: real attention has a > 0 or windows, a real stage b > 0."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch with sequences of these lengths."""
+        """Return a micro-batch's seconds."""
         return self.at(Load(lengths))
 
     def at(self, load: Load) -> float:
-        """Return the seconds of a micro-batch."""
+        """Return a micro-batch's seconds."""
         seconds = self.a * load.squared + self.b * load.tokens + self.c
         for reach, pair_s in self.near:
             seconds += pair_s * load.pairs(reach)
         return seconds
 
     def work(self, length: Any) -> Any:
-        """Return the seconds that a sequence of `length` tokens adds; `length` may be an array."""
+        """Return the seconds that `length` tokens, also an array, add."""
         seconds = (self.a * length + self.b) * length
         for reach, pair_s in self.near:
             seconds = seconds + pair_s * reach.pairs(length)
         return seconds
 
     def times(self, factor: float) -> Constants:
-        """Return the curve multiplied by a factor."""
+        """Return the curve multiplied by `factor`."""
         return Constants(self.a * factor, self.b * factor, self.c * factor, total([(factor, self.near)]))
 
     @classmethod
     def sum(cls, parts: Iterable[tuple[float, Constants]]) -> Constants:
-        """Return the sum of curves, each multiplied by its factor."""
+        """Return the sum of curves times factors."""
         a = b = c = 0.0
         nears = []
         for factor, k in parts:
@@ -96,8 +96,8 @@ class Constants:
 class Table:
     """Measured seconds: rows of (sequences, total tokens, seconds).
 
-    Seconds are interpolated linearly over the tokens T, then over the length sum l^2 / sum l. The first line is
-    extended down to 0 seconds, the last one to twice as many tokens.
+    Seconds are interpolated linearly over the tokens, then over the length sum l^2 / sum l. The first line extends to 0
+    seconds, the last one to twice as many tokens.
     """
 
     rows: tuple[tuple[int, int, float], ...]
@@ -113,21 +113,20 @@ class Table:
 
     @cached_property
     def _lines(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
-        """(length, ((tokens, seconds), ...)), both ascending."""
         by_length: dict[float, list[tuple[float, float]]] = {}
         for sequences, tokens, seconds in self.rows:
             by_length.setdefault(tokens / sequences, []).append((float(tokens), seconds))
         return tuple((length, tuple(sorted(points))) for length, points in sorted(by_length.items()))
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch with sequences of these lengths; see `at`."""
+        """Return a micro-batch's seconds."""
         return self.at(Load(lengths))
 
     def at(self, load: Load) -> float:
-        """Return the seconds of a micro-batch.
+        """Return a micro-batch's seconds.
 
         Raises:
-            Unsupported: it has more than twice the tokens of the largest measurement.
+            Unsupported: it has over twice the measured tokens.
         """
         tokens = load.tokens
         if tokens <= 0:
@@ -150,8 +149,8 @@ class Table:
         return shorter + (longer - shorter) * (length - low) / (high - low)
 
     def least_per_token(self, low: float, high: float) -> float:
-        """Return a lower bound of the seconds per token of micro-batches of `low` to `high` tokens."""
-        # A line's minimum is at one of its ends; between two lengths, seconds are a weighted mean.
+        """Return a lower bound of the seconds per token, for `low` to `high` tokens."""
+        # A line's minimum is at an end.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:
@@ -167,7 +166,7 @@ class Table:
         rows = np.array([[tokens * tokens / n, tokens, 1.0] for n, tokens, x in self.rows if x > 0])
         if not len(rows):
             return Constants(0.0, 0.0, 0.0)
-        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # minimise relative errors
+        rows /= np.array([x for _, _, x in self.rows if x > 0])[:, None]  # for relative errors
         # At a single length, l^2 and l are proportional.
         used = [1, 2] if len(self._lines) == 1 else [0, 1, 2]
         scale = np.linalg.norm(rows[:, used], axis=0)
@@ -177,7 +176,7 @@ class Table:
         return Constants(a, b, c)
 
     def times(self, factor: float) -> Table:
-        """Return the table multiplied by a factor."""
+        """Return the table multiplied by `factor`."""
         return Table(tuple((s, t, x * factor) for s, t, x in self.rows))
 
 
@@ -185,7 +184,7 @@ Curve = Constants | Table
 
 
 def curve_record(curve: Curve) -> Any:
-    """Return a JSON value: {a, b, c, near}, or a list of [sequences, tokens, seconds]."""
+    """Return a JSON value: {a, b, c, near}, or [[sequences, tokens, seconds], ...]."""
     if isinstance(curve, Table):
         return [list(row) for row in curve.rows]
     record: dict[str, Any] = {"a": curve.a, "b": curve.b, "c": curve.c}

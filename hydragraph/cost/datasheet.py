@@ -1,10 +1,8 @@
 """A profile from a datasheet: a model's operations and bytes at fractions of a device's rates.
 
-A product with a weight of P elements over T tokens is 2 P T operations forward and 4 P T backward; attention over H
-heads of size D adds 4 L^2 H D forward for a sequence of L tokens, half of it if causal, and twice that backward. With a
-window or chunks, the pairs of `Reach` replace L^2. Tensor-parallel sums are priced separately.
-
-Kernels follow a roofline (`Roofline`) unless `efficiency` gives one fraction of the peak for all operations.
+A product with a weight of P elements over T tokens is 2 P T operations forward; attention over H heads of size D adds 4
+L^2 H D for L tokens (the pairs of `Reach` with a window or chunk), half of it if causal. The backward is twice as much.
+Tensor-parallel sums are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ class Roofline:
     """Fractions of a datasheet's rates that kernels reach.
 
     Attributes:
-        attention: attention's fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is
-            62 % of the peak, the middle of what FlashAttention-2 was measured to reach (Dao 2023).
+        attention: fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is 62 % of
+            the peak, the middle of FlashAttention-2's measurements (Dao 2023).
         half: length of a product's dimension, tokens included, that halves its speed; fitted by
             `benchmarks/published_runs.py --fit`.
-        memory: element-wise operators' fraction of the memory's bandwidth, assumed, as is `launch_s`.
+        memory: element-wise operators' fraction of the memory bandwidth, assumed, as is `launch_s`.
     """
 
     attention: float = 0.8
@@ -63,13 +61,13 @@ class Roofline:
     launch_s: float = 4e-6
 
 
-Product = tuple[float, int, int]  # how often tokens are multiplied with a weight [n, k], n, k
+Product = tuple[float, int, int]  # (uses of a weight [n, k] per token, n, k)
 ROOFLINE = Roofline()
-KERNELS = 2  # per product of a forward: itself, and fused element-wise operators
-# Kind of run -> number of published runs on which no constant was fitted, and the mean error of their predicted seconds
+KERNELS = 2  # per product: itself, and fused element-wise operators
+# Published runs on which no constant was fitted, and the mean error of their predictions
 # (`benchmarks/published_runs.py`, 2026-11-29).
 PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
-# AdamW per element: reads weight, gradient and two moments, writes weight and two moments, in fp32.
+# AdamW reads four fp32 numbers per element and writes three.
 UPDATE_BYTES = 28
 
 
@@ -80,12 +78,12 @@ def datasheet(
     degrees: Sequence[int] | None = None,
     compiled: VariantOf | None = None,
 ) -> Profile:
-    """Return a profile for every type of device of a cluster.
+    """Return a profile for every type of a cluster.
 
     Args:
-        efficiency: fraction of `flops_per_s` that computation reaches, in (0, 1]; None: by `ROOFLINE`.
-        degrees: tensor-parallel degrees to price; default: all that divide the heads.
-        compiled: `passes.variants.Variants.get`, for memory; None: pass `blocks` to `Costs` if memory matters.
+        efficiency: reached fraction of `flops_per_s`, in (0, 1]; None: by `ROOFLINE`.
+        degrees: of tensor parallelism; default: all that divide the heads.
+        compiled: `passes.variants.Variants.get`, for memory; None: no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
@@ -136,7 +134,6 @@ def _of_type(
 
 
 def _expected_error(cluster: Cluster) -> str:
-    """Return the error on published runs of a cluster's kind, and that none was on its only type of device."""
     mixed = len(cluster.types) > 1
     kinds = ["on V100s mixed with T4s"] if mixed else ["without pipelines", "with pipelines"]
     errors = [f"{PUBLISHED[kind][1]:.0%} on {PUBLISHED[kind][0]} published runs {kind}" for kind in kinds]
@@ -148,7 +145,6 @@ def _expected_error(cluster: Cluster) -> str:
 
 def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Iterator[StageKind]:
     for tp in degrees or range(1, ranks + 1):
-        # The degree must divide the heads.
         if program.allows(tp):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for recompute in (False, True):
@@ -157,8 +153,6 @@ def _kinds(program: Program, ranks: int, degrees: Sequence[int] | None) -> Itera
 
 @dataclass(frozen=True)
 class _Rates:
-    """Rates of a device; `flops_per_s` is that of products of large matrices."""
-
     flops_per_s: float
     bytes_per_s: float
     itemsize: int
@@ -195,14 +189,14 @@ def _held(block: Block, kind: StageKind, compiled: VariantOf | None) -> MemoryLi
     part = StagePart(kind)
     try:
         return held_by(compiled(block, part), part)
-    except Unsupported:  # unsupported, as in `_piece`
+    except Unsupported:  # as in `_piece`
         return None
 
 
 def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> BlockPiece:
     try:
         work = operations(program, block, kind.tp)
-    except Unsupported:  # this degree does not divide the block; lowering reports it
+    except Unsupported:  # lowering reports a degree that does not divide the block
         work = operations(program, block, 1).divided(kind.tp)
     attention = {reach: per_pair / rates.attention for reach, per_pair in work.attention.items()}
     b = rates.products(work.products)
@@ -223,15 +217,13 @@ def _piece(program: Program, block: Block, kind: StageKind, rates: _Rates) -> Bl
 
 @dataclass(frozen=True)
 class Operations:
-    """Work of one block on the first rank of a stage.
+    """Work of one block on a stage's first rank.
 
     Attributes:
-        attention: operations per pair of tokens, by reach.
+        attention: operations per pair of tokens.
         products: (times per token, n, k) of each weight [n, k].
-        parameters, frozen: elements of all and of frozen weights.
-        during_sums: for each tensor-parallel sum of the backward, the products whose weight gradients are computed
-            while it runs: those that follow its place in the forward.
-        before_sums: for each sum, first those of the forward, the products that it adds up over the ranks.
+        during_sums: products whose weight gradients are computed during each tensor-parallel sum of the backward.
+        before_sums: products that each sum adds up over the ranks, first those of the forward.
     """
 
     attention: Mapping[Reach, float]
@@ -259,9 +251,8 @@ class Operations:
 
 
 def operations(program: Program, block: Block, tp: int) -> Operations:
-    """Return the work of a block on the first rank of a stage of `tp` ranks."""
+    """Return the work of a block on a stage's first rank."""
     graph = program.templates[block.template].graph.graph
-    # Embeddings are looked up, not multiplied.
     looked_up = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.embedding.default}  # type: ignore[union-attr]
     rows = _rows_of_experts(graph)
     products: list[Product] = []
@@ -272,7 +263,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     parameters = 0
     frozen = 0
     for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
-        local = program.parameters[name].local_shape(tp, tp - 1)  # the last rank holds the larger part
+        local = program.parameters[name].local_shape(tp, tp - 1)
         parameters += math.prod(local)
         frozen += 0 if name in program.learning else math.prod(local)
         if len(local) > 1 and node.name not in looked_up:
@@ -305,7 +296,7 @@ def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Itera
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return, by weight, the number of experts' matrices that a token is multiplied by."""
+    """Return how many experts' matrices multiply a token, by weight."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     rows_by_weight = {}
     for node in graph.nodes:

@@ -1,17 +1,15 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-An actor computes ahead of the clock as long as the ends of its inputs are known. Ends of transfers are known only when
-the clock reaches them (`cost.shared_ports`). Events never begin before the clock.
+An actor computes ahead of the clock while the ends of its inputs are known; transfers end when the clock reaches them
+(`cost.shared_ports`). Events never begin before the clock.
 
-    a, b    actors, by number (`cost.actors`): the ranks of a stage, or one rank without work
-    i       an instruction of an actor's program, by index
-    queue   pull, push, send or copy (to or from the host): one at a time each, in the order of the program; computation
-            is a queue of its own
-    hand    transfer from first to second owners: the second half of a push, in a queue of its own; the next push begins
-            when the first half has ended
-    ready   when an instruction can begin;  cause: the one that it waited for last
+    a, b    actors, by number (`cost.actors`)
+    i       an instruction of an actor's program
+    queue   pull, push, send, copy (to or from the host) and computation: one at a time each, in the program's order
+    hand    transfer from first to second owners: a queue for the second half of a push; then the next push begins
+    ready   when an instruction can begin;  cause: the last one that it waited for
 
-Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, and a message 0.5 s.
+Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, a message 0.5 s.
 
     stage 0  computes forward 0-1;  sends 1-1.5;                                    computes backward 5-7
     stage 1                         computes forward 1.5-2.5 and backward 2.5-4.5;  sends 4.5-5
@@ -44,7 +42,6 @@ class Times:
     """Begin and end of an actor's instructions, in seconds.
 
     Attributes:
-        begin, end: times by the instruction's index.
         actor, index: the instruction waited for last; -1: none.
         alone: seconds of a transfer without other traffic.
     """
@@ -58,8 +55,6 @@ class Times:
 
 @dataclass(eq=False)
 class _Meeting:
-    """An exchange: each actor's number of missing partners, and the last one to arrive."""
-
     passage: Passage
     left: np.ndarray
     latest: np.ndarray
@@ -75,7 +70,6 @@ class Engine:
         group = np.zeros(len(cluster.devices), dtype=np.int64)
         for a, actor in enumerate(actors):
             group[list(actor.ranks)] = a
-        # A transfer takes as long as on the slowest rank of its actor.
         handling = np.array([work.handling(rank) for rank in range(len(cluster.devices))])
         self._roads = Roads(cluster, group, handling)
         self._flows = Flows()
@@ -89,10 +83,10 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # times at which sums could be handed on
-        self._at = [0] * len(actors)  # position of each actor in its compute queue
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be handed on
+        self._at = [0] * len(actors)  # position in the compute queue
         self._clock = [0.0] * len(actors)  # end of its last computation
-        self._latest = [-1] * len(actors)  # the index of that computation
+        self._latest = [-1] * len(actors)  # index of that computation
         self._queues = [
             (
                 p.pulls,
@@ -148,7 +142,6 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        # A commit marks other actors again.
         while self._dirty:
             a = self._dirty.popleft()
             self._compute(a)
@@ -159,7 +152,6 @@ class Engine:
         program = self.actors[a].program
         times = self.times[a]
         durations = self._durations[a]
-        # Local names: this loop runs for millions of instructions.
         queue = program.compute
         needs = program.needs
         begin = times.begin
@@ -201,7 +193,7 @@ class Engine:
         self._latest[a] = latest
 
     def _commit(self, a: int, i: int, ready: float, cause: int) -> bool:
-        """Enter the commit if the transfers have ended; return whether all actors have entered."""
+        """Enter the commit after all transfers; return whether all actors have entered."""
         if self._open[a] or a in self._committing:
             return False
         other, index = self._other[a]
@@ -269,7 +261,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the wait between the halves counts as time alone
+        if i in self._summed[a]:  # the wait between the halves counts as alone
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready
@@ -278,9 +270,7 @@ class Engine:
         self._flows.begin(ready, Flow(a, i, seconds, used))
 
     def _enter(self, a: int, i: int, ready: float, cause: int, queue: int) -> None:
-        """Enter an exchange; begin it for the actors whose partners have all entered."""
         meeting = self._meeting(queue, self.actors[a].program.instructions[i].target)
-        # Both ends are on one rank, so the exchange completes immediately.
         row = meeting.passage.partners[a]
         if not row[a]:
             self._begin(a, i, ready, (a, cause), 0.0, ())
@@ -288,10 +278,9 @@ class Engine:
         meeting.entered[a] = (i, ready, (a, cause))
         if meeting.passage.whole:
             if len(meeting.entered) == len(self.actors):
-                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equal ones
+                last = max(meeting.entered, key=lambda b: meeting.entered[b][1])  # the first of equals
                 self._begin_together(meeting, range(len(self.actors)), [last] * len(self.actors))
             return
-        # Every partner waits for the last of its own partners, which differ.
         later = row & (meeting.latest < ready)
         meeting.latest[later] = ready
         meeting.last[later] = a
@@ -313,7 +302,7 @@ class Engine:
                 if queue == _HAND
                 else self._work.moved(Op.PULL if queue == _PULL else Op.PUSH, bucket)
             )
-            if moved not in self._passages:  # equal buckets have the same transfers
+            if moved not in self._passages:
                 self._passages[moved] = self._roads.passage(moved)
             passage = self._passages[moved]
             count = len(self.actors)
@@ -353,7 +342,6 @@ class Engine:
         actor = self.actors[a]
         message, turn = actor.program.messages[i]
         target = actor.receivers(message)
-        # To more ranks, this one sends several times; the last send completes the message.
         if (turn + 1) * len(actor.ranks) < len(target):
             return
         b = self._group[target[0]]
@@ -373,7 +361,7 @@ def _receives(actor: Actor) -> dict[StageMessage, int]:
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
-    """Return the seconds of every computation; -1 for the commit, which all actors share."""
+    """Return the seconds of every computation; -1 for the commit."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

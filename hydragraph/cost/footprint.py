@@ -1,4 +1,4 @@
-"""Memory of one compiled block for one micro-batch; each storage counts once."""
+"""Memory of one compiled block for a micro-batch; each storage counts once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydragraph.spec.stage_kind import StagePart
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A packed micro-batch, padding included."""
+    """A packed micro-batch, with padding."""
 
     tokens: int
     sequences: int
@@ -36,12 +36,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class HalvesFootprint:
-    """Memory of the two halves of a block's backward for one micro-batch, in bytes.
+    """Memory of the halves of a block's backward, in bytes.
 
     Attributes:
-        first, second: peaks of the halves' own values, results included.
+        first, second: peaks of their own values, with results.
         postponed: what the input half makes or keeps for the weight half.
-        keeps: values that it keeps unchanged: "hidden", "aux", "output" or "tangent".
+        keeps: values kept unchanged: "hidden", "aux", "output" or "tangent".
     """
 
     first: int
@@ -52,15 +52,15 @@ class HalvesFootprint:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one block for one micro-batch, in bytes.
+    """Memory of one block, in bytes.
 
     Attributes:
         output: hidden state (the last block: loss).
-        saved: by the forward, beyond inputs and output.
+        saved: beyond inputs and output.
         keeps: values saved unchanged: "hidden", "aux" or "output".
-        forward, backward: peaks of the graphs' own values, results included.
-        gradients: bytes of its parameters' gradients.
-        small: the part of `saved` that stays on the device if the stage offloads.
+        forward, backward: peaks of their own values, with results.
+        gradients: of its parameters.
+        small: part of `saved` that offloading leaves on the device.
     """
 
     output: int
@@ -72,7 +72,7 @@ class Footprint:
     small: int = 0
 
     def offloaded(self, hidden: int) -> tuple[int, frozenset[str]]:
-        """Return the bytes that go to host memory if its input has `hidden` bytes, and the part of `keeps` that stays.
+        """Return the offloaded bytes if the input has `hidden` bytes, and the part of `keeps` that stays.
 
         Auxiliary values stay, because all blocks keep the same ones.
         """
@@ -82,7 +82,7 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """An upper estimate: the input half keeps what it reads and makes."""
+        """Upper estimate: the input half keeps what it reads and makes."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})
 
@@ -123,7 +123,6 @@ def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 
 
 def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
-    """Return the kind of each storage of a forward's inputs and output: "hidden", "aux", "output" or ""."""
     inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
     kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
     origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
@@ -154,9 +153,9 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return a block's footprint as lines over tokens, through those at 1,024 and 2,048 tokens per rank.
+    """Return a footprint's lines over tokens, through those at 1,024 and 2,048 tokens per rank.
 
-    One sequence is assumed; each further one adds 4 bytes per attention.
+    Each sequence beyond the first adds 4 bytes per attention.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp
@@ -177,7 +176,7 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    """Return the bytes of a graph's results for a micro-batch, except inputs."""
+    """Return the bytes of a graph's results, except inputs."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
@@ -185,19 +184,19 @@ def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
 
 
 def token_bytes(graph: fx.GraphModule) -> int:
-    """Return the bytes per token of a graph's first result, such as a hidden state."""
+    """Return the bytes per token of a graph's first result."""
     hidden = value_of(_results(graph)[0])
     return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Conversion of a traced graph's sizes to those of a micro-batch.
+    """Conversion of traced sizes to those of a micro-batch.
 
     Attributes:
-        tokens: the symbol of the token count.
-        factor: the micro-batch's tokens per token of the trace.
-        bounds: number of entries of cu_seqlens.
+        tokens: symbol of the token count.
+        factor: tokens per traced token.
+        bounds: entries of cu_seqlens.
     """
 
     tokens: str
@@ -222,11 +221,11 @@ class Sizes:
         return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
 
     def storages(self, node: Any) -> dict[int, int]:
-        """Return the bytes of each storage of a node's value; for a view, the bytes of the view."""
+        """Return the bytes of each storage of a node's value."""
         return {key: self._bytes(form) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the temporary bytes inside a fused head; 0 for other operators."""
+        """Return the temporary bytes inside a fused head, else 0."""
         operands = head_operands(node)
         if operands is None:
             return 0
@@ -261,12 +260,7 @@ def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class _Lives:
-    """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds.
-
-    Attributes:
-        begin, end: first node that makes a storage, last that reads it.
-        heads: nodes of fused heads, which have temporary bytes.
-    """
+    """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds."""
 
     nodes: int
     begin: npt.NDArray[np.int64]
@@ -326,7 +320,7 @@ def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
 
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
-    """Return hidden and weight of a fused head, tensor-parallel or not; None for other operators."""
+    """Return hidden and weight of a fused head; None for other operators."""
     ops = torch.ops.hydragraph
     called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
     if node.op == "call_method" and node.target in called:

@@ -1,13 +1,13 @@
 """Candidate owners of one bucket: fractions of it by rank, which sum to 1.
 
-A stage of t ranks needs 1 / t of the bucket on each. Candidates for strategies s with weights w_s:
+A stage of t ranks needs 1 / t of the bucket on each. Candidates:
 
-    by need      the fractions that ranks need under one strategy, or on average over all
-    groups       the ranks of one stage alone; for two strategies, the ranks that both use
-    all          equal fractions of all ranks
-    subsets      every set of ranks, in worlds of at most `FEW` ranks
+    by need   what ranks need under one strategy, or on average
+    groups    one stage's ranks; for two strategies, the ranks that both use
+    all       equal fractions of all ranks
+    subsets   every set of ranks, for at most `FEW` ranks
 
-A rank's fraction is then multiplied by its ability, share / rate. With two copies, the second one is on another node.
+Fractions are then multiplied by a rank's ability, share / rate. A second copy is on another node.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 Parts = NDArray[np.float64]
-Stages = tuple[tuple[int, ...], ...]  # the ranks of each stage that uses a bucket
+Stages = tuple[tuple[int, ...], ...]  # users of a bucket
 
 FEW = 4
-MOST = 8  # maximum number of stages of a strategy, or of second nodes, that become separate candidates
+MOST = 8  # stages of a strategy, or second nodes, to try
 PLACES = 9  # decimals that are compared
 
 
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return distinct candidates; the one by mean need comes first.
+    """Return distinct candidates, the one by mean need first.
 
     Args:
-        users: the stages that use the bucket, by strategy number.
-        ability, nodes: ability and node of each rank [ranks].
-        wide: whether to consider more candidates than those by need.
+        users: by strategy number.
+        ability, nodes: of each rank.
+        wide: add candidates other than those by need.
     """
     ranks = len(ability)
     needs = {number: needed(stages, ranks) for number, stages in users.items()}
@@ -47,7 +47,6 @@ def candidates(
     able = [parts * ability for parts in every]
     fractions = [parts / parts.sum() for parts in able if parts.sum() > 0] or [ability / ability.sum()]
     if copies > 1:
-        # If no other node can hold a second copy.
         second = [twice for parts in fractions for twice in with_second_copy(parts, ability, nodes)]
         fractions = second or [ability / ability.sum()]
     return unlike(fractions)

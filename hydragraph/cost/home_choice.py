@@ -1,16 +1,13 @@
 """The choice of a home: the ranks that own each bucket's state, for given strategies.
 
-Let x_b be the parts of bucket b that ranks own (`cost.home_candidates`), and p_s(x), q_s(x) and h_s(x) the seconds of
-the slowest rank for pulling it, pushing its gradients and handing them to second owners under strategy s
-(`cost.exchanges`, `cost.traffic`). For strategies with frequencies w_s, choose
+Let x_b be the parts of bucket b that ranks own (`cost.home_candidates`), and p_s(x), q_s(x) and h_s(x) the slowest
+rank's seconds for pulling it, pushing its gradients and handing them to second owners under strategy s. For frequencies
+w_s, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equal candidates the one that moves fewest bytes, then the one with the smallest maximum part. Exchanges run
-one after another, so each bucket is chosen alone. If the result does not fit a rank's memory, a linear program chooses
-for all buckets at once (`cost.home_room`).
-
-Buckets of equal form used by the same stages are one class.
+and among equals the one that moves fewest bytes, then the one with the smallest maximum. Each bucket is chosen alone,
+since exchanges run one after another, unless memory requires a linear program for all (`cost.home_room`).
 """
 
 from __future__ import annotations
@@ -38,19 +35,19 @@ from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home
 from hydragraph.spec.strategy import Strategy
 
-SAME = 1e-9  # relative difference that counts as zero
+SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class HomeQuestion:
-    """Inputs of a choice, which is deterministic: ranks with equal inputs agree.
+    """Inputs of a choice, which is deterministic.
 
     Attributes:
-        home: whose owners are chosen; its shares, nodes, copies and fixed buckets are kept.
+        home: its shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
-        weights: frequencies of the strategies; None: all equal.
-        health: slow ranks own less, lost ones own no state.
-        room: elements that each rank has memory for; None: enough.
+        weights: frequencies of strategies; None: equal.
+        health: slow ranks own less, lost ones none.
+        room: elements per rank; None: unlimited.
     """
 
     outline: Outline
@@ -66,10 +63,10 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets with a common choice.
+    """Buckets of equal form and users, which share a choice.
 
     Attributes:
-        users: the stages that use them, by strategy number.
+        users: by strategy number.
     """
 
     buckets: tuple[Bucket, ...]
@@ -77,10 +74,10 @@ class BucketClass:
 
 
 def choose_home(question: HomeQuestion) -> Home:
-    """Return a home without a rule; a home without one is returned unchanged.
+    """Return a home without a rule; one without a rule is returned unchanged.
 
     Raises:
-        ValueError: the home has shares for other ranks, or needs a second node that does not exist.
+        ValueError: the home is for other ranks, or needs a second node that does not exist.
     """
     home = question.home
     if home.rule is None:
@@ -99,7 +96,7 @@ def choose_home(question: HomeQuestion) -> Home:
 
 
 def expected_s(question: HomeQuestion, home: Home) -> float:
-    """Return the expected seconds of an iteration's exchanges under a home: the sum of e_b."""
+    """Return the sum of e_b under a home."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for bucket_class in choice.classes(without=()):
@@ -110,7 +107,7 @@ def expected_s(question: HomeQuestion, home: Home) -> float:
 
 
 def numbers(parts: Parts) -> tuple[float, ...]:
-    """Return parts as relative shares, whole numbers if possible."""
+    """Return parts as relative shares, whole if possible."""
     shares = parts / parts[parts > 0].min()
     whole = np.rint(shares)
     return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))
@@ -131,7 +128,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """The home's shares without lost ranks, for buckets that no block uses."""
+        """Shares without lost ranks, for buckets without users."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)
@@ -238,7 +235,6 @@ class _Choice:
         return self._question.home.copies * bucket.size
 
     def _repaired(self, classes: Sequence[BucketClass]) -> dict[str, Parts] | None:
-        """Return parts that fit the ranks' memory; None if no parts fit."""
         room = np.asarray(self._question.room, float)
         able = np.where(self._ability > 0, np.maximum(room, 0.0), 0.0)
         if not able.sum():

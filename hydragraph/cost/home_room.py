@@ -1,14 +1,14 @@
-"""The linear program that chooses owners of all buckets within the ranks' memory.
+"""Linear program for owners of all buckets within the ranks' memory.
 
 Class k has n_k buckets of z_k elements; its candidate c gives rank r the fraction p_cr and takes e_kc seconds. With m
-copies and room for M_r elements on rank r, choose the fraction x_kc of the class that uses each candidate:
+copies and room for M_r elements on rank r, choose the fractions x_kc of candidates:
 
     minimise    sum_kc n_k e_kc x_kc
     subject to  sum_c x_kc = 1                            for every class k
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets use one candidate as far as x allows; the others of a class share the remainder.
+Whole buckets use one candidate if possible; the others share the remainder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def within(
     seconds: Sequence[Sequence[float]],
     room: Parts,
 ) -> list[list[Parts]] | None:
-    """Return fractions for each bucket of each class; None if memory does not suffice.
+    """Return the fractions of each class's buckets; None if memory does not suffice.
 
     Args:
-        counts, sizes: number of buckets of each class, and elements of one with all copies.
-        choices, seconds: candidates of each class, and their seconds.
+        counts, sizes: buckets of each class, and elements of one with all copies.
+        choices, seconds: candidates of each class.
         room: M [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit
@@ -58,11 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return the fractions of each of `count` equal buckets.
-
-    Args:
-        chosen: candidates, and the number of buckets of each, which sum to `count`.
-    """
+    """Return the fractions of `count` equal buckets, given candidates with numbers that sum to `count`."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

@@ -1,4 +1,4 @@
-"""The interface that a simulation needs for costs of instructions."""
+"""Costs of instructions, as a simulation needs them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hydragraph.cost.traffic import Transfers
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.schedules.schedule import Work
 
-# Each half's share of a backward's seconds: the two gradients of a matrix product cost the same.
 SHARES: Mapping[Work, float] = {Work.INPUT_GRADIENT: 0.5, Work.WEIGHT_GRADIENT: 0.5}
 
-# Equal transfers are priced once, by identity, so all empty ones are one object.
+# Transfers are compared by identity.
 NOTHING = Transfers(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -25,12 +24,12 @@ class Priced(Protocol):
         """Return the seconds of a block's forward or whole backward for each micro-batch, on a stage's ranks together.
 
         Args:
-            micro_batches: numbers of all micro-batches of the stage (`ir.rank_program.Role`).
+            micro_batches: numbers of all of the stage's micro-batches (`ir.rank_program.Role`).
         """
         ...
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """Return the seconds of copying what a block saves to or from host memory, on the slowest rank of a stage."""
+        """Return the seconds of copying a block's saved values to or from the host, on the slowest rank."""
         ...
 
     def moved(self, op: Op, bucket: str) -> Transfers:
@@ -38,14 +37,13 @@ class Priced(Protocol):
         ...
 
     def handed_on(self, bucket: str) -> Transfers:
-        """Return the transfers of a push from first to second owners; empty for a home of one copy."""
+        """Return a push's transfers from first to second owners; empty for one copy."""
         ...
 
     def message_bytes(self, pipeline: int, micro_batch: int) -> float | None:
         """Return the bytes of a micro-batch's hidden state; None: messages take no time.
 
-        Args:
-            micro_batch: counted within the pipeline.
+        `micro_batch` counts within the pipeline.
         """
         ...
 
@@ -58,7 +56,7 @@ class Priced(Protocol):
         ...
 
     def handling(self, rank: int) -> float:
-        """Return a rank's factor on link latency, relative to a healthy rank."""
+        """Return a rank's factor on link latency."""
         ...
 
 
@@ -66,7 +64,7 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class Without:
-    """Work with some parts at zero cost; "ending" is commit and update."""
+    """Work without the cost of some parts; "ending" is commit and update."""
 
     def __init__(self, work: Priced, *parts: Part) -> None:
         self._work = work

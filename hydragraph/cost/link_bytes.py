@@ -1,4 +1,4 @@
-"""The exact bytes that pulls and pushes move, computed from the link."""
+"""Exact bytes that pulls and pushes move."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DIRECTIONS: tuple[Direction, ...] = ("pull", "push")
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes moved in one direction in one step.
+    """Bytes moved in one direction.
 
     Attributes:
         src, dst: int64, sender and receiver of each pair, sorted, never equal.
-        size: int64, bytes of each pair.
+        size: int64 bytes.
         local: bytes that do not leave their rank.
     """
 
@@ -36,13 +36,13 @@ class Traffic:
 
     @staticmethod
     def of(pairs: Mapping[tuple[int, int], int], local: int) -> Traffic:
-        """Convert (sending rank, receiving rank) -> bytes to traffic."""
+        """Convert (sender, receiver) -> bytes."""
         rows = np.array([(*pair, size) for pair, size in sorted(pairs.items())], np.int64).reshape(-1, 3)
         return Traffic(rows[:, 0], rows[:, 1], rows[:, 2], local)
 
     @cached_property
     def pairs(self) -> Mapping[tuple[int, int], int]:
-        """(sending rank, receiving rank) -> bytes between two different ranks."""
+        """(sender, receiver) -> bytes."""
         pairs = zip(self.src.tolist(), self.dst.tolist(), strict=True)
         return dict(zip(pairs, self.size.tolist(), strict=True))
 
@@ -65,7 +65,7 @@ def traffic(program: Program, placed: Sequence[BucketLayouts], direction: Direct
 
 def moved(placed: Sequence[BucketLayouts], direction: Direction, pulled_bytes: int) -> Traffic:
     """Return the traffic of a direction, given the bytes of a pulled element."""
-    # Layers with the same home share one layout object (`passes.weight_layouts`), so one link represents all.
+    # Equal homes share a layout object (`passes.weight_layouts`).
     alike: dict[tuple[int, int], list[BucketLayouts]] = {}
     for bucket in placed:
         if direction == "pull" or bucket.bucket.learns:

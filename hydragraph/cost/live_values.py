@@ -1,4 +1,4 @@
-"""Live values of a rank and the bytes of their storages."""
+"""Live values of a rank, and their storages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ class Alive:
         return value in self._values
 
     def add(self, value: str, part: str, size: int, *shared: str, named: Container[str] | None = None) -> None:
-        """Start a value with its own storage; it also keeps storages of other values.
+        """Start a value with its own storage; it also keeps storages of others.
 
         Args:
-            part: attribute of Memory for its own storage.
-            size: size of its own storage.
+            part: attribute of Memory.
             shared: values whose storages it keeps.
-            named: keep only storages started by these values; None: all.
+            named: keep only storages started by these; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)
@@ -47,7 +46,7 @@ class Alive:
         self.total -= size
 
     def drop(self, *values: str) -> None:
-        """End values, and free storages without users."""
+        """End values; free unused storages."""
         for value in values:
             for storage in self._values.pop(value, ()):
                 self._users[storage] -= 1

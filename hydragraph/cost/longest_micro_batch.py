@@ -1,7 +1,7 @@
-"""The maximum tokens of micro-batches that fit each rank's memory.
+"""Maximum tokens of micro-batches that fit each rank's memory.
 
-Walks are slow, so a stage is skipped if it certainly fits whenever another one does: of two stages between the first
-and the last, the later one holds less if its blocks are among the other's.
+Walks are slow, so stages that fit whenever another does are skipped: of two stages between the first and the last, the
+later one holds less if its blocks are among the other's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# Programs whose peaks are cached, about a megabyte each.
+# Cached peaks, about a megabyte each.
 PEAKS = 256
 
 
@@ -28,7 +28,7 @@ class LongestMicroBatch:
     """Maximum tokens that fit the ranks of a cluster.
 
     Args:
-        other: instance for costs with the same profile, types and number of ranks; its peaks are reused.
+        other: for the same profile, types and number of ranks; its peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
@@ -70,7 +70,6 @@ class LongestMicroBatch:
         most: int | None = None
         for at, rank in self._deciding(pipeline):
             peak = self._stage_peak(pipeline, at, rank)
-            # Most stages do not determine the limit; a single evaluation shows it.
             left = self._left(rank) - beside
             if most is None or not peak.holds(most, left):
                 fitting_tokens = peak.most(left)
@@ -81,7 +80,7 @@ class LongestMicroBatch:
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
         """Yield (stage position, rank) pairs; if these fit, all fit."""
         contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
-        looked: list[tuple[object, Counter[object], float]] = []  # stages between the first and the last
+        looked: list[tuple[object, Counter[object], float]] = []  # stages between first and last
         for at, stage in enumerate(pipeline.stages):
             between = 0 < at < len(pipeline.stages) - 1 and not pipeline.interleaved
             alike = (stage.kind, stage.stream, stage.offload)
@@ -115,7 +114,6 @@ class LongestMicroBatch:
         return list(kinds.values())
 
     def _stage_peak(self, pipeline: Pipeline, at: int, rank: int) -> Peak:
-        # Other pipelines affect only the state at home.
         count = micro_batches_until_peak(DEFAULT_SCHEDULE, pipeline.rows, at)
         assert count is not None, "the default schedule bounds what is in flight"
         return self._peak(
@@ -125,22 +123,16 @@ class LongestMicroBatch:
     def _shared_peak(self, stage: Stage, sharing: Sequence[Pipeline], rank: int) -> Peak:
         """Return the peak of a rank of a shared stage.
 
-        In any order, stage s of S has at most S - s micro-batches of a pipeline in flight, and the last stage one in
-        total.
+        In any order, stage s of S has at most S - s micro-batches of a pipeline in flight, the last stage one in total.
         """
         left = [len(p.stages) - p.stages.index(stage) for p in sharing]
-        # All are in flight at once, and one more for the input received for the next forward.
         last = left[0] == 1
         flying = Strategy(tuple(sharing), DEFAULT_SCHEDULE if last else ALL_IN_FLIGHT)
         counts = left if last else [left[0] + 1, *left[1:]]
         return self._peak((tuple(p.stages for p in sharing), stage), flying, counts, rank)
 
     def _peak(self, form: object, strategy: Strategy, counts: Sequence[int], rank: int) -> Peak:
-        """Return a rank's peak without its state.
-
-        Args:
-            form: cache key; all devices hold the same for the same stage.
-        """
+        """Return a rank's peak without its state, cached by `form`."""
         if form not in self._peaks:
             if len(self._peaks) >= PEAKS:
                 self._peaks.pop(next(iter(self._peaks)))

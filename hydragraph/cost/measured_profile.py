@@ -1,12 +1,10 @@
 """Measured constants of a model: time of micro-batches, and memory limits (Hydraulis, section 6).
 
-Formulas of Hydraulis -> functions:
-
-    T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
-    T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
-    MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
-    UtilLen(P)                                `Profile.util_len`
-    the end of a pipeline (ours)              `PipelineCost.seconds`
+T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
+T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
+MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
+UtilLen(P)                                `Profile.util_len`
+the end of a pipeline (ours)              `PipelineCost.seconds`
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from hydragraph.spec.pipeline import Pipeline
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, regular_pipeline
 
-# Used if no link was measured, as on a single rank.
 INSTANT = Interconnect(1e300, 0.0)
 
 
@@ -43,13 +40,13 @@ class PipelineCost:
     """Cost of one pipeline.
 
     Attributes:
-        a, b, c: seconds of its slowest stage for a micro-batch: sum of a l^2 + b l over sequences, plus c.
+        a, b, c: seconds of its slowest stage: sum of a l^2 + b l over sequences, plus c.
         near: additional seconds per pair of limited attention.
         stages: PP.
-        max_len: most tokens of a micro-batch.
-        util_len: least tokens of a micro-batch that uses the device well.
-        parts: its stages; empty: they are alike.
-        rows: row of each stage (`Pipeline.rows`), if stages are interleaved.
+        max_len: maximum tokens.
+        util_len: minimum tokens to use the device well.
+        parts: stages; empty: alike.
+        rows: of interleaved stages (`Pipeline.rows`).
     """
 
     a: float
@@ -70,7 +67,7 @@ class PipelineCost:
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return the exact end of micro-batches of these lengths in this order."""
+        """Return the exact end of micro-batches in this order."""
         return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property
@@ -79,11 +76,11 @@ class PipelineCost:
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return the seconds of each sequence, without c."""
+        """Return each sequence's seconds, without c."""
         return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
-        """Return the seconds of one stage for one micro-batch of these sequences."""
+        """Return one stage's seconds for one micro-batch."""
         return float(self.work(lengths).sum() + self.c)
 
 
@@ -92,24 +89,22 @@ class Profile:
     """Measured constants of one model on one kind of device.
 
     Attributes:
-        schemes: constants of each measured scheme that is not in `failed`.
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
-        memory: the memory model; None: only `limits` bound a micro-batch.
-        limits: MaxLen by scheme, where it was measured instead of modelled.
-        hetero_sync_s: extra seconds of an iteration whose pipelines are not all alike.
-        failed, unfit: schemes, and kinds of stage, whose fit failed, and why.
-        blocks: template of every block, in order, from the prologue to the epilogue.
-        pieces: cost of each template, and of AUX, in each kind of stage.
-        device: device on which the pieces were measured.
-        link, messages: between two ranks, fitted to (bytes, seconds) of messages.
-        residuals: root mean square relative error of each scheme's constants.
-        type: type of device, as named by clusters; "": any.
-        sizes: sizes of the model; None: derived from the pieces as far as possible (`model_sizes`).
-        update: seconds of an optimizer step: constant, and per element of a rank's home shard.
+        memory: None: only `limits` bound a micro-batch.
+        limits: measured MaxLen by scheme.
+        hetero_sync_s: seconds that unlike pipelines add to an iteration.
+        failed, unfit: why fits of schemes and kinds of stage failed.
+        blocks: template of every block, in order.
+        pieces: of each template, and of AUX, by kind of stage.
+        link, messages: between two ranks, fitted to (bytes, seconds).
+        residuals: root mean square relative errors.
+        type: of device, as named by clusters; "": any.
+        sizes: None: derived from the pieces (`model_sizes`).
+        update: seconds of an optimizer step: constant, and per element of the home shard.
         commit_s: seconds of the agreement before it.
-        norm_s: seconds of the gradients' norm at its start, per element of a rank's home shard.
+        norm_s: seconds of the gradients' norm, per such element.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
-        others: profiles of other types of device.
+        others: profiles of other types.
     """
 
     name: str
@@ -137,10 +132,10 @@ class Profile:
 
     @classmethod
     def merge(cls, profiles: Sequence[Profile]) -> Profile:
-        """Return one profile for several types of device, with the first one's link and notes.
+        """Return one profile for several types, with the first one's link and notes.
 
         Raises:
-            ValueError: they are for different models, or two of them for one type.
+            ValueError: the models differ, or two have one type.
         """
         every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
@@ -161,15 +156,15 @@ class Profile:
         return replace(first, others=tuple(every[1:]))
 
     def of(self, type_: str) -> Profile:
-        """Return the profile of a type of device.
+        """Return the profile of a type.
 
         Raises:
-            Unsupported: the type was not measured.
+            Unsupported: it was not measured.
         """
         for profile in (self, *self.others):
             if profile.type == type_:
                 return profile
-        if not self.others and not (self.type and type_):  # one of the two has no types
+        if not self.others and not (self.type and type_):
             return self
         measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
         more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
@@ -197,7 +192,7 @@ class Profile:
         """Return one node of `ranks` measured devices, joined by the measured link.
 
         Raises:
-            Unsupported: the memory of its device is not known.
+            Unsupported: its device's memory is unknown.
         """
         if self.device is None:
             raise self._unsupported(
@@ -209,7 +204,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """The model's sizes, rough if only the elements of blocks are known; None: unknown."""
+        """Model sizes, rough if only elements of blocks are known."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -226,7 +221,7 @@ class Profile:
 
     @classmethod
     def from_constants(cls, entry: Mapping[str, Any]) -> Profile:
-        """Read an entry of published constants in milliseconds; see docs/planner.md."""
+        """Read published constants in milliseconds; see docs/planner.md."""
         return cls(**profile_record.published(entry))
 
     @classmethod
@@ -260,7 +255,7 @@ class Profile:
 
     @property
     def layers(self) -> int | None:
-        """The number of layers of the measured model; None: unknown."""
+        """Number of layers, if known."""
         if self.blocks:
             return len(self.blocks) - 2
         return self.memory.layers if self.memory is not None else None
@@ -286,10 +281,10 @@ class Profile:
     @overload
     def seconds(self, scheme: Scheme, length: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]: ...
     def seconds(self, scheme: Scheme, length: Any) -> Any:
-        """Return T(l) = a l^2 + b l + c: seconds of forward and backward of one stage for one sequence.
+        """Return T(l) = a l^2 + b l + c: seconds of one stage's forward and backward for a sequence.
 
         Args:
-            length: tokens, or an array of them.
+            length: tokens, or an array.
         """
         k = self.constants(scheme)
         tokens = np.asarray(length, dtype=np.float64)
@@ -297,7 +292,7 @@ class Profile:
         return float(result) if np.ndim(length) == 0 else result
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
-        """Return MaxLen: the maximum tokens of a micro-batch, 0 if none fits; `devices` share the state."""
+        """Return MaxLen: maximum tokens of a micro-batch if `devices` share the state, 0 if none fits."""
         self.constants(scheme)
         # Measured limits include losses such as the allocator's.
         if scheme in self.limits:
@@ -315,7 +310,7 @@ class Profile:
         return self.memory.max_len(scheme, devices)
 
     def util_len(self, scheme: Scheme) -> int:
-        """Return UtilLen: the least tokens of a micro-batch that uses the device well."""
+        """Return UtilLen: minimum tokens of a micro-batch to use the device well."""
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(
@@ -325,7 +320,7 @@ class Profile:
         return self.util[scheme[0]]
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline of a scheme among `devices` devices."""
+        """Return the cost of a scheme's pipeline; `devices` share the state."""
         k = self.constants(scheme)
         limit = self.max_len(scheme, devices)
         useful = self.util_len(scheme)
@@ -333,10 +328,7 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline; `Costs` prices any pipeline.
-
-        Args:
-            devices: number of devices that share the optimizer state.
+        """Return the cost of a regular pipeline (`Costs` prices any); `devices` share the state.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.
@@ -356,13 +348,13 @@ class Profile:
         return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the pipelines of a strategy's schemes, in order."""
+        """Return the pipelines of schemes, in order."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return the seconds that published constants add to an iteration if pipelines differ."""
+        """Return the seconds that unlike pipelines add, by published constants."""
         return self.hetero_sync_s if len(set(schemes)) > 1 else 0.0
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:

@@ -8,7 +8,7 @@ from hydragraph.cost.rank_memory import MemoryCurve, Walk, exchange_name
 from hydragraph.cost.timeline import SimulatedSpan, Timeline
 from hydragraph.ir.instruction import Op, Stream
 
-# (rank, exchanges that ended before each instruction) -> the rank's walk; see `Walk.over`.
+# (rank, exchanges ended before each instruction) -> its walk; see `Walk.over`.
 WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
@@ -27,7 +27,6 @@ class MemoryCurves(Sequence[MemoryCurve]):
             raise IndexError(rank)
         spans = self._timeline.ranks[rank]
         peak, at, after = self._walk_of(rank, _ended(spans)).curve()
-        # The last of several simultaneous changes counts.
         points: list[tuple[float, int]] = []
         now = 0.0
         for span, size in zip(spans, after, strict=True):

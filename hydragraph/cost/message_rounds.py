@@ -1,4 +1,4 @@
-"""Compiled time of messages that begin together, up to 10^6 pairs of ranks; `cost.traffic` states the assumptions."""
+"""Compiled time of messages that begin together, up to 10^6 pairs; see `cost.traffic`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """Links by index: 2 (a K + b) + across, for kinds a, b of the two nodes, and whether the nodes differ.
+    """Links by index: 2 (a K + b) + across, for kinds a, b of nodes, and whether the nodes differ.
 
     Attributes:
-        node, kind, card: those of each rank [R].
-        kinds: K, the number of kinds of nodes.
+        node, kind, card: of each rank [R].
+        kinds: K, kinds of nodes.
         handling: each rank's factor on latency [R].
-        latency_s, bytes_per_s: latency and bandwidth of each link [2 K K].
-        first: index of each link's first measured point, then the total [2 K K + 1]; a link may have none.
-        logs, speeds: for each point, the log of the message's bytes, and bytes per second.
+        latency_s, bytes_per_s: of each link [2 K K].
+        first: each link's first measured point, then the total [2 K K + 1].
+        logs, speeds: log of the bytes, and bytes per second, of points.
     """
 
     node: Ints
@@ -40,14 +40,11 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds that each message travels and occupies a card, and each rank's seconds.
+    """Return the seconds that each message travels and occupies a card [M], and each rank's seconds [R].
 
     Args:
         src, dst: ranks [M].
         size: bytes, above 0 [M].
-
-    Returns:
-        moving, filling [M], and rank_s [R].
     """
     node, card, handling, latency_s = links.node, links.card, links.handling, links.latency_s
     count = len(src)
@@ -74,7 +71,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card carries all messages of its ranks to and from other nodes, in both directions at once.
+    # A card carries its ranks' messages to other nodes, in both directions at once.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:
@@ -86,7 +83,6 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
 
 @compiled
 def _speed(links: LinkTable, log: float, link: int) -> float:
-    """Return a link's bytes per second; measured points are interpolated in the log of the size."""
     begin, end = links.first[link], links.first[link + 1]
     logs, speeds = links.logs, links.speeds
     if begin == end:

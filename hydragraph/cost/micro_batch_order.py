@@ -1,9 +1,9 @@
-"""The order of a pipeline's micro-batches that ends first, on equal stages.
+"""Order of micro-batches that ends first, on equal stages.
 
 Equations of Hydraulis -> functions:
 
     Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j  `published_seconds`
-    what it estimates, the end of the schedule (ours)   `pipeline_seconds`
+    the end of the schedule (ours)                      `pipeline_seconds`
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# The forward's fraction of a micro-batch's seconds: backward computes two products for each of its.
 FORWARD = 1 / 3
 _FORWARD = compiled_replay.FORWARD
 _BACKWARD = compiled_replay.BACKWARD
@@ -46,7 +45,7 @@ def longest_to_shortest(costs: Floats) -> Ints:
     count = len(costs)
     descending = np.empty(count, np.int64)
     for j in range(count):
-        # Insertion sort is stable, which numba's default sort does not promise, and takes no second to compile.
+        # Insertion sort is stable and compiles fast.
         at = j
         while at and costs[descending[at - 1]] < costs[j]:
             descending[at] = descending[at - 1]
@@ -62,7 +61,6 @@ def starting_order(descending: Ints, shape: int) -> Ints:
     if shape == 0:
         return descending.copy()
     trial = np.empty(count, np.int64)
-    # Filled alternately from both ends, so the last ones lie in the middle.
     low = 0
     high = count - 1
     for i in range(count):
@@ -81,9 +79,8 @@ def starting_order(descending: Ints, shape: int) -> Ints:
 
 @compiled
 def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds: int, scratch: Scratch) -> float:
-    """Improve an order in place by swaps, for at most `rounds` rounds; return its end."""
+    """Improve an order in place by at most `rounds` rounds of swaps; return its end."""
     count, stages = rows.shape[:2]
-    # The end has no formula in the order, so each swap is replayed.
     for _ in range(rounds):
         improved = False
         for i in range(count - 1):
@@ -104,12 +101,9 @@ def climbed(rows: Floats, order: Ints, end: float, table: ScheduleTable, rounds:
 def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> tuple[float, Ints]:
     """Return the earliest end found, and its order.
 
-    Searches from the given order and from those of `starting_order`.
-
     Args:
-        costs: seconds of each micro-batch on a stage [V].
-        table: table of the pipeline's schedule.
-        climb: maximum rounds of swaps for each.
+        costs: seconds on a stage [V].
+        climb: maximum rounds of swaps for each starting order.
     """
     count = len(costs)
     rows = equal_stages(costs, stages)
@@ -118,7 +112,6 @@ def best_order(costs: Floats, stages: int, table: ScheduleTable, climb: int) -> 
     best = replay(table, stages, rows, best_order, count, scratch)
     if stages == 1 or count < 2:
         return best, best_order
-    # The first and last micro-batches fill and drain the stages, so they matter most.
     descending = longest_to_shortest(costs)
     best = climbed(rows, best_order, best, table, climb, scratch)
     for shape in range(4):
@@ -136,11 +129,7 @@ def published_seconds(costs: Sequence[float], stages: int) -> float:
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
-    """Return the end of micro-batches, in this order, on equal stages.
-
-    Args:
-        costs: seconds of each micro-batch on a stage.
-    """
+    """Return the end of micro-batches in this order on equal stages; `costs` are seconds on one."""
     count = len(costs)
     if not count:
         return 0.0

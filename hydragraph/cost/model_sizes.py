@@ -1,4 +1,4 @@
-"""Model sizes, stored in a profile to price traffic without the model."""
+"""Model sizes in a profile, to price traffic without the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-# Profiles without sizes are read without PyTorch.
 if TYPE_CHECKING:
     from hydragraph.ir.parameter import Bucket
     from hydragraph.ir.program import Program
@@ -19,9 +18,9 @@ class ModelSizes:
     """A model's blocks and buckets.
 
     Attributes:
-        hidden_bytes: bytes of one token's hidden state.
-        itemsize: bytes of an element in the compute dtype.
-        heads: query head counts; a tensor-parallel degree must divide each of them.
+        hidden_bytes: of one token's hidden state.
+        itemsize: of the compute dtype.
+        heads: query head counts, which tensor-parallel degrees divide.
     """
 
     blocks: tuple[str, ...]
@@ -49,7 +48,7 @@ class ModelSizes:
 
     @classmethod
     def rough(cls, sizes: tuple[int, ...], hidden_bytes: int, itemsize: int) -> ModelSizes:
-        """Return sizes from each block's number of elements: one evenly sharded parameter per block."""
+        """Return sizes with one evenly sharded parameter per block."""
         from hydragraph.ir.parameter import Bucket, Parameter, ShardRule
 
         names = ("embed", *(f"layer.{i}" for i in range(len(sizes) - 2)), "head")[: len(sizes)]
@@ -62,10 +61,10 @@ class ModelSizes:
 
     @cached_property
     def outline(self) -> Outline:
-        """The outline that rank programs are built from."""
+        """Outline of rank programs."""
         from hydragraph.ir.program_outline import Outline
 
-        # Buckets without blocks have a home, but are never pulled or pushed.
+        # Buckets without blocks are never pulled or pushed.
         used = [bucket for bucket in self.buckets if bucket.blocks]
         return Outline(
             self.blocks,

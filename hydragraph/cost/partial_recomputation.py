@@ -1,11 +1,10 @@
 """Cost of a block that recomputes within a memory budget, from those without and with full recomputation.
 
-    s    the fraction of the operations repeated by full recomputation that the budget repeats, from compiled graphs;
-         1 - budget if there are none
+    s    fraction of full recomputation's operations that the budget repeats; without graphs, 1 - budget
     b    the memory budget
 
-The forward takes as long as without recomputation. The backward adds the fraction s of what full recomputation adds,
-without attention, whose results are always saved. The fraction b of the bytes stays saved.
+The backward adds the fraction s of what full recomputation adds, without attention, whose results are always saved. The
+fraction b of the bytes stays saved.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from hydragraph.passes.memory_budget import operations
 
 
 def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s of a variant, 0 to 1.
-
-    Args:
-        plain, partial, full: one block without recomputation, within a budget and with full recomputation.
-    """
+    """Return s, from a block's variants without recomputation, within a budget and with full recomputation."""
     least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
     return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
 
@@ -42,7 +37,6 @@ def within_budget(
     """Return the pieces with a memory budget.
 
     Args:
-        plain, full: pieces without and with full recomputation, by template.
         budget: b.
         shares: s of each template.
     """

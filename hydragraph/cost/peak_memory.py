@@ -1,7 +1,7 @@
-"""The maximum tokens that fit a rank's memory.
+"""Maximum tokens that fit a rank's memory.
 
-The peak is a maximum of lines, hence convex: Newton's method converges from any step to the same answer. Tokens are
-evaluated in whole steps, which every tensor-parallel degree divides; between two steps the peak is assumed linear.
+The peak is convex, a maximum of lines, so Newton's method converges to one answer. Tokens are evaluated in steps that
+every tensor-parallel degree divides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-ROUNDS = 8  # of Newton's method: a peak of few lines needs three
+ROUNDS = 8
 
 
 class Peak:
@@ -17,14 +17,14 @@ class Peak:
 
     Args:
         bytes_at: bytes for a number of tokens, a multiple of the step.
-        step: tokens.
+        step: in tokens.
     """
 
     def __init__(self, bytes_at: Callable[[int], float], step: int) -> None:
         self._bytes_at = bytes_at
         self._step = step
         self._known: dict[int, float] = {}
-        self._start = step  # the next answer is usually close
+        self._start = step  # close to the next answer
 
     def holds(self, tokens: int, limit: float) -> bool:
         """Return whether `tokens` tokens are certain to fit."""
@@ -49,7 +49,7 @@ class Peak:
             before = at
             at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # Lines bend only upwards: a line that continues past the answer has not bent before it.
+            # A line that continues past the answer has not bent before it.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

@@ -33,12 +33,12 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import PIECES, StageKind
 from hydragraph.spec.strategy import Strategy
 
-MESSAGE_BYTES = 1 << 20  # size of a typical message, for comparing links
-RING_TOKENS = 2048  # size of a typical micro-batch, for comparing links
+MESSAGE_BYTES = 1 << 20  # for comparing links
+RING_TOKENS = 2048  # for comparing links
 
 
 class Pricing:
-    """Prices of stages and of state; arguments and errors as for `Costs`."""
+    """Prices of stages and of state; see `Costs`."""
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class Pricing:
         self.push_itemsize = push_itemsize
         self.corrections = corrections or Corrections()
         self.health = self.corrections.health if health is None else health
-        # Looked up once, because transfers are many.
         self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
         for rank in self.health:
             if rank >= self.ranks:
@@ -87,17 +86,17 @@ class Pricing:
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
-        """The profiles of all types of device of the cluster."""
+        """Profiles of the cluster's types."""
         return tuple(self._of_type.values())
 
     @property
     def measured(self) -> bool:
-        """Whether computation was measured instead of derived from a datasheet."""
+        """Whether computation was measured, not derived from a datasheet."""
         return all(profile.efficiency is None for profile in self.profiles)
 
     @property
     def source(self) -> str:
-        """The source of the seconds, as a sentence."""
+        """Source of the seconds, in words."""
         names = ", ".join(profile.name for profile in self.profiles)
         if not self.measured:
             names = "; ".join([names, *dict.fromkeys(note for p in self.profiles for note in p.notes)])
@@ -124,11 +123,11 @@ class Pricing:
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
-        """Return the slowest link of a ring, for messages of `size` bytes."""
+        """Return a ring's slowest link, for messages of `size` bytes."""
         return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
 
     def piece_profile(self, rank: int) -> Profile:
-        """Return the profile of a rank's type of device."""
+        """Return the profile of a rank's type."""
         return self._of_type[self.cluster.type_of(rank)]
 
     def memory_of(self, rank: int) -> float:
@@ -138,7 +137,7 @@ class Pricing:
         return min(size, device.memory) if device is not None and self.measured else size
 
     def useful_tokens(self, pipeline: Pipeline) -> int:
-        """Return the least tokens of a micro-batch that uses every device of a pipeline well."""
+        """Return the minimum tokens of a micro-batch to use every device of a pipeline well."""
         return max(self.piece_profile(rank).util.get(s.tp, 1) for s in pipeline.stages for rank in s.devices)
 
     # Blocks.
@@ -176,30 +175,29 @@ class Pricing:
     # Stages.
 
     def spans(self, pipeline: Pipeline) -> list[tuple[int, int]]:
-        """Return the span [first, last) of block positions of each stage."""
+        """Return the block positions [first, last) of each stage."""
         ends = accumulate((stage.layers for stage in pipeline.stages), initial=0)
         return [self.outline.span(first, end) for first, end in pairwise(ends)]
 
     def stages(self, pipeline: Pipeline) -> tuple[StageCost, ...]:
-        """Return the time of each stage of a pipeline for a micro-batch."""
+        """Return each stage's time for a micro-batch."""
         rows = pipeline.rows
         costs = []
         following = [*pipeline.stages[1:], None]
         for i, (stage, span, after) in enumerate(zip(pipeline.stages, self.spans(pipeline), following, strict=True)):
             cost = self.stage(stage, span, after)
-            # Devices of interleaved stages compute auxiliary values once per micro-batch.
+            # Auxiliary values are computed once per device.
             costs.append(replace(cost, aux=()) if rows[i] in rows[:i] else cost)
         return tuple(costs)
 
     def stage(self, stage: Stage, span: tuple[int, int], following: Stage | None = None) -> StageCost:
-        """Return the time of the blocks at positions [first, last) on a stage."""
+        """Return the time of blocks [first, last) on a stage."""
         kind = stage.kind
         forwards = []
         backwards = []
         aux = []
         counts = Counter(self.profile.blocks[slice(*span)])
         learning = self.profile.blocks[self.outline.lowest :]  # lower blocks run no backward
-        # A stage is as slow as its slowest rank; each (type, rate) counts once.
         for name, rate in dict.fromkeys((self.cluster.type_of(r), self.rate(r)) for r in stage.devices):
             pieces = self.pieces(name, kind)
             curves = {t: pieces[t].parts(kind.recompute) for t in counts}
@@ -214,7 +212,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
-        """Return how many hidden states are summed in forward and backward, outside the curves."""
+        """Return the hidden states summed in forward and backward outside the curves."""
         counts = [piece.reduced for piece in self._blocks(stage, span)]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
 
@@ -223,10 +221,10 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the rings of these sums in forward and backward; None without sums.
+        """Return the rings of `sums`.
 
-        Each of the backward's sums runs while weight gradients are computed (`passes/overlap_collectives.py`), and of
-        sums in pieces all pieces but the last while a product is (`passes/sums_in_pieces.py`).
+        The backward's run during weight gradients (`passes/overlap_collectives.py`), all pieces but the last during a
+        product (`passes/sums_in_pieces.py`).
         """
         if stage.tp == 1:
             return None
@@ -254,14 +252,13 @@ class Pricing:
         )
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
-        """Return the messages from a stage to a neighbouring one."""
+        """Return the messages to a neighbouring stage."""
         senders = stage.devices
         receivers = other.devices
         # Receiver i gets from sender i modulo their number (passes/pipeline.py).
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
-        # Ranks that share a network card share its bandwidth.
         uses = Counter(resource for pair in pairs for resource in self.cluster.resources(*pair))
         return Hop(tuple(links), self.sizes.hidden_bytes, max(uses.values()), self.transfer_factors[TimeKind.P2P])
 
@@ -292,12 +289,12 @@ class Pricing:
         return [(bucket, counts[key]) for key, bucket in first.items()]
 
     def owned_bytes(self, rank: int) -> int:
-        """Return the constant bytes of a rank's shard: weights, optimizer state and gradients."""
+        """Return the bytes of a rank's weights, optimizer state and gradients."""
         learning = self.owned(rank, True)
         return (self.state_bytes + GRADIENT_BYTES) * learning + WEIGHT_BYTES * self.owned(rank, False)
 
     def update_s(self, rank: int, elements: int) -> float:
-        """Return the seconds of an optimizer step on a rank's trained elements; 0 if the rank is lost."""
+        """Return the seconds of an optimizer step on trained elements; 0 if the rank is lost."""
         update = self.piece_profile(rank).update
         rate = self.health.rate(rank)
         return rate * (update[0] + update[1] * elements) if update is not None and math.isfinite(rate) else 0.0
@@ -310,7 +307,7 @@ class Pricing:
         messages: bool = True,
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> Walk:
-        """Return a `cost.rank_memory.Walk` through a rank's program."""
+        """Return a walk through a rank's program."""
         return Walk(
             self.blocks,
             strategy,
@@ -325,12 +322,12 @@ class Pricing:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pairs of a ring through ranks."""
+    """Return the (sender, receiver) pairs of a ring."""
     return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
 
 
 def micro_batches_of(strategy: Strategy, assignment: Assignment) -> list[list[MicroBatch]]:
-    """Return every pipeline's packed micro-batches, padded for sequence parallelism."""
+    """Return packed micro-batches, padded for sequence parallelism."""
     by_pipeline = []
     for pipeline, batches in zip(strategy.pipelines, assignment.tokens, strict=True):
         parts = math.lcm(*(s.tp for s in pipeline.stages if s.kind.sequence_parallel), 1)

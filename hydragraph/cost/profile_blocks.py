@@ -1,4 +1,4 @@
-"""Memory of blocks, from a profile's lines over the tokens; see `cost.rank_memory.Blocks`."""
+"""Memory of blocks from a profile's lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 
 class ProfileBlocks:
-    """Memory of blocks from a profile.
+    """Memory of blocks; see `cost.rank_memory.Blocks`.
 
     Args:
-        types: type of device; a block needs the same memory on all.
-        push_itemsize: bytes of a pushed gradient's element.
-        pieces: (type of device, kind of stage) -> pieces.
+        types: of device; a block needs the same memory on all.
+        pieces: (type, kind of stage) -> pieces.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class ProfileBlocks:
         self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
-        # Not every kind of stage was measured on each type.
+        # A kind may not be measured on each type.
         kind = part.kind._replace(recompute=bool(part.recompute), sums_in_pieces=False)
         measured = (name for name in self._types if kind in self._profile.of(name).pieces)
         return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]
@@ -52,7 +51,7 @@ class ProfileBlocks:
         tokens = batch.tokens
         lines = piece.held
         gradients = 0 if lines and lines.added else GRADIENT_BYTES * (piece.parameters - piece.frozen)
-        if lines is None:  # older profiles have only the sums
+        if lines is None:  # older profiles have only sums
             output = 0 if block == self.outline.blocks[-1] else self.hidden_bytes * tokens  # the loss is a scalar
             kept = max(0, round(piece.kept * tokens) - output)
             working = round(piece.fixed + piece.working * tokens)
@@ -73,7 +72,7 @@ class ProfileBlocks:
         return lines is not None and lines.added
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; without graphs, operations are assumed proportional to memory."""
+        """See `PricedBlocks`; without graphs, proportional to memory."""
         return 1.0 - kind.recompute
 
     def aux_bytes(self, batch: MicroBatch) -> int:

@@ -1,4 +1,4 @@
-"""A profile's fields as plain data, for its JSON file and for tables of published constants."""
+"""A profile's fields as plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hydragraph.spec.stage_kind import StageKind
 
 def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a profile's fields as JSON values."""
-    # None stays None: not measured.
     by_scheme = ("limits", "failed", "residuals")
     records = ("memory", "device", "link")
     pieces = {
@@ -90,12 +89,11 @@ def _read_piece(data: Mapping[str, Any]) -> BlockPiece:
 
 
 def published(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an entry of published constants (`Profile.from_constants`)."""
+    """Return the fields for `Profile.from_constants`."""
     schemes: dict[Scheme, Constants] = {}
     failed: dict[Scheme, str] = {}
     for row in entry["schemes"]:
         scheme = (int(row["tp"]), int(row["pp"]))
-        # In milliseconds; failed fits are kept as failed.
         k = Constants(row["a_ms_per_token2"] / 1e3, row["b_ms_per_token"] / 1e3, row["c_ms"] / 1e3)
         if k.failed:
             failed[scheme] = f"its fit failed (a = {k.a:g}, b = {k.b:g}, c = {k.c:g})"

@@ -2,11 +2,11 @@
 
     H, V     hidden size, entries of the vocabulary
     N        devices that share the sharded state
-    A        bytes of activations per element of a layer's hidden state, by tensor-parallel degree
+    A        activation bytes per element of a layer's hidden state, by tensor-parallel degree
     B        bytes of states per element of H^2 and layer
-    alpha    the fraction of states that is sharded over all devices
+    alpha    fraction of states sharded over all devices
 
-Formulas of Hydraulis -> functions, for a device of the first stage, the fullest one:
+Formulas of Hydraulis -> functions, for the first stage, the fullest one:
 
     layers H^2 B (alpha / N + (1 - alpha) / (PP TP)), and the same for the embedding    `MemoryModel.states_bytes`
     (layers / PP) (l H / TP) A per micro-batch, with PP of them in flight: per token  `MemoryModel.token_bytes`
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from hydragraph.cost.block_pieces import Scheme
 
-# Per element of an embedding: fp32 weight and moments, 16-bit weight and gradient.
+# fp32 weight and moments, 16-bit weight and gradient
 EMBEDDING_BYTES = 16
-# If one stage holds embedding and head.
+# One stage holds embedding and head.
 FUSED_EMBEDDING_BYTES = 32
 
 
@@ -33,8 +33,8 @@ class MemoryModel:
 
     Attributes:
         hidden, vocab, activation, states, sharded: H, V, A, B and alpha.
-        gap: (most devices, bytes lost to allocator and communicators), ascending.
-        margin: bytes to leave free.
+        gap: (maximum devices, bytes), ascending; see `gap_bytes`.
+        margin: bytes left free.
         device: capacity in bytes.
     """
 
@@ -49,16 +49,16 @@ class MemoryModel:
     device: float
 
     def states_bytes(self, scheme: Scheme, devices: int) -> float:
-        """Return the bytes of weights, gradients and optimizer state on a device."""
+        """Return the bytes of a device's weights, gradients and optimizer state."""
         tp, pp = scheme
-        # Only the first stage holds the embedding, so PP does not divide it.
+        # PP does not divide the embedding.
         layer = self.layers * self.hidden**2 * self.states
         alpha = self.sharded
         embedding = self.hidden * self.vocab * (FUSED_EMBEDDING_BYTES if pp == 1 else EMBEDDING_BYTES)
         return layer * (alpha / devices + (1 - alpha) / (pp * tp)) + embedding * (alpha / devices + (1 - alpha) / tp)
 
     def token_bytes(self, scheme: Scheme) -> float:
-        """Return the activation bytes per token of a micro-batch, with PP of them in flight."""
+        """Return the activation bytes per token, with PP micro-batches in flight."""
         tp, _ = scheme
         return self.layers * self.hidden / tp * self.activation[tp]
 

@@ -1,8 +1,7 @@
-"""Memory of one rank in one iteration, from its program and its compiled graphs.
+"""Memory of one rank in one iteration, from its program and compiled graphs.
 
-At home: weight, gradient and AdamW's two moments in fp32, 16 bytes per element of the rank's shard (`state_bytes` for
-other optimizers); 4 bytes if it is frozen. Values are created and freed as in the executor. Memory inside kernels and
-of the optimizer's update is excluded.
+The home has 16 bytes per element of the rank's shard (weight, gradient and AdamW's two moments in fp32; see
+`state_bytes`), 4 if frozen. Memory inside kernels and of the optimizer's update is excluded.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ from hydragraph.spec.home import Home
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-STATE_BYTES = 3 * WEIGHT_BYTES  # per element: weight and AdamW's two moments
+STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
 
-VariantOf = Callable[[Block, StagePart], Variant]  # (block, part of its stage) -> graphs
+VariantOf = Callable[[Block, StagePart], Variant]  # (block, stage part) -> graphs
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class Memory:
     """Memory of one rank at its peak, in bytes.
 
     Attributes:
-        home_weights, optimizer_state, home_gradients: the rank's shares of the state, in fp32.
+        home_weights, optimizer_state, home_gradients: shares of the state, in fp32.
         weights, gradients: those of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
         messages: copies for sending, and received data not yet summed.
-        host: offloaded activations, in the host's memory; not in the total.
+        host: offloaded activations, not in the total.
     """
 
     home_weights: int
@@ -96,9 +95,8 @@ class MemoryCurve:
     """Memory of one rank over an iteration.
 
     Attributes:
-        peak: the largest memory.
-        peak_s: its time from the start.
-        points: (seconds, bytes) from that time on; peaks within an instruction are in `peak` only.
+        peak_s: time of the peak.
+        points: (seconds, bytes) from then on, without peaks within instructions.
     """
 
     peak: Memory
@@ -116,11 +114,11 @@ class MemoryCurve:
 
 
 class Blocks(Protocol):
-    """Model data for a walk, from compiled graphs (exact) or a profile (approximate).
+    """Model data for a walk, from compiled graphs or, approximately, a profile.
 
     Attributes:
-        itemsize, push_itemsize: bytes of an element of a pulled weight, and of a pushed gradient.
-        hidden_bytes: bytes of one token's hidden state.
+        itemsize, push_itemsize: bytes of a weight and gradient element.
+        hidden_bytes: of one token's hidden state.
     """
 
     @property
@@ -139,15 +137,15 @@ class Blocks(Protocol):
         ...
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """Return the memory of the halves of a block's backward."""
+        """Return the memory of a backward's halves."""
         ...
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """Return whether products of a block accumulate gradients in place."""
+        """Return whether products accumulate gradients in place."""
         ...
 
     def aux_bytes(self, batch: MicroBatch) -> int:
-        """Return the bytes of a micro-batch's auxiliary values."""
+        """Return the bytes of auxiliary values."""
         ...
 
 
@@ -155,7 +153,7 @@ class PricedBlocks(Blocks, Protocol):
     """Model data for costs."""
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return the fraction of full recomputation's operations that a memory budget repeats."""
+        """Return the fraction of full recomputation's operations that a budget repeats."""
         ...
 
 
@@ -234,10 +232,9 @@ def rank_memory(
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
-        messages: include pull and push, assumed to be in flight until they must have arrived.
-        home: owners of the state; None: equal shares. Without nodes, each rank counts as one.
-        over: exchanges that end earlier; see `Walk`.
+        messages: include pull and push, in flight until they must have arrived.
+        home: None: equal shares. Without nodes, each rank counts as one.
+        over: see `Walk`.
 
     Raises:
         ValueError: the arguments do not match.
@@ -253,29 +250,28 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches after which a stage's peak grows only by the tokens of further ones; None:
-    never.
+    """Return the number of micro-batches until a stage's peak grows only by the tokens of further ones, if any.
 
-    The first stage holds those in flight, and the gradient that returns for one. A later stage also holds, once its
-    gradients are complete, the next hidden state, which arrives early, and two gradients in transit.
+    The first stage holds those in flight, and one returning gradient. A later stage also holds the next hidden state
+    and two gradients in transit.
 
     Args:
-        rows: rows of the pipeline's stages (`Pipeline.rows`).
+        rows: of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # One set of micro-batches enters as another leaves.
+        # One set enters as another leaves.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
 
 
 def exchange_name(op: Op, bucket: str) -> str:
-    """Return the name of a pending pull or push in a walk."""
+    """Return the name of a pending exchange."""
     return f"{op.value} {bucket}"
 
 
-HomeOf = Callable[[Bucket], Layout]  # the owners of a bucket
+HomeOf = Callable[[Bucket], Layout]  # owners of a bucket
 
 
 class Walk:
@@ -283,10 +279,10 @@ class Walk:
 
     Args:
         blocks: the model; other arguments as for `rank_memory`.
-        home_of: owners of the state; default: equal shares.
-        state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
-        over: by the index of an instruction, the exchanges (`exchange_name`) that have ended by then, besides those
-            that it waits for; None: exchanges stay in flight until they must have arrived.
+        home_of: default: equal shares.
+        state_bytes: weight and optimizer state per trained element; default: AdamW's.
+        over: exchanges (`exchange_name`) that have ended before an instruction, besides those that it waits for; None:
+            all stay in flight until they must have arrived.
     """
 
     def __init__(
@@ -325,7 +321,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk with other micro-batches of the same number."""
+        """Return a walk with as many other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -362,7 +358,7 @@ class Walk:
         return self.curve()[0]
 
     def curve(self) -> tuple[Memory, int, list[int]]:
-        """Return the largest memory, the index of its instruction, and the bytes after each instruction."""
+        """Return the largest memory, its instruction's index, and the bytes after each instruction."""
         at_home = self.at_home
         own = sum(m.tokens for m in self._batches.values())
         self._alive.add("batch", "activations", batch_bytes(own, self._everyones))
@@ -384,7 +380,7 @@ class Walk:
     def _run(self, instruction: Instruction) -> Iterator[int]:
         """Follow an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
-            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides, sends included
+            if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
             elif instruction.op is Op.PUSH and value not in instruction.reads:
                 self._alive.drop(exchange_name(Op.PUSH, value.exchange))
@@ -414,7 +410,7 @@ class Walk:
                 self._on_host.pop(value, None)
 
     def _offload(self, instruction: Instruction) -> None:
-        """Keep saved values on the device until they have been copied; those that stay, until the fetch."""
+        """Keep saved values on the device until they have been copied, or until the fetch."""
         (saved,) = instruction.reads
         host, leaving = instruction.writes
         m = saved.micro_batch
@@ -429,7 +425,6 @@ class Walk:
         self._most_on_host = max(self._most_on_host, sum(self._on_host.values()))
 
     def _send(self, instruction: Instruction) -> None:
-        # The message keeps the sent value.
         (message,) = instruction.writes
         self._alive.add(message, "messages", 0, *instruction.reads)
 
@@ -475,7 +470,7 @@ class Walk:
         self._alive.drop(total)
 
     def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's layouts at home and on its stages; equal ones are the same objects."""
+        """Return a bucket's layouts at home and on its stages, the same objects if equal."""
         if (op, name) in self._layouts_of:
             return self._layouts_of[op, name]
         bucket = self._buckets[bucket_of(name)]
@@ -490,7 +485,6 @@ class Walk:
         return self._layouts_of[op, name]
 
     def _kind(self, ranks: tuple[int, ...]) -> GradientKind:
-        # Matters only for parameters that each rank holds whole.
         split = self._stages[ranks[0]].kind.sequence_parallel
         return GradientKind.PARTIAL if split else GradientKind.REPLICA
 
@@ -504,7 +498,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # this rank's part of the whole input
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # of the whole input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
@@ -519,7 +513,7 @@ class Walk:
         assert m is not None
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # its part of the output's whole gradient
+        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # of the whole gradient
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # during the computation
@@ -576,18 +570,16 @@ class Walk:
         return self._batches[m].tokens * self._model.hidden_bytes
 
     def _inside_bytes(self, m: int) -> int:
-        """Return the bytes of a hidden state between blocks of the stage on this rank."""
         return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether sequence-parallel ranks receive a block's input, and send its output, whole."""
+        """Return whether a block's input and output are whole on sequence-parallel ranks."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None
         visit = stage.visit_of(index)
         first, end = stage.blocks[visit]
         split = self._part.sequence_parallel
-        # Pipelines that share a stage agree on layers.
         role = next(role for role in stage.roles if role.visit == visit)
         return split and index == first and bool(role.previous), split and index == end - 1 and bool(role.following)
 

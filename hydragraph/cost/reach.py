@@ -1,8 +1,7 @@
-"""Number of pairs of query and key that attention computes with a window or chunks.
+"""Pairs of query and key that attention computes within a window or chunks.
 
-With a window of w tokens, a query attends to at most w keys, itself included; with chunks of c tokens, to keys of its
-chunk. The cost of attention is a coefficient times q(l), for a sequence of l tokens. It is twice the number of pairs
-of causal attention, without terms linear in l:
+With a window of w tokens, a query attends to at most w keys, with itself; with chunks of c tokens, to its chunk's keys.
+Attention costs a coefficient times q(l), twice the pairs of causal attention without terms linear in l, for l tokens:
 
     no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
@@ -21,18 +20,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Reach:
-    """The keys that a query attends to.
+    """Keys that a query attends to.
 
     Attributes:
-        window: keys are less than `window` tokens away; None: at any distance.
-        chunk: keys are in its chunk of `chunk` tokens; None: in the whole sequence.
+        window: keys are less than `window` tokens away; None: any.
+        chunk: keys are in its chunk of `chunk` tokens; None: any.
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def pairs(self, length: Any) -> Any:
-        """Return q(l) of a number of tokens or of an array; l^2 without limits."""
+        """Return q(l) of tokens or an array of them."""
         if self.chunk is None:
             return self._in_window(length)
         whole, rest = divmod(length, self.chunk)
@@ -48,7 +47,7 @@ class Reach:
 
     @property
     def order(self) -> tuple[float, float]:
-        """(window, chunk), infinite if there is none."""
+        """(window, chunk); infinite for none."""
         return self.window or math.inf, self.chunk or math.inf
 
 
@@ -58,7 +57,7 @@ Near = tuple[tuple[Reach, float], ...]  # seconds per pair of limited attention,
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:
-    """Return the sum of coefficients, each multiplied by its factor."""
+    """Return the sum of coefficients times factors."""
     sums: dict[Reach, float] = {}
     for factor, near in parts:
         for reach, pair_s in near:

@@ -1,4 +1,4 @@
-"""The exact end of a pipeline with unequal stages."""
+"""Exact end of a pipeline with unequal stages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ def stage_ends(
     schedule: str = DEFAULT_SCHEDULE,
     devices: tuple[int, ...] = (),
 ) -> list[float]:
-    """Return when the last backward on each stage's devices ends; see `compiled_replay`.
+    """Return the end of the last backward on each stage's devices; see `compiled_replay`.
 
     Args:
-        early, forward, backward: seconds of micro-batches, in order, on each stage [S][V].
-        ahead, back: seconds of a hidden state from each stage to the next, and of its gradient [S - 1][V]; one more row
-            is ignored.
-        devices: each stage's group of devices (`Pipeline.rows`); empty: its own.
+        early, forward, backward: seconds on each stage [S][V].
+        ahead, back: seconds of a hidden state to the next stage, and of its gradient [S - 1][V]; further rows are
+            ignored.
+        devices: group of each stage (`Pipeline.rows`); empty: its own.
     """
-    # Most commands do not need numba.
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 
     stages = len(forward)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Schemes(Protocol):
-    """Costs for a search over schemes, from `Costs` or from published constants; see `Profile`."""
+    """Costs of schemes, from `Costs` or published constants; see `Profile`."""
 
     @property
     def name(self) -> str: ...
@@ -55,14 +55,13 @@ class CostedSchemes:
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
         self.limits = profile.limits
-        self.memory = None  # memory is walked, not modelled
+        self.memory = None  # memory is walked
         self._known: dict[Scheme, PipelineCost] = {}
         self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
 
     @cached_property
     def _fullest(self) -> tuple[int, ...]:
-        """Ranks by owned elements, descending: a scheme that fits there fits anywhere."""
         return tuple(sorted(range(self._costs.ranks), key=lambda rank: (-self._costs.owned(rank), rank)))
 
     def max_len(self, scheme: Scheme, devices: int) -> int:
@@ -74,7 +73,7 @@ class CostedSchemes:
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline on the ranks that own most of the state."""
+        """Return the cost of a pipeline on these ranks."""
         if scheme not in self._known:
             stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
             placed = tuple(replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
@@ -82,7 +81,7 @@ class CostedSchemes:
         return self._known[scheme]
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of a strategy's pipelines on their ranks."""
+        """Return the costs of pipelines on their ranks."""
         for pipeline in self._strategy(schemes).pipelines:
             if pipeline not in self._placed:
                 self._placed[pipeline] = self._costs.pipeline(pipeline)
@@ -96,7 +95,7 @@ class CostedSchemes:
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0: `charge` simulates, which is too slow for a search."""
+        """Return 0: `charge` simulates, which is slow."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -111,12 +110,12 @@ class CostedSchemes:
 def schemes_of(
     profile: Profile, ranks: int, home: Home | None = None, schemes: Sequence[Scheme] | None = None
 ) -> Schemes:
-    """Return the costs of schemes on `ranks` devices of the measured kind.
+    """Return the costs of schemes on `ranks` measured devices.
 
     Args:
         profile: with blocks, or of published constants, which ignore `home`.
-        home: owners of state; None: equal shares.
-        schemes: to choose from; default: the measured ones.
+        home: default: equal shares.
+        schemes: default: the measured ones.
     """
     if profile.blocks and profile.device is not None:
         from hydragraph.cost.costs import Costs  # needs PyTorch, which published constants do not

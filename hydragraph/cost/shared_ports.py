@@ -1,7 +1,7 @@
 """Transfers that share ports and network cards.
 
-A flow occupies a resource for a fraction of its time. While the fractions on a resource sum to s > 1, its flows run at
-1 / s of their speed; a flow runs at the speed of its slowest resource.
+A flow occupies a resource for a fraction of its time. While fractions on a resource sum to s > 1, its flows run at
+1 / s of their speed; a flow's slowest resource counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, part)
 
 
 class Flow:
-    """A transfer in progress: `left` seconds alone at `since`, and at `rate` of its speed from then on."""
+    """A transfer: `left` seconds alone at `since`, and at `rate` of its speed from then on."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -27,14 +27,14 @@ class Flow:
         self.used = used
         self.rate = 0.0
         self.since = 0.0
-        self.version = 0  # grows with each change of rate, which invalidates earlier ends
+        self.version = 0  # changes of rate, which invalidate earlier ends
 
 
 class Flows:
     """All flows."""
 
     def __init__(self) -> None:
-        # Begins and ends. Ends of earlier versions of a flow are skipped. The turn settles ties by insertion.
+        # Ends of earlier versions are skipped.
         self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
         self._turn = 0
         self._load: dict[int, float] = {}
@@ -45,7 +45,7 @@ class Flows:
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
-        """Yield (time, flow) in the order of ends; more flows may begin meanwhile, at that time or later."""
+        """Yield (time, flow) in the order of ends; more may begin meanwhile."""
         while self._events:
             now, _, version, flow = heapq.heappop(self._events)
             if version == 0:
@@ -76,12 +76,12 @@ class Flows:
             users.discard(flow)
             if self._load[resource] > FULL:
                 freed |= users
-            # Exactly 0 without users: rounding errors do not accumulate.
+            # Rounding errors must not accumulate.
             self._load[resource] = self._load[resource] - part if users else 0.0
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
-        # A fixed order settles ties alike in every run.
+        # Every run must settle ties alike.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most

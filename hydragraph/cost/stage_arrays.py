@@ -1,13 +1,12 @@
 """Time of stages for a micro-batch, as arrays for compiled code.
 
-    K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage, of the most mixed one
-    W  windows and chunks of attention, of all kinds
-    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  seconds per token^2, per token, per micro-batch, and per pair of each
-                                                 of the W
-    row[s, part]            [S, 5]               a micro-batch's seconds on each stage: of the slowest of its ranks
+    K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage
+    W  windows and chunks of attention
+    seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per pair of each W
+    row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
 
-A micro-batch is described only by sum l^2, sum l and W sums of `Reach.pairs` over its sequences. Tables and links with
-measured points are approximated (`StageTerms.faithful`), so results are judged by `PipelineCost.seconds`.
+A micro-batch is described by sum l^2, sum l and W sums of `Reach.pairs`. Tables and measured links are approximated
+(`StageTerms.faithful`); `PipelineCost.seconds` is exact.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class StageTerms(NamedTuple):
     """Kinds of pipelines; see the module docstring.
 
     Attributes:
-        reaches: window and chunk of each further column [W, 2]; infinite: none.
-        stages, tables: number of stages of each kind [K], and its order of work [K, S, actions].
-        faithful: whether the numbers are those of `PipelineCost.seconds` [K].
+        reaches: window and chunk [W, 2]; infinite: none.
+        stages, tables: stages of each kind [K], and its order of work [K, S, actions].
+        faithful: whether they equal `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
@@ -52,12 +51,11 @@ class StageTerms(NamedTuple):
 
 
 def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None = None) -> StageTerms:
-    """Return the arrays of these kinds of pipelines.
+    """Return the arrays of kinds of pipelines.
 
     Args:
         count: maximum micro-batches of a pipeline.
-        shortest: minimum tokens of any micro-batch; if given, lower bounds replace the approximations of tables and
-            links.
+        shortest: minimum tokens of a micro-batch, for lower bounds instead of approximations.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, shortest, reaches) for kind in kinds]
@@ -67,7 +65,7 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     for k, (array, _) in enumerate(arrays):
         stages, ranks = array.shape[:2]
         seconds[k, :stages, :ranks] = array
-        seconds[k, :stages, ranks:] = array[:, :1]  # repetition has no effect
+        seconds[k, :stages, ranks:] = array[:, :1]
     return StageTerms(
         seconds,
         np.array([reach.order for reach in reaches], dtype=np.float64).reshape(-1, 2),
@@ -127,7 +125,7 @@ def _kind(kind: PipelineCost, shortest: int | None, reaches: tuple[Reach, ...]) 
     return seconds, all(map(_faithful, stages))
 
 
-Span = tuple[int, int] | None  # tokens between which a line must be a lower bound; None: approximate
+Span = tuple[int, int] | None  # tokens of a lower bound's line; None: approximate
 
 
 def _added(parts: Parts, span: Span, reaches: Sequence[Reach]) -> Floats:
@@ -146,7 +144,6 @@ def _constants(curve: Curve, span: Span) -> Constants:
 
 
 def _per_byte(link: Interconnect, span: Span) -> float:
-    """Return seconds per byte; for a lower bound, those of the fastest measured point."""
     quickest = max([link.bytes_per_s, *(speed for _, speed in link.points)])
     return 1 / (link.bytes_per_s if span is None else quickest)
 
@@ -184,13 +181,7 @@ def pairs_of(window: float, chunk: float, length: float) -> float:
 
 @partial(compiled, shared=True)
 def add_pairs(near: Floats, reaches: Floats, length: float, times: float) -> None:
-    """Add `times` times a sequence's pairs to a micro-batch's sums.
-
-    Args:
-        near: the sums [W].
-        reaches: windows and chunks [W, 2].
-        times: 1 to add it, -1 to remove it.
-    """
+    """Add a sequence's pairs, `times` times, to sums `near` [W] over `reaches` [W, 2]."""
     for w in range(len(reaches)):
         near[w] += times * pairs_of(reaches[w, 0], reaches[w, 1], length)
 
@@ -200,10 +191,10 @@ def fill_row(row: Floats, seconds: Floats, stages: int, squares: float, tokens: 
     """Write the seconds of each stage for a micro-batch.
 
     Args:
-        row: [S, 5] to write to.
-        seconds: seconds of the pipeline's kind [S, R, 5, 3 + W].
+        row: output [S, 5].
+        seconds: of the pipeline's kind [S, R, 5, 3 + W].
         squares, tokens: sum l^2 and sum l.
-        near: sum of pairs of each reach [W].
+        near: sums of pairs [W].
     """
     for s in range(stages):
         for part in range(PARTS):

@@ -1,4 +1,4 @@
-"""Time of a pipeline stage for a micro-batch, on the slowest of its ranks."""
+"""Time of a stage for a micro-batch, on its slowest rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Ring:
 
     Attributes:
         ranks: t.
-        times: number of summed hidden states per micro-batch.
-        link: the slowest link between neighbours.
-        hidden: seconds per token that overlap with weight gradients; latencies never do.
-        pieces: number of parts of the tokens that are summed one after the other.
-        beside: (number of sums, seconds per token of the product before each), for sums in several pieces: all but the
-            last run while the product of the next piece is computed.
+        times: summed hidden states per micro-batch.
+        link: the slowest one.
+        hidden: seconds per token that overlap with weight gradients, unlike latencies.
+        pieces: parts of the tokens, summed one after the other.
+        beside: (number of sums, seconds per token of the product before each): all pieces but the last run while the
+            next one's product is computed.
     """
 
     ranks: int
@@ -60,24 +60,24 @@ class Ring:
         return max(self.latency_s, sent - tokens * self.hidden)
 
     def token_seconds(self, per_byte: float) -> float:
-        """Return the exposed seconds per token, without latencies, at `per_byte` seconds per byte."""
+        """Return the exposed seconds per token, without latencies, for `per_byte` seconds per byte."""
         each = 2 * (self.ranks - 1) * self.token_bytes / self.ranks * per_byte
         return max(0.0, self.times * each - self._beside_products(each / self.pieces, 1) - self.hidden)
 
     def _beside_products(self, each: float, tokens: int) -> float:
-        """Return the seconds of pieces, of `each` seconds, that run while the product of the next one is computed."""
+        """Return the seconds of pieces that run during products; a piece takes `each` seconds."""
         further = self.pieces - 1
         return sum(times * further * min(each, tokens * product_s / self.pieces) for times, product_s in self.beside)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """Concurrent messages from the ranks of one stage to the next.
+    """Concurrent messages from one stage to the next.
 
     Attributes:
-        links: links of the slowest rank's consecutive messages.
-        sharing: most messages through one network card.
-        part: fraction of a hidden state's bytes that is sent.
+        links: of the slowest rank's consecutive messages.
+        sharing: most messages through one card.
+        part: sent fraction of a hidden state.
     """
 
     links: tuple[Interconnect, ...]
@@ -90,7 +90,7 @@ class Hop:
         size = tokens * self.token_bytes * self.part
         total = 0.0
         for link in self.links:
-            # A card's full bandwidth limits its messages together.
+            # A card's bandwidth limits its messages together.
             together = link.latency_s + self.sharing * size / max(link.bytes_per_s, link.bandwidth(size))
             total += max(link.seconds(size), together)
         return total
@@ -103,7 +103,7 @@ class StageCost:
     Attributes:
         forward, backward: curves of each kind of rank (type of device, rate).
         aux: curves of what runs before the forward and its message.
-        ahead, back: messages to and from the next stage; None on the last stage.
+        ahead, back: messages to and from the next stage, if any.
     """
 
     forward: tuple[Parts, ...]
@@ -123,7 +123,7 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:
-        """Return the stage under a schedule; where backwards are split, weight gradients are too late to hide sums."""
+        """Return the stage under a schedule; weight gradients of split backwards are too late to hide sums."""
         if self.rings is None or schedule in WHOLE_BACKWARD:
             return self
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
@@ -146,14 +146,13 @@ class StageCost:
 
     @property
     def constants(self) -> Constants:
-        """Constants of forward and backward together, for search."""
+        """Approximate constants of forward and backward together."""
         by_rank_kind = []
         for i, (one, two) in enumerate(zip(self.forward, self.backward, strict=True)):
             parts = (*one, *two, *(self.aux[i] if self.aux else ()))
             whole = Constants.sum((n, curve.constants() if isinstance(curve, Table) else curve) for n, curve in parts)
             b = whole.b
             c = whole.c
-            # Rings are linear in the tokens.
             for ring in self.rings or ():
                 b += ring.token_seconds(1 / ring.link.bytes_per_s)
                 c += ring.latency_s
@@ -167,15 +166,14 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the end of a pipeline for micro-batches of these lengths in this order.
+    """Return the end of micro-batches in this order.
 
     Args:
-        rows: rows of each stage (`Pipeline.rows`); empty: its own.
+        rows: of each stage (`Pipeline.rows`); empty: its own.
     """
     if not micro_batches:
         return 0.0
     stages = [stage.under(schedule) for stage in stages]
-    # By micro-batch, the five seconds of each stage for `stage_ends`.
     priced: dict[tuple[int, ...], list[tuple[float, float, float, float, float]]] = {}
     for m in dict.fromkeys(map(tuple, micro_batches)):
         ways = [[hop.seconds(sum(m)) if hop else 0.0 for hop in (stage.ahead, stage.back)] for stage in stages]

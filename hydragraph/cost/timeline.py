@@ -1,8 +1,8 @@
 """Simulated times of one iteration, instruction by instruction.
 
-Every stage has one queue per stream. An instruction starts when the one before it has ended, its inputs are ready, and
-all participants have arrived: partners for a pull or push, all ranks for the commit. Tensor-parallel traffic is part of
-computation.
+A stage has a queue per stream. An instruction starts when the previous one has ended, its inputs are ready, and all
+participants have arrived: partners for a pull or push, all ranks for the commit. Computation includes tensor-parallel
+traffic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedSpan:
-    """An instruction of a rank's program, with times in seconds."""
+    """An instruction with its times in seconds."""
 
     index: int
     instruction: Instruction
@@ -42,8 +42,6 @@ class SimulatedSpan:
 
 
 class _Ranks(Sequence[tuple[SimulatedSpan, ...]]):
-    """Spans of ranks, made on access: a thousand ranks have millions."""
-
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
@@ -82,7 +80,7 @@ def _aligned(
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Times of every rank's instructions, from the start of the iteration.
+    """Times of every rank's instructions, from the iteration's start.
 
     Attributes:
         curves: returns each rank's memory over time.
@@ -94,14 +92,14 @@ class Timeline:
 
     @cached_property
     def actor_of(self) -> dict[int, int]:
-        """The number of each rank's actor."""
+        """Number of each rank's actor."""
         return {
             rank: a for a, actor in sorted(enumerate(self.actors), key=lambda p: p[1].ranks) for rank in actor.ranks
         }
 
     @property
     def ranks(self) -> Sequence[tuple[SimulatedSpan, ...]]:
-        """Each rank's spans, in the order of its instructions."""
+        """Spans of each rank, in order."""
         return _Ranks(self)
 
     @cached_property
@@ -111,7 +109,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """The chain of waits that determines the end."""
+        """Chain of waits that determines the end."""
         return critical_path(self.actors, self.times)
 
     @cached_property
@@ -119,7 +117,7 @@ class Timeline:
         """Memory of each rank over time.
 
         Raises:
-            ValueError: the timeline was not made from `Costs`.
+            ValueError: it was not made from `Costs`.
         """
         if self.curves is None:
             raise ValueError("this timeline knows no sizes: simulate with hg.simulate(costs, strategy, assignment)")
@@ -145,10 +143,7 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return how long a rank's computation or commit waits for a stream's values.
-
-        Includes the time before a transfer begins, like `runtime.instruction_trace.Exposed`.
-        """
+        """Return how long computation or commit waits for a stream's values, even before their transfer begins."""
         return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property
@@ -163,7 +158,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of computing ranks, 0 to 1; 0 if no rank computes."""
+        """Idle fraction of computing ranks, 0 to 1."""
         working = [rank for rank in self.actor_of if self.busy_s(rank, Stream.COMPUTE) > 0]
         if not working:
             return 0.0
@@ -200,15 +195,14 @@ Curves: TypeAlias = Callable[[Timeline], "Sequence[MemoryCurve]"]
 
 
 def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[Stream, float]]:
-    maker: dict[Value, int] = {}  # instruction that makes each value
-    latest: dict[Stream, int] = {}  # instruction of each stream that ends last
-    free = 0.0  # time at which computation could continue
+    maker: dict[Value, int] = {}
+    latest: dict[Stream, int] = {}  # last to end
+    free = 0.0  # when computation could continue
     for i, instruction in enumerate(instructions):
         if instruction.op is Op.FREE and not any(value.kind is ValueKind.COPYING for value in instruction.after):
             continue
         if instruction.stream is Stream.COMPUTE:
             needed = [maker[value] for value in instruction.after]
-            # The commit waits for all transfers: for the last to end on each stream.
             if instruction.op is Op.COMMIT:
                 needed = [latest[stream] for stream in (Stream.PULL, Stream.PUSH, Stream.P2P) if stream in latest]
             for other in needed:
@@ -223,14 +217,13 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
-    """Price programs that were lowered one by one.
+    """Price separately lowered programs.
 
     Args:
-        programs: one per rank, in order; verified (`hydragraph.ir.verify`).
-        cluster: one device per rank.
+        programs: verified (`hydragraph.ir.verify`), one per rank.
 
     Raises:
-        ValueError: ranks and devices, or the programs of a stage, differ, or the programs never end.
+        ValueError: ranks and devices, or programs of a stage, differ, or programs never end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")
@@ -243,5 +236,5 @@ def run(
     work: Priced,
     curves: Curves | None = None,
 ) -> Timeline:
-    """Simulate actors that together are all ranks of a cluster."""
+    """Simulate actors that together are all ranks."""
     return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)

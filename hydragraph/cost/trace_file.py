@@ -1,7 +1,7 @@
 """Traces of real and simulated iterations, in the Trace Event Format, which https://ui.perfetto.dev opens.
 
-A slice has a short name, such as "send h2.0 to rank 3", the operation as its category, and the whole instruction among
-its arguments. Free instructions take negligible time and have no slice.
+A slice has a short name, such as "send h2.0 to rank 3", the operation as its category, and the instruction among its
+arguments. Free instructions have no slice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced iteration, described well enough to simulate it.
+    """A traced iteration that can be simulated.
 
     Attributes:
         step: number in its events.
-        assignment: the sequences of each pipeline.
-        seconds: seconds of the whole step on rank 0, without waiting for a plan.
+        seconds: of the step on rank 0, without waiting for a plan.
     """
 
     step: int
@@ -56,15 +55,14 @@ class Trace:
 
 
 def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
-    """Write all ranks' events, a process per rank and a thread per stream; the first event begins at 0.
+    """Write all ranks' events, a process per rank and a thread per stream, from 0 on.
 
     Args:
-        steps: steps of a real run; other readers of the format ignore them.
+        steps: of a real run; other readers ignore them.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []
     every = [list(events) for events in per_rank]
-    # Clocks of real runs have arbitrary origins.
     first = min((event.begin for events in every for event in events), default=0.0)
     for rank, events in enumerate(every):
         records.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
@@ -92,7 +90,6 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
 
 
 def _instruction(name: str) -> Instruction | None:
-    """Return an event's instruction; None for a wait or a message in flight."""
     try:
         return parse_instruction(name, 0)
     except ValueError:
@@ -129,7 +126,7 @@ def read_trace(path: Path) -> Trace:
     """Read a real run's trace written by `write_events`.
 
     Raises:
-        ValueError: it is not a trace, or does not describe the iterations.
+        ValueError: it is not a trace of a run.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,7 @@
-"""Time of concurrent messages, and the ports and cards that they occupy.
+"""Time of concurrent messages, and ports and cards that they occupy.
 
-A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks share the
-bandwidth of a network card. The slowest rank of a *group*, such as a stage, counts. A rank's rate scales the latency of
-its messages.
+A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks share a network
+card's bandwidth. The slowest rank of a *group*, such as a stage, counts. A rank's rate scales its messages' latency.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Pair = tuple[int, int]  # (sending rank, receiving rank)
+Pair = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Bytes between pairs of different ranks, each pair once: 1-D arrays."""
+    """Bytes between different ranks, each pair once."""
 
     src: Ints
     dst: Ints
@@ -45,7 +44,7 @@ class Transfers:
 
     @cached_property
     def pairs(self) -> Mapping[Pair, float]:
-        """(sending rank, receiving rank) -> bytes."""
+        """(sender, receiver) -> bytes."""
         return dict(zip(zip(self.src.tolist(), self.dst.tolist(), strict=True), self.size.tolist(), strict=True))
 
     @property
@@ -59,9 +58,9 @@ class Passage:
     """An exchange between groups.
 
     Attributes:
-        seconds: seconds of each group without other traffic; 0 if it takes no part [G].
-        partners: whether two groups exchange data; a participant is its own partner [G, G].
-        occupied: for each group, (resource, fraction of its seconds).
+        seconds: of each group without other traffic, 0 if it takes no part [G].
+        partners: whether groups exchange data; a participant is its own partner [G, G].
+        occupied: (resource, fraction of seconds) of each group.
     """
 
     seconds: Floats
@@ -70,13 +69,13 @@ class Passage:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether every group exchanges data with every other."""
+        """Whether all groups exchange data."""
         return bool(self.partners.all())
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Messages that begin together: seconds that each travels and occupies a card [M], and seconds of each rank [R]."""
+    """Messages that begin together, with the times of `message_rounds.together`."""
 
     src: Ints
     dst: Ints
@@ -92,8 +91,8 @@ class Roads:
     Resources are numbered: ports of groups out (0 .. G-1) and in (G .. 2G-1), cards out, cards in.
 
     Args:
-        group: group of each rank [R].
-        handling: each rank's factor on latency [R]; default: 1.
+        group: of each rank [R].
+        handling: each rank's factor on latency [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
@@ -107,7 +106,6 @@ class Roads:
         cards = {place: i for i, place in enumerate(dict.fromkeys(places))}
         self._card = np.array([cards[place] for place in places], dtype=np.int64)
         self._cards = len(cards)
-        # Equal nodes have equal links, stored by pair of kinds of nodes.
         by_kind: dict[object, list[int]] = {}
         for number in dict.fromkeys(nodes):
             by_kind.setdefault(cluster.node(number), []).append(number)
@@ -146,11 +144,11 @@ class Roads:
         return None if other is None or (a != b and not across) else self._cluster.link_between(one, other)
 
     def slowest_s(self, moved: Transfers) -> float:
-        """Return the slowest rank's seconds for messages that begin together."""
+        """Return the slowest rank's seconds for concurrent messages."""
         return float(self._exchanged(moved).rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
-        """Return an exchange of messages that begin together."""
+        """Return an exchange of concurrent messages."""
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst
@@ -179,7 +177,7 @@ class Roads:
         groups = self._groups
         ranks = len(self._node)
         used: list[list[tuple[int, float]]] = [[] for _ in range(groups)]
-        for base, at in ((0, src), (groups, dst)):  # the busiest port represents a group
+        for base, at in ((0, src), (groups, dst)):  # the busiest port counts
             busiest = np.zeros(groups)
             np.maximum.at(busiest, self._group, np.bincount(at, moving, ranks))
             for g in np.flatnonzero(busiest):

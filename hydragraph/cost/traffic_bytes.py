@@ -1,4 +1,4 @@
-"""Additional bytes of a rank in a bucket's exchange, besides the weights and gradients themselves."""
+"""Bytes of a rank in a bucket's exchange besides weights and gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 
 WEIGHT_BYTES = 4  # home weights are fp32
-GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
+GRADIENT_BYTES = 4  # accumulated and pushed in fp32
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class MessageBytes:
     """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
 
     Attributes:
-        outgoing, incoming: bytes of weights, or of gradients to first owners.
+        outgoing, incoming: weights, or gradients to first owners.
         handed: both, of gradients from first to second owners.
     """
 
@@ -26,7 +26,7 @@ class MessageBytes:
 
 
 def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) -> MessageBytes:
-    """Return the message bytes of pulling a bucket's weights.
+    """Return the bytes of messages for pulling weights.
 
     Args:
         owners, users: layouts at home and on the stages.
@@ -40,7 +40,6 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
         return MessageBytes(0 if itemsize == WEIGHT_BYTES else shard * itemsize, incoming)
     sends, receives = copy(owners, users, rank).of(rank)
     as_it_is = itemsize == WEIGHT_BYTES and _in_order(sends.src_at, sends.hi - sends.lo, shard)
-    # Parts of two owners come in the order of ranks.
     staged = not _in_order(receives.dst_at, receives.hi - receives.lo, users.local_size(rank))
     if not staged and stays(owners, users):
         return MessageBytes(0, incoming)  # after concatenation or a cast, the weights
@@ -49,7 +48,7 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
 
 
 def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
-    """Return the bytes of pulled weights beyond a rank's home shard; see `pulled`."""
+    """Return the bytes of pulled weights beyond the home shard; see `pulled`."""
     if itemsize == WEIGHT_BYTES and stays(owners, users):
         sends, receives = copy(owners, users, rank).of(rank)
         if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
@@ -66,14 +65,14 @@ def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
 
 
 def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes of sums that are added to those of earlier pushes; see `pulled`."""
+    """Return the bytes of sums added to earlier pushes; see `pulled`."""
     if sums_at_home(owners, users, rank):
         return 0
     return GRADIENT_BYTES * owners.first.local_size(rank)
 
 
 def pushed(owners: Layout, users: Layout, rank: int, itemsize: int = GRADIENT_BYTES) -> MessageBytes:
-    """Return the message bytes of pushing gradients; see `pulled`."""
+    """Return the bytes of messages for pushing gradients; see `pulled`."""
     if sums_stay(users, owners) and not len(owners.second.rank):
         return MessageBytes(0, 0)
     sends, receives = reduce(users, owners, rank).of(rank)
