@@ -13,11 +13,12 @@ WalkOf = Callable[[int, Mapping[int, Sequence[str]]], Walk]
 
 
 class MemoryCurves(Sequence[MemoryCurve]):
-    """Every rank's memory over time, computed on access."""
+    """Every rank's memory over time, computed on first access."""
 
     def __init__(self, timeline: Timeline, walk_of: WalkOf) -> None:
         self._timeline = timeline
         self._walk_of = walk_of
+        self._known: dict[int, MemoryCurve] = {}
 
     def __len__(self) -> int:
         return len(self._timeline.ranks)
@@ -25,6 +26,11 @@ class MemoryCurves(Sequence[MemoryCurve]):
     def __getitem__(self, rank: int) -> MemoryCurve:  # type: ignore[override]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
+        if rank not in self._known:
+            self._known[rank] = self._curve(rank)
+        return self._known[rank]
+
+    def _curve(self, rank: int) -> MemoryCurve:
         spans = self._timeline.ranks[rank]
         peak, at, after = self._walk_of(rank, _ended(spans)).curve()
         points: list[tuple[float, int]] = []

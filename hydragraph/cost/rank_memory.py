@@ -43,7 +43,7 @@ from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT, most_in_flight
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, aux, bucket_of, gradients, weights
 from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.pipeline import rank_program
+from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns
 from hydragraph.spec.home import Home
@@ -299,6 +299,7 @@ class Walk:
         over: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         counts = [len(pipeline) for pipeline in micro_batches]
+        strategy.check(blocks.outline.layers, ranks)
         placement = place(blocks.outline, strategy, counts)
         self._model = blocks
         self._rank = rank
@@ -307,7 +308,7 @@ class Walk:
         self._state_bytes = state_bytes
         self._over = over or {}
         self._home_of: HomeOf = home_of or HomeLayouts(Home(), ranks).of
-        self._instructions = rank_program(blocks.outline, strategy, counts, rank, ranks=ranks).instructions
+        self._instructions = placed_program(placement, "", "train", rank, ranks).instructions
         self._users = {(turn.op, turn.name): turn.stages for turn in turns(placement, "train")}
         self._pushed: set[str] = set()  # buckets
         self._stages = placement.stage_of

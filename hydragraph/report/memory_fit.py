@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from hydragraph.cost.costs import Costs
-from hydragraph.cost.rank_memory import Memory
+from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.errors import Unsupported
 from hydragraph.ir.schedules.schedule_kinds import WHOLE_BACKWARD
 from hydragraph.spec.assignment import Assignment
@@ -35,27 +35,32 @@ SHORTER = 0.8  # factor of successive lengths
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of a strategy: ranks' peaks and limits in bytes, and seconds."""
+    """Memory of a strategy: ranks' curves and limits in bytes, and seconds."""
 
     strategy: Strategy
-    memory: tuple[Memory, ...]
+    curves: Sequence[MemoryCurve]
     limits: tuple[float, ...]
     seconds: float
 
     @property
+    def memory(self) -> tuple[Memory, ...]:
+        """Peaks of all ranks."""
+        return tuple(curve.peak for curve in self.curves)
+
+    @property
     def tightest(self) -> int:
         """Rank with the fullest memory."""
-        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total / self.limits[rank])
+        return max(range(len(self.curves)), key=lambda rank: self.curves[rank].peak.total / self.limits[rank])
 
     @property
     def fits(self) -> bool:
         """Whether memory suffices."""
-        return all(m.total <= limit for m, limit in zip(self.memory, self.limits, strict=True))
+        return all(c.peak.total <= limit for c, limit in zip(self.curves, self.limits, strict=True))
 
     @property
     def largest(self) -> str:
         """Name of the largest part on the tightest rank."""
-        parts = vars(self.memory[self.tightest])
+        parts = vars(self.curves[self.tightest].peak)
         return WORDS[max((name for name in parts if name != "host"), key=lambda name: parts[name])]
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,9 +87,8 @@ class MemoryFit:
 def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
     """Simulate an iteration's memory."""
     timeline = costs.simulate(strategy, assignment)
-    memory = tuple(timeline.memory[rank].peak for rank in range(costs.ranks))
     limits = tuple(float(device.memory_bytes) for device in costs.cluster.devices)
-    return MemoryFit(strategy, memory, limits, timeline.seconds)
+    return MemoryFit(strategy, timeline.memory, limits, timeline.seconds)
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
@@ -120,9 +124,9 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     light = [fit(costs, strategy, assignment) for strategy in (again, *streamed)]
     if light[0].fits:  # partial recomputation may fit
         light += [fit(costs, recomputing(found.strategy, budget), assignment) for budget in BUDGETS]
-    fitting = [tried for tried in light if tried.fits]
-    if fitting:
-        return _lighter(min(fitting, key=lambda tried: tried.seconds), found)
+    fastest = next((tried for tried in sorted(light, key=lambda tried: tried.seconds) if tried.fits), None)
+    if fastest is not None:
+        return _lighter(fastest, found)
     choices = (
         (found.strategy, ""),
         (again, f" and recomputation, {again.name}"),
@@ -168,11 +172,11 @@ def _lighter(tried: MemoryFit, found: MemoryFit) -> str:
 
 
 def _more(found: MemoryFit) -> str:
-    memory = found.memory[found.tightest]
+    memory = found.curves[found.tightest].peak
     room = found.limits[found.tightest] - memory.weights - memory.gradients
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
         return "a higher tensor-parallel degree or more stages: the stage's own weights and gradients are too much"
-    ranks = math.ceil(memory.home * len(found.memory) / room) + 1
+    ranks = math.ceil(memory.home * len(found.curves) / room) + 1
     return f"more ranks, at least {ranks}, which share the state: the home state alone is too much"
 
 
