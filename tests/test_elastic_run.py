@@ -69,6 +69,15 @@ def wait_for_step(run: Path, step: int) -> None:
     raise AssertionError(f"step {step} never came")
 
 
+def wait_for_event(run: Path, name: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        if any(event.event == name for event in read_events(run / "events.jsonl")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no {name} event came")
+
+
 def devices(folder: Path) -> dict[str, str]:
     """Write a cluster of two fast devices and a slow one, and what the tiny model costs on them."""
     speeds = {"fast": 1.0, "slow": 2.5}
@@ -107,6 +116,27 @@ def test_a_run_whose_leader_is_killed_continues_in_the_other_processes(tmp_path:
     assert "no state was lost" in events[1].why
     assert events[1].moved_bytes > 0, "what the lost rank owned has two owners again"
     assert (run / "model" / "config.json").is_file()
+
+
+@thorough
+def test_a_rank_is_killed_while_state_moves_to_where_the_chosen_strategies_use_it(tmp_path: Path) -> None:
+    strategies = ["<[0]x1,[1]x1> + <[2]x2>", "<[2]x1,[0]x1>"]
+    chosen = {"strategies": strategies, "plan": {"choose": True, **devices(tmp_path)}, "steps": 60}
+    losses = []
+    for struck in (False, True):
+        run = tmp_path / str(struck)
+        process = started(written(tmp_path, **chosen, deterministic=True, output=str(run)))
+        if struck:
+            wait_for_event(run, "migrate")
+            os.kill(ranks(run)[2], signal.SIGKILL)
+        said, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, said
+        events = [event.event for event in read_events(run / "events.jsonl")]
+        assert events.count("fault") == struck
+        assert "straggler" not in events, "nothing asks to watch the ranks"
+        losses.append([metrics.loss for metrics in read_metrics(run / "metrics.jsonl")])
+    assert len(losses[0]) == 60
+    assert losses[0] == losses[1]
 
 
 @thorough

@@ -63,7 +63,7 @@ from hydragraph.train.run_saving import (
     write_spans,
 )
 from hydragraph.train.step_reporting import log_step, open_log, peak_of
-from hydragraph.train.straggler_setup import controller_of, policy_of
+from hydragraph.train.straggler_setup import controller_of, follows, policy_of
 from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
@@ -230,7 +230,8 @@ def _session(
         stack.enter_context(naming_the_checkpoint(folder))
         log = stack.enter_context(open_log(folder, done, leader)) if leader is not None else None
         executor.watched = config.watches
-        watches = config.elastic.monitor or (config.replans and world.ranks > 1)  # with one rank there is no other plan
+        alone = world.ranks == 1  # there is no other plan or home
+        watches = config.elastic.monitor or (not alone and (config.replans or follows(config, executor)))
         controller = controller_of(config, world, executor) if watches and leader is not None else None
         if controller is not None:
             stack.callback(controller.close)
@@ -501,7 +502,7 @@ def _chosen_from(prepared: _RunInputs) -> dict[str, Any]:
     """Return the strategy arguments of `compile`."""
     config, strategies = prepared.config, prepared.strategies
     if not config.plan.choose:
-        return {"strategy": strategies[0]}
+        return {"strategy": strategies if len(strategies) > 1 else strategies[0]}
     batches = mini_batches(config, prepared.tokens)
     return {
         "strategy": "auto" if config.automatic else strategies,

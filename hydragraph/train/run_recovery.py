@@ -25,7 +25,7 @@ from hydragraph.train.run_saving import checkpoint, forget_unsaved, saves_after
 from hydragraph.train.step_metrics import read_metrics
 from hydragraph.train.step_reporting import log_step, open_log, tell
 from hydragraph.train.straggler_file import read_slow
-from hydragraph.train.straggler_setup import controller_of
+from hydragraph.train.straggler_setup import controller_of, follows
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.lateness import Lateness
 from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
@@ -118,7 +118,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
         log = owned.enter_context(open_log(run.folder, survived.step, state.watcher))
         state.watcher.started(survived.step, run.config.steps)
     run = replace(run, log=log, watcher=state.watcher)
-    if run.config.watches:
+    if run.config.watches or follows(run.config, run.executor):
         hurried = _soon(run.config) and isinstance(run.executor.profile, Costs)
         members = tuple(peer.member for peer in survived.peers)
         numbers = {before: members.index(m) for before, m in enumerate(run.watched) if m in members}

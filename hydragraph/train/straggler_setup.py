@@ -1,4 +1,4 @@
-"""Setup of the leading rank's straggler controller."""
+"""Setup of the leading rank's controller of plans and owners."""
 
 from __future__ import annotations
 
@@ -47,13 +47,27 @@ def controller_of(
     else:
         cluster = default_cluster(world.ranks)
         costs = Costs(datasheet(executor.program, cluster), cluster, home=home)
-    if before is None:
+    if not config.watches:
+        monitor = None
+    elif before is None or before.monitor is None:
         monitor = Monitor(costs, Sensitivity(config.elastic.enter, config.elastic.leave), slow)
     else:
         monitor = before.monitor.among(costs, numbers or {})
     planner = None if before is None else before.released()
-    if not config.replans:
-        return Controller(monitor)
+    following = None
+    if world.ranks > 1 and (config.replans or follows(config, executor)):
+        following = Following(
+            executor.owners,
+            world.ranks,
+            executor.program.buckets,
+            state_costs(costs),
+            config.steps,
+            config.elastic.dry_run,
+            costs,
+            config.home.rule,
+        )
+    if monitor is None or not config.replans:
+        return Controller(monitor, following=following)
     switched = hurried and bool(monitor.health.rates)
     if before is None:
         late = Lateness(
@@ -66,16 +80,6 @@ def controller_of(
         assert answer.request is not None, "an answer that is not refused has a request"
         executor.choose_from(answer.strategies, answer.request, answer.static, ready_first=True)
 
-    following = Following(
-        executor.owners,
-        world.ranks,
-        executor.program.buckets,
-        state_costs(costs),
-        config.steps,
-        config.elastic.dry_run,
-        costs,
-        config.home.rule,
-    )
     return Controller(
         monitor,
         Replanning(
@@ -93,8 +97,16 @@ def controller_of(
             planned_for=late.planned(monitor.health) if hurried else Health(),
             late=late,
         ),
-        following if world.ranks > 1 else None,
+        following,
     )
+
+
+def follows(config: TrainConfig, executor: Executable) -> bool:
+    """Return whether state moves to owners for the strategies that ran lately: with `home: auto` and measured costs."""
+    if config.home.rule != "auto" or not config.plan.choose:
+        return False
+    profile = executor.profile
+    return isinstance(profile, Costs) or (profile is not None and bool(profile.blocks) and profile.device is not None)
 
 
 def policy_of(config: TrainConfig) -> Policy:

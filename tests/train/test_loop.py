@@ -77,8 +77,15 @@ def test_expected_seconds_are_told_beside_measured_ones(tmp_path: Path, monkeypa
 
 
 def test_strategies_take_turns(tmp_path: Path) -> None:
-    history = train(config(tmp_path), "new", compile_plain, Watched()).history
+    given: list[Any] = []
+
+    def compiled(model: Any, strategy: Any, **named: Any) -> PlainExecutor:
+        given.extend(strategy)
+        return compile_plain(model, strategy, **named)
+
+    history = train(config(tmp_path), "new", compiled, Watched()).history
     names = [m.strategy for m in history]
+    assert list(map(str, given)) == names[:2], "owners are chosen for both"
     assert len(set(names)) == 2
     assert names[0::2] == [names[0]] * 3
     assert names[1::2] == [names[1]] * 3

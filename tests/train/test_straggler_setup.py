@@ -9,7 +9,7 @@ from typing import Any
 from hydragraph.spec.home import Home
 from hydragraph.spec.record import from_record
 from hydragraph.train.config import TrainConfig
-from hydragraph.train.straggler_setup import controller_of
+from hydragraph.train.straggler_setup import controller_of, follows
 from tests.cost import priced
 from tests.train.plain import settings
 
@@ -21,6 +21,23 @@ def test_ranks_that_are_left_are_watched_by_the_costs_of_their_own_devices(tmp_p
     world: Any = SimpleNamespace(ranks=3)
     given = from_record(TrainConfig, {**settings(tmp_path), "elastic": {"monitor": True}})
     controller = controller_of(given, world, executor)
+    assert controller.monitor is not None
     costs = controller.monitor._costs
     assert [costs.cluster.type_of(rank) for rank in range(costs.ranks)] == ["fast", "slow", "slow"]
     assert costs.home.copies == 2
+
+
+def test_state_follows_chosen_strategies_by_measured_costs_without_a_monitor(tmp_path: Path) -> None:
+    measured = priced.costs(4, priced.mixed())
+    program: Any = SimpleNamespace(buckets=measured.buckets)
+    executor: Any = SimpleNamespace(profile=measured, owners=Home(), program=program)
+    plan = {"plan": {"choose": True, "profile": "measured.json"}}
+    given = from_record(TrainConfig, settings(tmp_path) | plan)
+    controller = controller_of(given, SimpleNamespace(ranks=4), executor)  # type: ignore[arg-type]
+    assert controller.following is not None
+    assert controller.following.rule == "auto"
+    assert controller.monitor is None
+    assert (controller.health.rates, controller.slow, controller.correct()) == ({}, {}, False)
+    for other in ({"home": "stages"}, {"home": "equal"}, {"plan": {"choose": False}}):
+        assert not follows(from_record(TrainConfig, settings(tmp_path) | plan | other), executor)
+    assert not follows(given, SimpleNamespace(profile=None))  # type: ignore[arg-type]

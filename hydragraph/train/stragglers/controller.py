@@ -78,12 +78,13 @@ class Controller:
     """Decides after every step.
 
     Args:
-        replanning: None: ranks are only watched.
+        monitor: None: ranks are not watched.
+        replanning: None: strategies stay; it needs a monitor.
         following: None: state stays.
     """
 
     def __init__(
-        self, monitor: Monitor, replanning: Replanning | None = None, following: Following | None = None
+        self, monitor: Monitor | None, replanning: Replanning | None = None, following: Following | None = None
     ) -> None:
         self.following = following
         self.monitor = monitor
@@ -109,11 +110,13 @@ class Controller:
             replanning.planner.start()
 
     def stepped(self, report: StepReport) -> tuple[RunEvent, ...]:
-        if self._first and all(times.probe > 0 for times in report.ranks):
-            self.monitor.baseline(report.ranks)
+        events: list[RunEvent] = []
+        if self.monitor is not None:
+            if self._first and all(times.probe > 0 for times in report.ranks):
+                self.monitor.baseline(report.ranks)
+            changes = self.monitor.observe(report.chosen, report.assignment, report.ranks)
+            events += [_event_of(change, report.step) for change in changes]
         self._first = False
-        changes = self.monitor.observe(report.chosen, report.assignment, report.ranks)
-        events = [_event_of(change, report.step) for change in changes]
         if self._replanning is not None:
             events += self._replan(self._replanning, report)
         if self.following is not None:
@@ -123,20 +126,23 @@ class Controller:
     @property
     def health(self) -> Health:
         """Rates for decisions: measured ones, increased for ranks that others wait for."""
-        measured = self.monitor.health
-        return measured if self._replanning is None else self._lateness.planned(measured)
+        return self._measured if self._replanning is None else self._lateness.planned(self._measured)
+
+    @property
+    def _measured(self) -> Health:
+        return Health() if self.monitor is None else self.monitor.health
 
     @property
     def slow(self) -> Mapping[int, Slow]:
         """Slow ranks, with what was learned about those that others waited for."""
         learned = {} if self._replanning is None else self._lateness.learned
-        measured = self.monitor.slow
+        measured = {} if self.monitor is None else self.monitor.slow
         ranks = sorted({*measured, *learned})
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
         """Plan again with the measured seconds of blocks; return whether there is a planner."""
-        if self._replanning is None:
+        if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
         self._replanning = replace(self._replanning, costs=costs)
@@ -171,7 +177,7 @@ class Controller:
             return [] if given.changing() else [self._switched(given, self._coming, report)]
         took = report.seconds - report.preparing_s
         self._seconds.append(took)
-        self._lateness.stepped(report.chosen, report.assignment, report.ranks, self.monitor.health, took)
+        self._lateness.stepped(report.chosen, report.assignment, report.ranks, self._measured, took)
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
@@ -282,7 +288,7 @@ class Controller:
 
     def _waited_for(self) -> str:
         """Name the ranks that are planned as slower than they compute, because others waited for them."""
-        measured = self.monitor.health
+        measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(
             f"; others waited for rank {rank}: it is planned as {x:.3g} times as slow" for rank, x in late.items()

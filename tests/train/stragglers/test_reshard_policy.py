@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import hydragraph as hg
 from hydragraph.cluster.launch import World
 from hydragraph.cost.costs import Costs
+from hydragraph.cost.datasheet import datasheet
 from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.health import Health
 from hydragraph.spec.home import Home, Rule
@@ -22,10 +23,12 @@ from hydragraph.spec.record import from_record
 from hydragraph.train import loop
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.step_metrics import read_metrics
+from hydragraph.train.stragglers import reshard_policy
 from hydragraph.train.stragglers.controller import Controller
 from hydragraph.train.stragglers.reshard_plan import StateCosts
 from hydragraph.train.stragglers.reshard_policy import COOLDOWN, MIX, Following, state_costs
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
+from hydragraph.train.train_state import Run
 from tests.cost.priced import cluster, costs, mixed
 from tests.thorough import thorough
 from tests.train.plain import PlainExecutor, Watched, compile_plain, settings
@@ -250,3 +253,54 @@ def test_a_run_whose_state_moves_has_the_bits_of_one_whose_state_stays(tmp_path:
         losses.append([metrics.loss for metrics in read_metrics(output / "metrics.jsonl")])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 8
+
+
+def train_in_phases(config: TrainConfig, prices: bool) -> list[Home]:
+    """Train with a pipeline and then with data parallelism over a slow link; return the homes that state moved to."""
+    homes: list[Home] = []
+
+    class Watching:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    def compiled(*args: Any, **named: Any) -> hg.Executable:
+        exe = hg.compile(*args, **named)
+        where = cluster(2, 1, outer=Interconnect(1e6, 0.0))
+        if prices:
+            exe.planning = replace(exe.planning, profile=Costs(datasheet(exe.program, where), where))
+        rehome = exe.rehome
+
+        def noted(home: Home | str) -> None:
+            assert isinstance(home, Home), "the parts of a way are homes"
+            homes.append(home)
+            rehome(home)
+
+        exe.rehome = noted  # type: ignore[method-assign]
+        return exe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard_policy, "MIX", 2)
+        patch.setattr(reshard_policy, "COOLDOWN", 2)
+        patch.setattr(Run, "strategy_of", lambda run, step: run.executor.strategies[step > 6])
+        loop.train(config, "new", compiled, Watching())  # type: ignore[arg-type]
+    return homes
+
+
+@thorough
+def test_state_follows_the_strategies_that_a_run_chooses_and_no_bit_changes(tmp_path: Path) -> None:
+    seen = []
+    for prices in (True, False):
+        strategies = {"strategies": ["<tp1,pp2>", "2*<tp1,pp1>"], "plan": {"choose": True}}
+        changed = {"steps": 14, "ranks": 2, "check": "off", "deterministic": True, "max_grad_norm": 1.0}
+        output = tmp_path / str(prices)
+        raw = settings(tmp_path) | changed | strategies | {"output": str(output)}
+        homes = hg.launch(train_in_phases, 2, from_record(TrainConfig, raw), prices, timeout=timedelta(seconds=120))
+        assert homes[0] == homes[1]
+        seen.append([(metrics.loss, metrics.grad_norm) for metrics in read_metrics(output / "metrics.jsonl")])
+        if prices:
+            assert homes[0][-1] == Home((1.0, 1.0)), "data parallelism uses all blocks on all ranks"
+            assert homes[0][0].buckets, "each stage of the pipeline uses its own blocks"
+        else:
+            assert not homes[0], "nothing tells what a move is worth"
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 14
