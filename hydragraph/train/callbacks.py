@@ -30,7 +30,7 @@ class Callbacks:
         return Callbacks([load_callback(name) for name in names])
 
     def call(self, event: str, *arguments: object) -> None:
-        """Call a method of all objects that define it; a RuntimeError names a callback that raised an error."""
+        """Call a method of all objects that define it; a RuntimeError names one that fails."""
         for callback in self._objects:
             method = getattr(callback, event, None)
             if method is None:

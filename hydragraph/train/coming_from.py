@@ -1,4 +1,4 @@
-"""Config fields of other frameworks and their replacements, from the tables of `coming_from.md`."""
+"""Replacements for other frameworks' config fields, from `coming_from.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLES = Path(__file__).with_suffix(".md")  # docs/coming_from.md ends with it
 
 @cache
 def remedies() -> dict[str, str]:
-    """Return a remedy by field; the first framework that has the field decides."""
+    """Return a remedy by field."""
     by_field: dict[str, str] = {}
     for fields, sentence in re.findall(r"^\| (`.+?) \| (.+) \|$", TABLES.read_text(encoding="utf-8"), re.MULTILINE):
         use = "use " if sentence.startswith("`") else ""

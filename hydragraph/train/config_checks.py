@@ -1,4 +1,4 @@
-"""Checks of a config before the data are prepared, which may take hours."""
+"""Checks of a config before the data are prepared."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _check_model(config: TrainConfig, model: nn.Module) -> None:
 
 
 def _size(config: object, name: str) -> int | None:
-    """Return a size in a model's config; None: it has none, or one per layer."""
+    """Return a size in a model's config; None: none, or one per layer."""
     try:
         size = getattr(config, name, None)
-    except RuntimeError:  # configs whose layers differ have no single value
+    except RuntimeError:
         return None
     return size if isinstance(size, int) else None
 
@@ -91,7 +91,7 @@ def _check_device(device: str | None) -> None:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    """Build the optimizer for one matrix, to reject wrong settings, and optimizers that are wrong on flat shards."""
+    """Build the optimizer for one matrix, to reject wrong settings and optimizers."""
     model = nn.Module()
     weight = nn.Parameter(torch.ones(2, 2))
     model.register_parameter("weight", weight)
@@ -105,7 +105,7 @@ def _check_optimizer(config: TrainConfig) -> None:
 
 
 def read_strategies(texts: Sequence[str], model: nn.Module, ranks: int) -> tuple[Strategy, ...]:
-    """Read strategies, and check them against the model and the number of ranks."""
+    """Read and check strategies."""
     config: Any = model.config
     layers = config.num_hidden_layers
     heads = _size(config, "num_attention_heads")

@@ -62,7 +62,7 @@ def overridden(config: Config, texts: Sequence[str]) -> Config:
         if read and (other := _ALTERNATIVES.get(".".join(keys))) and other not in names:
             _remove(data, other.split("."))
         if _put(data, keys, read):
-            # An earlier override may have written the section in its short form, so convert it.
+            # An earlier override may have written the short form.
             with suppress(ValueError):
                 data = to_record(from_record(type(config), data))
             if hurdle := _put(data, keys, read):
@@ -88,7 +88,7 @@ def _remove(data: dict[str, Any], keys: Sequence[str]) -> None:
 
 
 def _put(data: dict[str, Any], keys: Sequence[str], value: object) -> str:
-    """Set data[keys[0]][keys[1]]...; return what is in the way, such as "steps is 6", or ""."""
+    """Set data[keys[0]][keys[1]]...; return an obstacle, such as "steps is 6", or ""."""
     at = data
     for i, key in enumerate(keys[:-1]):
         inner = at.get(key)

@@ -1,4 +1,4 @@
-"""From a run's paths to its mini-batches, with cached tokenizers and token files."""
+"""Mini-batches of a run, with cached tokenizers and token files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STDLIB = "python-stdlib"
 _ENCODING = 4  # version of the encoding, part of the cache key
 _TOKENS = "tokens"
 _TOKENIZER = "tokenizer.json"
-# Excluded: the tests are as large as everything else, and contain broken files.
+# Tests contain broken files.
 _NOT_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3")
 
 # Current activity, number of finished documents, and finished fraction (0: none, or unknown).
@@ -154,10 +154,10 @@ def prepare(config: TrainConfig, progress: Progress | None = None) -> Path:
         check_data(config)
         try:
             _make(config, existing, partial, progress or (lambda what, done, part: None))
-        except ValueError:  # the data will change once the error is fixed
+        except ValueError:  # the data will change
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        shutil.rmtree(directory, ignore_errors=True)  # it may be incomplete
+        shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     return directory
 
@@ -276,7 +276,7 @@ def open_tokens(config: TrainConfig, directory: Path) -> Tokens:
 def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
     """Return the minimum vocabulary of a run's model and the id that ends a text, without preparing anything.
 
-    None if the tokenizer is not trained yet: it may learn fewer tokens than `data.vocab_size`.
+    None if the tokenizer is not trained yet.
     """
     existing = _known_tokenizer(config)
     directory = _cache(config) / _key(config, existing)
@@ -290,7 +290,7 @@ def known_vocabulary(config: TrainConfig) -> tuple[int, int] | None:
 
 
 def verify(config: TrainConfig, directory: Path, progress: Progress | None = None) -> None:
-    """Verify the token files; a ValueError names a damaged one, which `prepare` replaces once it is deleted."""
+    """Verify the token files; a ValueError names a damaged one, to be deleted."""
     report = progress or (lambda what, done, part: None)
     for name in _token_files(config.data):
         file = TokenFile.open(directory / name)
@@ -313,7 +313,7 @@ def _is_whole(directory: Path, names: Iterable[str]) -> bool:
 
 @contextmanager
 def _alone(partial: Path) -> Iterator[None]:
-    """Make the directory, and keep other processes from preparing it meanwhile."""
+    """Make the directory, and lock it."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
@@ -328,7 +328,7 @@ def _alone(partial: Path) -> Iterator[None]:
 
 
 def mini_batches(config: TrainConfig, tokens: Tokens, scores: Scores | None = None) -> MiniBatches | Mixture:
-    """Return the endless stream of a run's training mini-batches; a ValueError refuses a document that is too long."""
+    """Return the endless training mini-batches; a ValueError refuses an overlong document."""
     members = [_training_stream(config, i, file, "train") for i, file in enumerate(tokens.files)]
     for i, member in enumerate(members):
         member.scores = None if scores is None else scores[train_name(i)]
@@ -384,7 +384,7 @@ def steps_of(config: TrainConfig, batches: MiniBatches | Mixture) -> int:
     """Return the number of training mini-batches: `steps`, or those of `epochs` passes over `batches`.
 
     Args:
-        batches: a separate stream from the start, which is consumed.
+        batches: a stream from the start, which is consumed.
     """
     if config.epochs is None:
         return config.steps
@@ -400,7 +400,7 @@ def parts_of_epochs(batches: MiniBatches | Mixture, parts: int, steps: int) -> f
     """Return the steps that complete 1, 2, 3, ... of `parts` equal parts of each pass over the data; none for 0 parts.
 
     Args:
-        batches: a separate stream from the start, which is consumed.
+        batches: a stream from the start, which is consumed.
     """
     complete = set[int]()
     drawn = 0
@@ -458,7 +458,7 @@ def _key(config: TrainConfig, existing: Path | None) -> str:
         how = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used]
     template = "" if data.chat_template is None else _read_template(data.chat_template)
     corpora = [
-        # Without a limit the key has no entry for it, so that older caches stay valid.
+        # Keys of older caches stay valid.
         [name, corpus.fingerprint(*_read_from(source)), *([] if source.max_samples is None else [source.max_samples])]
         for name, source in _token_files(data).items()
     ]

@@ -4,8 +4,8 @@ With n tokens between the ends of two steps that count, and an undisturbed rate 
 
     between two ends  =  at full speed (n / r)  +  pauses (`resumed` events)  +  the rest
 
-After a pause, the rest is lost work; otherwise it is the extra time because ranks were fewer or slow. The undisturbed
-rate is that of steps with all ranks, none known to be slow, and no pause.
+After a pause, the rest is lost work, otherwise the extra time of fewer or slow ranks. Undisturbed steps have all
+ranks, none slow, and no pause.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def _overlap(begin: float, end: float, intervals: Sequence[tuple[float, float]])
 
 
 def _stops(events: Sequence[RunEvent]) -> Iterator[tuple[float, float]]:
-    """Yield the intervals between saving and resuming from that step."""
     for last, event in pairwise(events):
         if last.event == "saved" and event.event == "resumed" and not event.seconds and event.step == last.step:
             yield last.at, event.at

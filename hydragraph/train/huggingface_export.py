@@ -24,7 +24,7 @@ from hydragraph.train.run_folder import Checkpoint, RunFolder
 
 
 def export(model: Any, state: Mapping[str, Tensor], tokens: Path, directory: Path) -> None:
-    """Write config, weights (safetensors) and tokenizer of a Hugging Face model, which receives `state`."""
+    """Load `state` into a Hugging Face model, and write its config, weights and tokenizer."""
     model.load_state_dict(dict(state), assign=True)  # also on the meta device
     model.tie_weights()
     directory.mkdir(parents=True, exist_ok=True)
@@ -39,10 +39,10 @@ def export_checkpoint(
     """Write the model and tokenizer of a run's checkpoint; return the checkpoint.
 
     Args:
-        dtype: dtype of the weights, except those that the model's classes keep in float32.
+        dtype: of the weights, except those that the model keeps in float32.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or the directory is not empty.
+        ValueError: the checkpoint is missing or damaged, or the directory is not empty.
     """
     if not folder.config.is_file():
         raise ValueError(f"{folder.path} is not a run: it has no {folder.config.name}: name a run's output folder")

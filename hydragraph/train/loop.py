@@ -1,4 +1,4 @@
-"""The training loop of every rank; only rank 0 writes metrics, pictures and the final model."""
+"""The training loop of every rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ from hydragraph.train.stragglers.run_events import RunEvent, append_event
 from hydragraph.train.train_state import Run, RunOutcome, TrainState, ahead_of
 from hydragraph.train.watcher import Watcher
 
-# `Executable.stopping` for a requested move of state; larger than any signal.
+# Requests a move of state; larger than any signal.
 MOVES = 500
 TRACED_STEPS = 12
 # Settings that are arguments of `hydragraph.compile`.
@@ -84,15 +84,15 @@ def train(
     step: int | None = None,
     stopping: Requests | None = None,
 ) -> RunOutcome:
-    """Run a whole training on every launched rank, or on this process alone.
+    """Run a whole training on all launched ranks.
 
     Args:
         trace: record the first steps for Perfetto.
-        stopping: requests to stop; one on any rank makes all ranks save and return.
+        stopping: one request on any rank makes all ranks save and return.
 
     Raises:
         ValueError: a mistake in the config, the data or the folder.
-        OSError: the disk is full, the folder vanished, ...; the last checkpoint stays.
+        OSError: a file cannot be written; the last checkpoint stays.
         FloatingPointError: a loss or gradient is not finite; no update was made.
     """
     world = join(config.device)
@@ -133,11 +133,11 @@ def _refuse_apart(world: World, folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """Inputs of a run, which every rank builds itself.
+    """Inputs of a run, built by every rank.
 
     Attributes:
         config: with epochs converted to steps.
-        reference: scores of the model before training, perhaps incomplete; None: not needed.
+        reference: scores before training, perhaps incomplete; None: not needed.
         anew: returns the run's mini-batches from the start.
     """
 
@@ -273,7 +273,7 @@ def _check_inputs(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches
         raise ValueError(f"{start.last.path} is past the last step, {config.steps}: set epochs to more")
     check_budget(given, batches.tokens)
     if config.evaluates:
-        evaluation_streams(config, prepared.tokens)  # raises its errors early
+        evaluation_streams(config, prepared.tokens)  # for its errors
 
 
 def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mixture, ranks: int) -> Iterator[str]:
@@ -286,13 +286,13 @@ def _remarks(given: TrainConfig, prepared: _RunInputs, batches: MiniBatches | Mi
 def _score(
     prepared: _RunInputs, executor: Any, start: _Start, world: World, stopping: Requests, leader: Watcher | None
 ) -> int:
-    """Score answers that the reference misses; return the stop signal, or 0."""
+    """Complete the reference; return the stop signal, or 0."""
     reference, weights = prepared.reference, prepared.config.model.weights
     missing = [] if reference is None else reference.missing(prepared.config)
     if reference is None or not missing:
         return 0
     if weights is not None and start.last is not None:
-        executor.load_pretrained(Path(weights))  # the weights of the checkpoint are loaded later
+        executor.load_pretrained(Path(weights))
     return reference.complete(missing, executor, world, stopping, leader)
 
 
@@ -351,7 +351,7 @@ def _join_run(
 def _follow(
     run: Run, state: TrainState, stopping: Requests, owned: ExitStack, model: nn.Module, tokens: Tokens
 ) -> RunOutcome:
-    """Train to the end, on these ranks, or on remaining and joining ones if some are lost."""
+    """Train to the end, on remaining and joining ranks if some are lost."""
     failure: RankFailure | Stopped | None = None
     changed = state.done < 0  # this rank is joining
     while True:
@@ -364,7 +364,7 @@ def _follow(
                 if ending:
                     return _end_early(run, state, ending)
                 if (elastic() or run.pieces is not None) and not state.done and not state.kept:
-                    checkpoint(run, state)  # state may be lost before the first scheduled checkpoint
+                    checkpoint(run, state)  # a loss may precede the first scheduled checkpoint
                 stopped = _steps(run, state, stopping)
                 if run.executor.spans is not None:
                     write_spans(run)
@@ -373,7 +373,7 @@ def _follow(
                 if not stopped:
                     finish(run, model, tokens, state.done)
                 if elastic() or run.pieces is not None:
-                    run.world.gather(None)  # if ranks fail before this point, all meet again
+                    run.world.gather(None)  # ranks that fail before this meet again
             break
         except (RankFailure, Stopped) as error:
             if not elastic():
@@ -381,12 +381,12 @@ def _follow(
             failure, changed = error, True
     run.executor.close()
     if run.pieces is not None and not stopped:
-        run.pieces.clear(store=run.world.rank == 0)  # the last checkpoint in the run folder has everything
+        run.pieces.clear(store=run.world.rank == 0)
     return RunOutcome(run.folder, tuple(run.log.history) if run.log is not None else (), stopped)
 
 
 def _steps(run: Run, state: TrainState, stopping: Requests) -> int:
-    """Train to the end, and return 0; or until a rank is asked to stop, and return the reason."""
+    """Train to the end and return 0, or until a rank is asked to stop and return the reason."""
     config = run.config
     executor = run.executor
     executor.listens = lambda: stopping.signal  # also called during a step
@@ -427,7 +427,7 @@ def _stop_early(run: Run, state: TrainState) -> None:
 
 
 def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], signal: int) -> bool:
-    """Train on a mini-batch; return False if the leading rank requested a move of state instead."""
+    """Train on a mini-batch; return False if the leading rank requested a move of state."""
     following = run.controller.following if run.controller is not None else None
     moves = following is not None and following.next is not None
     run.executor.stopping = MOVES if moves else signal
@@ -441,7 +441,7 @@ def _trained(run: Run, state: TrainState, step: int, sequences: list[Drawn], sig
 
 
 def _rehome(run: Run) -> None:
-    """Move a part of the state to its new home during the next step; all ranks call it."""
+    """Start to move a part of the state to its new home; all ranks call it."""
     following = run.controller.following if run.controller is not None else None
     home = run.world.gather(None if following is None else following.next)[0]
     run.executor.stopping = 0
@@ -467,7 +467,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
         report: StepReport = steps.step(sequences, strategy)
     except FloatingPointError as error:
         if config.checkpoint.asynchronous:
-            run.executor.wait_saved()  # all ranks reach this, and it may be the last checkpoint
+            run.executor.wait_saved()  # it may be the last checkpoint
         raise FloatingPointError(f"step {step}: {error}; {run.folder.how_to_go_on}") from None
     state.last = (step, report)
     state.done = step
@@ -481,7 +481,7 @@ def _train_step(run: Run, state: TrainState, step: int, sequences: list[Drawn]) 
 
 
 def _meets_after(run: Run, step: int) -> bool:
-    """Return whether anything happens between a step and the next; if only one rank can tell, others wait for it."""
+    """Return whether ranks must wait for each other after a step."""
     moves = run.controller is not None and run.controller.following is not None and run.controller.following.moving
     return moves or run.saves(step) or run.keeps(step) or run.evaluates(step)
 
@@ -523,7 +523,7 @@ def _model(config: TrainConfig, tokens: Tokens) -> nn.Module:
 
 
 def shared_tokens(config: TrainConfig, world: World, watcher: Watcher) -> Tokens:
-    """Return the corpus, prepared and verified by one rank per host; a ValueError refuses different hosts."""
+    """Return the corpus, prepared by one rank per host; a ValueError refuses different corpora."""
     watched = watcher.preparing
     reads = world.local_rank == 0
     together(world, "preparing the data", reads, lambda: verify(config, prepare(config, watched), watched))

@@ -1,4 +1,4 @@
-"""The loss curve as a picture: a colour per strategy, a smoothed line, and the held-out loss."""
+"""The loss curve as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hydragraph.train.goodput import account
 from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import TITLES, Name, RunEvent
 
-# Symbols of the events that have a row below the losses.
 _SIGNS: Mapping[Name, str] = {
     "fault": "x",
     "leave": "<",
@@ -33,8 +32,8 @@ def matplotlib_installed() -> bool:
 
 
 def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEvent] = ()) -> None:
-    """Draw losses over steps to a PNG file; below them events, a row per kind, and the seconds of pauses."""
-    # Not pyplot: this needs no display and leaves the user's backend unchanged.
+    """Draw losses by strategy to a PNG file; below them events by kind, and pauses."""
+    # pyplot would change the user's backend.
     from matplotlib.figure import Figure
 
     shown = [event for event in events if event.event in _SIGNS and event.done]
@@ -61,13 +60,12 @@ def write_picture(metrics: Sequence[Metrics], path: Path, events: Sequence[RunEv
 def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return means over neighbours, with weights `weight`^distance.
 
-    A mean uses equally many values before and after a point, so the curve is not shifted; near the end, earlier values
-    dominate.
+    A mean uses equally many values before and after a point, except near the end.
     """
     curve = np.asarray(values, dtype=np.float64)
     sums = curve.copy()
     weights = np.ones(len(curve))
-    # Further neighbours have less than a thousandth of the weight.
+    # Further weights are below 1/1000.
     reach = math.ceil(math.log(1e-3) / math.log(weight)) if weight > 0 else 0
     for distance in range(1, min(reach, len(curve) - 1) + 1):
         part = weight**distance
@@ -85,7 +83,7 @@ def _draw_steps(axes: Any, metrics: Sequence[Metrics]) -> None:
     for i, strategy in enumerate(strategies):
         chosen = [m for m in metrics if m.strategy == strategy]
         steps, losses = [m.step for m in chosen], [m.loss for m in chosen]
-        # Show a fingerprint only if it distinguishes two strategies.
+        # Fingerprints distinguish equal names.
         label = names[i] if names.count(names[i]) == 1 else strategy
         axes.plot(steps, losses, ".", color=f"C{i}", alpha=0.6, markersize=5, label=label)
     smooth = smoothed([m.loss for m in metrics])

@@ -1,4 +1,4 @@
-"""Mini-batches read ahead of training, to announce them to the planner."""
+"""Mini-batches read ahead of training."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Ahead:
     """Reads at least one mini-batch ahead, so that ranks can agree on it early (`hydragraph.engine.step_agreement`).
 
     Args:
-        count: number of mini-batches to plan ahead, each of which is announced once.
+        count: mini-batches to plan ahead.
 
     Attributes:
-        position: position of the source after the last returned mini-batch, where a resumed run continues.
+        position: position of the source after the last returned mini-batch.
     """
 
     def __init__(self, source: MiniBatches | Mixture, count: int, announce: Callable[[Sequence[Drawn]], None]) -> None:

@@ -1,4 +1,4 @@
-"""The model of a run, from its config and a seed, or from a directory."""
+"""The model of a run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def adapted(model: nn.Module, adapter: AdapterConfig | None, seed: int) -> nn.Mo
 
 
 def _check_targets(model: nn.Module, lora: LoraConfig) -> None:
-    """Reject a target or a layer to save that does not exist; peft ignores it if others do."""
+    """Reject missing layers, which peft may ignore."""
     names = [name for name, _ in model.named_modules()]
     for field, asked in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
         for target in asked if isinstance(asked, tuple) else ():
@@ -86,9 +86,9 @@ def build_model(config: ModelConfig, vocabulary: int, end_of_text: int, seed: in
     """Return the model with fp32 weights, equal in every process.
 
     Args:
-        vocabulary: exclusive upper bound of all tokens; a new model's default `vocab_size`.
-        end_of_text: a new model's default `eos_token_id`.
-        seed: seed of a new model's weights; the global generator stays unchanged.
+        vocabulary: exclusive upper bound of tokens; default `vocab_size`.
+        end_of_text: default `eos_token_id`.
+        seed: of new weights; the global generator stays unchanged.
 
     Raises:
         ValueError: transformers has no such class or setting, or the vocabulary is too small.
@@ -111,7 +111,7 @@ def _with_dropout(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def dropout_rates(model: Any) -> dict[str, float]:
-    """Return positive dropout rates by setting of the config, or else the largest rate of the modules."""
+    """Return positive dropout rates by config setting, or the largest rate of the modules."""
     settings = model.config.to_dict() if hasattr(model, "config") else {}
     rates = {n: r for n, r in settings.items() if _DROPOUT.search(n) and type(r) is float and r > 0}
     modules = {m.p for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0}
@@ -159,7 +159,7 @@ def model_config(config: ModelConfig, vocabulary: int, end_of_text: int) -> Any:
     settings = dict(config.config or {})
     kind = _model_class(str(config.architecture)).config_class
     _check_names(kind, settings)
-    # A new vocabulary has no other special token; the class's defaults would be ids of ordinary tokens.
+    # The class's defaults would be ids of ordinary tokens.
     defaults = {
         "vocab_size": vocabulary,
         "bos_token_id": end_of_text,
@@ -250,7 +250,7 @@ def _read_by_transformers(config: ModelConfig) -> Iterator[None]:
                 "class that transformers has, or read that code and set model.trust_remote_code: true"
             ) from error
         if config.trust_remote_code:
-            raise  # the directory's own code may have raised it
+            raise  # the directory's code may have raised it
         said = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ValueError(
             f"{where}: transformers cannot read it ({said}): name a complete directory that save_pretrained wrote"
@@ -294,7 +294,7 @@ def _model_class(name: str) -> Any:
 
 
 def _check_names(kind: type[Any], settings: Mapping[str, Any]) -> None:
-    """Reject settings that the config class does not declare: transformers would ignore them."""
+    """Reject undeclared settings, which transformers would ignore."""
     if not is_dataclass(kind):
         return
     names = {field.name for field in fields(kind)} | set(getattr(kind, "attribute_map", {})) | {"rope_theta"}

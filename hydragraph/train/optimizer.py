@@ -18,9 +18,7 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.device | None = None) -> Factory:
-    """Return the optimizer factory for `hydragraph.compile`, which is called with (name, flat tensor) pairs.
-
-    On a GPU, AdamW is `hydragraph.AdamW`, one kernel over all shards.
+    """Return the optimizer factory for `hydragraph.compile`; on a GPU, AdamW is `hydragraph.AdamW`.
 
     Raises:
         ValueError: torch.optim has no such class, or the class no such setting.
@@ -53,7 +51,7 @@ def optimizer_factory(config: OptimizerConfig, model: nn.Module, device: torch.d
 
 
 def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Return the bytes per element at home: its fp32 weight and its optimizer state."""
+    """Return the bytes per element of the fp32 weight and the optimizer state."""
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     model = nn.Module()
@@ -62,7 +60,7 @@ def state_bytes(config: OptimizerConfig, dtype: torch.dtype, device: torch.devic
     optimizer.step()
     kept = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() == 2]
     total = sum(tensor.element_size() for tensor in (parameter, *kept))
-    # hydragraph.AdamW also keeps weights in the dtype in which they are pulled (`runtime.rounded_weights`).
+    # hydragraph.AdamW also keeps rounded weights (`runtime.rounded_weights`).
     fused = config.name == "AdamW" and device is not None and device.type == "cuda"
     return total + (dtype.itemsize if fused and dtype.itemsize == 2 else 0)
 

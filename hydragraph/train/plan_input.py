@@ -1,4 +1,4 @@
-"""Readers of profiles, costs, lengths and strategies for `hydragraph plan` and the `plan` section of a config."""
+"""Readers of profiles, costs, lengths and strategies for planning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_costs(plan: PlanConfig, ranks: int) -> Profile | Costs | None:
     """Read a profile for equal devices, or costs of a cluster's devices; None if no profile is named.
 
     Raises:
-        ValueError: a file is wrong, a device type was not measured, or the number of ranks differs.
+        ValueError: a file is wrong or unsuitable.
     """
     if plan.profile is None:
         return None

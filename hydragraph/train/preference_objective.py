@@ -1,7 +1,7 @@
 """Losses of pairs of a preferred and a rejected answer: DPO, SimPO and ORPO.
 
-Each loss depends on an answer only through its log-probability s, a sum over tokens. So all tokens of an answer have
-the factor dL/ds in the gradient, and the answers of a pair may lie on different ranks.
+Each loss depends on an answer only through its log-probability s, a sum over tokens. So all its tokens have the factor
+dL/ds in the gradient, and a pair's answers may lie on different ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.frontend.packed_inputs import token_logprobs
 from hydragraph.train.objective_config import DpoConfig, OrpoConfig, PairLoss, SimpoConfig
 
 WEIGHTS = "weights"  # field with the factor of a sequence's token losses
-_SURE = -1e-7  # log-probability per token above which an answer counts as certain: its odds would be infinite
+_SURE = -1e-7  # log-probability per token of a certain answer; its odds would be infinite
 
 
 def weighted_logprobs(outputs: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -101,7 +101,7 @@ def evaluate_pairs(loss: PairLoss, scores: Tensor, targets: Tensor, reference: T
     """Return the losses of pairs of answers, and each answer's factor in the gradient.
 
     Args:
-        scores: log-probability of each answer, [2n]: the preferred one of each pair and then the other.
+        scores: log-probabilities, [2n]: of each pair, the preferred answer and then the other.
         targets: tokens of each answer, [2n].
         reference: scores under the model before training, [2n].
 

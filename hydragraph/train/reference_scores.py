@@ -1,4 +1,4 @@
-"""Scores of a run's answers under the model before training, for DPO, kept in the run folder."""
+"""Scores of answers under the model before training, for DPO, kept in the run folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERY_S = 60.0  # most work that an interruption loses
 
 
 class ReferenceScores:
-    """Scores of every answer that a run reads, from the start.
+    """Scores of every answer that a run reads.
 
     Attributes:
         of: by stream, the score of each chunk: fp32 [chunks], NaN if unknown. The arrays are updated in place.
@@ -49,7 +49,6 @@ class ReferenceScores:
         self.of: Scores = {name: np.full(len(s.chunks), np.nan, np.float32) for name, s in self._streams.items()}
 
     def read(self) -> None:
-        """Read the scores in the file, except those of other data."""
         if not self._path.is_file():
             return
         with np.load(self._path) as stored:
@@ -58,7 +57,7 @@ class ReferenceScores:
                     self.of[name][:] = stored[name]
 
     def missing(self, config: TrainConfig) -> list[list[tuple[str, int]]]:
-        """Read the file; return the answers that a run still needs by mini-batch, as (name of a stream, chunk)."""
+        """Read the file; return unscored answers by mini-batch, as (stream, chunk)."""
         self.read()
         missing = []
         seen = {name: ~np.isnan(scores) for name, scores in self.of.items()}
@@ -78,7 +77,7 @@ class ReferenceScores:
         stopping: Requests,
         watcher: Watcher | None,
     ) -> int:
-        """Score answers under the model before training, whose weights the executor must hold; all ranks call it.
+        """Score answers with the executor's weights; all ranks call it.
 
         Returns 0, or the signal that asked a rank to stop; finished scores are in the file.
         """
@@ -99,7 +98,7 @@ class ReferenceScores:
                 self._write(world)
                 written = time.monotonic()
         self._write(world)
-        world.gather(None)  # the file must be complete before any rank trains
+        world.gather(None)  # no rank trains before the file is complete
         return 0
 
     def _drawn(self, steps: int) -> Iterator[list[tuple[str, int]]]:

@@ -1,4 +1,4 @@
-"""A run's folder: its files and checkpoints, and whether a run begins or continues there."""
+"""A run's folder: its files and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class RunFolder:
 
     path: Path
 
-    owner = _FolderEntry("owner.json")  # process that owns the folder, and start of its run
+    owner = _FolderEntry("owner.json")  # owning process, and start of its run
     config = _FolderEntry("config.yaml")  # resolved
     metrics = _FolderEntry("metrics.jsonl")
     tensorboard = _FolderEntry("tensorboard")
     events = _FolderEntry("events.jsonl")  # events and decisions about ranks
     ranks = _FolderEntry("ranks.json")  # processes of the run
-    slow = _FolderEntry("slow.json")  # slow ranks known to the leading rank
+    slow = _FolderEntry("slow.json")  # `straggler_file`
     picture = _FolderEntry("loss.png")
     trace = _FolderEntry("trace.json")  # for Perfetto
     corrections = _FolderEntry("corrections.json")  # from `hydragraph compare`
@@ -63,11 +63,11 @@ class RunFolder:
         """Return the checkpoint that a run would continue from, if any.
 
         Args:
-            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues it, and "auto"
+            how: "new" rejects a folder with a run, "overwrite" replaces the run, "resume" continues it, "auto"
                 continues it if it has a checkpoint, else replaces it.
 
         Raises:
-            ValueError: the folder holds a run although it should not, or none to continue.
+            ValueError: a run exists, or none to continue.
             OSError: the folder is not writable.
         """
         self._refuse_unwritable()
@@ -85,7 +85,7 @@ class RunFolder:
     def begin(self, config: TrainConfig, how: Begin, step: int | None = None) -> Checkpoint | None:
         """Prepare the folder, write the resolved config, and return the result of `check`.
 
-        Checkpoints after `step` are set aside, so that they do not count as the latest.
+        Checkpoints after `step` are set aside.
         """
         last = self.check(config, how, step)
         if how == "overwrite" or (how == "auto" and last is None):
@@ -105,10 +105,7 @@ class RunFolder:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Unique names of the folder and of the run in it; empty if there is none.
-
-        A run that replaces another, resumes from an earlier step or keeps no pieces gets a new name.
-        """
+        """Unique names of the folder and its run, or empty; only a run that continues with pieces keeps its name."""
         record = _read(self.owner)
         return str(record.get("folder", "")), str(record.get("run", ""))
 
@@ -119,9 +116,9 @@ class RunFolder:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Keep other runs out until the block or this process ends; a ValueError refuses an active run's folder."""
+        """Lock the folder during the block; a ValueError refuses an active run's folder."""
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)  # a refused run leaves no file
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             if not _locked(lock):
                 owner = _read(self.owner)
@@ -135,10 +132,10 @@ class RunFolder:
 
     @contextmanager
     def taken_over(self, patience_s: float, began: float | None) -> Iterator[None]:
-        """Own, until the block or this process ends, a folder that a lost rank of the same run owned.
+        """Lock, during the block, a folder that a lost rank of the same run owned.
 
         Args:
-            patience_s: seconds to wait for the lost process's lock; then continue without it.
+            patience_s: seconds to wait for the lock; then continue without it.
 
         Raises:
             OSError: the folder or its contents were removed.
@@ -175,11 +172,11 @@ class RunFolder:
                 pass
 
     def again(self, how: Begin, before: float, step: int | None = None) -> tuple[Begin, int | None]:
-        """Return how an interrupted run begins again: from its last checkpoint, or from the start.
+        """Return how an interrupted run begins again.
 
         Args:
-            how, step: arguments of the run, returned if it has not begun.
-            before: `began` when the run was first called, which shows whether it has begun since.
+            how, step: returned if the run has not begun.
+            before: `began` when the run was called.
         """
         if self.began in (0.0, before):
             return how, step
@@ -200,7 +197,7 @@ class RunFolder:
         return "there is no checkpoint yet" if last is None else f"{last.path} stays the last checkpoint (--resume)"
 
     def replace_damaged(self, damaged: Checkpoint) -> Checkpoint | None:
-        """Set a damaged checkpoint aside and return the one before it, if there is one."""
+        """Set a damaged checkpoint aside; return the one before it, if any."""
         earlier = [place for place in self._all() if place.step < damaged.step]
         if not earlier:
             return None
@@ -236,7 +233,7 @@ class RunFolder:
         raise ValueError(f"output {self.path} holds no complete checkpoint after step {step}: there is {steps}")
 
     def _refuse_unwritable(self) -> None:
-        """Check that the folder is writable, also as root on a read-only file system."""
+        """Check that the folder is writable, even for root on a read-only file system."""
         there = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         if not there.is_dir():
             raise ValueError(f"output {self.path}: {there} is not a directory: choose another output")
@@ -244,7 +241,7 @@ class RunFolder:
             raise OSError(f"output {self.path} cannot be written ({there} is read-only here): choose another output")
 
     def _clear(self) -> None:
-        """Remove an earlier run, but not cached data or other files."""
+        """Remove an earlier run, but not cached data."""
         for path in (self.checkpoints, self.tensorboard, self.model, self.tokenizer):
             shutil.rmtree(path, ignore_errors=True)
         files = (self.metrics, self.events, self.ranks, self.slow, self.picture, self.trace, self.corrections)

@@ -19,7 +19,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 def check_places(config: TrainConfig) -> None:
-    """Check by a test file that this machine can write to the places of pieces."""
+    """Write a test file to each place of pieces."""
     local = _local(config)
     shared = _shared(config)
     if local is not None:
@@ -46,7 +46,7 @@ def _try(what: str, make: Callable[[], Pieces]) -> None:
 
 
 def open_pieces(config: TrainConfig, world: World, folder: RunFolder) -> Pieces | None:
-    """Return this rank's places of pieces, or None if the config names none; all ranks call it."""
+    """Return this rank's places of pieces, if any; all ranks call it."""
     pieces = config.checkpoint.pieces
     if pieces is None:
         return None
@@ -68,7 +68,7 @@ def keep_pieces(run: Run, state: TrainState) -> None:
     assert run.pieces is not None, "its config names places"
     extra = {"mini_batches": dict(state.positions[state.done]), "step": state.done}
     errors = run.executor.keep(run.pieces, extra)
-    if errors and not state.pieces_fail and run.watcher is not None:  # noted once, until a step is kept
+    if errors and not state.pieces_fail and run.watcher is not None:
         run.watcher.note(f"an earlier checkpoint in pieces is incomplete; training continues: {errors[0]}")
     state.pieces_fail = bool(errors)
 
@@ -87,7 +87,6 @@ def _local(config: TrainConfig) -> str | None:
 
 
 def _shared(config: TrainConfig) -> str | None:
-    """Return the shared place as an absolute path or URL."""
     pieces = config.checkpoint.pieces
     if pieces is None or pieces.shared is None:
         return None

@@ -32,11 +32,11 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent
 from hydragraph.train.train_state import Run, TrainState, ahead_of
 
 TAKEOVER_S = 5.0  # for a lost rank to release the folder
-_FENCED_S = 1.0  # the same, if the ranks of a lost machine have ended or are stopped
+_FENCED_S = 1.0  # if a lost machine's ranks have ended
 
 
 def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: ExitStack) -> tuple[Run, str]:
-    """Meet the remaining and joining ranks; return the run on them, and the reason for ending it, or ""."""
+    """Return the run on remaining and joining ranks, and the reason for ending it, or ""."""
     config, folder, executor = run.config, run.folder, run.executor
     watching = run.controller
     before = ranks_before(state.untold, run.world.ranks)
@@ -50,7 +50,7 @@ def go_on(run: Run, state: TrainState, failure: BaseException | None, owned: Exi
     world = executor.world
     turns = () if config.plan.choose else survived.strategies
     last, idle_s = state.done, 0.0
-    if last < 0 and world.rank == 0:  # this rank has just joined, and no earlier one is left
+    if last < 0 and world.rank == 0:  # no earlier rank is left
         before, (last, idle_s) = len(survived.lost), _written(folder)
     lost_to = None if survived.restored is None else last
     run = replace(run, world=world, strategies=turns, controller=None, watcher=None)
@@ -98,7 +98,7 @@ def _soon(config: TrainConfig) -> bool:
 
 
 def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watching: Controller | None) -> Run:
-    """Become or stay the leading rank, which writes the run's files; `watching`: its previous controller."""
+    """Become or stay the leading rank; `watching`: its previous controller."""
     log = run.log
     if not state.owns:
         member = here()
@@ -109,9 +109,9 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
         if state.callbacks is None:
             state.callbacks = Callbacks.load(run.config.callbacks)
             owned.callback(state.callbacks.call, "on_end")
-            state.callbacks.call("on_start", run.config)  # not called in this process yet
+            state.callbacks.call("on_start", run.config)
         run = replace(run, callbacks=state.callbacks)
-    # If another rank is lost during this, the caller still has the previous `run`, whose log is closed.
+    # After another loss, the caller's `run` has a closed log.
     if log is None or log.closed or survived.restored is not None:
         if log is not None:
             log.__exit__(None, None, None)
@@ -131,7 +131,7 @@ def lead(run: Run, state: TrainState, survived: Survived, owned: ExitStack, watc
 
 
 def _find_position(run: Run, state: TrainState) -> None:
-    """Return to the position after the last mini-batch that counts; share it with new ranks."""
+    """Return all ranks to the position after the last mini-batch that counts."""
     positions = run.world.gather(state.positions.get(state.done))
     position = next((rank_position for rank_position in positions if rank_position is not None), None)
     if position is None:  # no remaining rank knows it
@@ -151,12 +151,12 @@ def _write_down(run: Run, state: TrainState) -> None:
     gathered = run.world.gather((missing, mine))
     last = next((step_report for _, step_report in gathered if step_report is not None), None)
     if gathered[0][0] and last is not None:
-        # Its ranks had other numbers, so the controller must not use this step.
+        # Its ranks had other numbers.
         log_step(replace(run, controller=None), *last)
 
 
 def _unsaved(run: Run, state: TrainState) -> bool:
-    """Return whether the checkpoint after the last step is due but missing; equal on all ranks."""
+    """Return whether the last step's checkpoint is due but missing; all ranks call it."""
     last = run.folder.last() if run.world.rank == 0 else None
     there = run.world.gather(-1 if last is None else last.step)[0]
     state.saved = max(there, 0)
@@ -213,8 +213,8 @@ def resumed(
     """Return the event for the continued run.
 
     Args:
-        undone: last step before, if all returned to a checkpoint.
-        read: bytes of checkpoint pieces read by all ranks, by kind of place.
+        undone: last step before returning to a checkpoint.
+        read: bytes of pieces by kind of place.
     """
     survived, _ = told[-1]
     step = survived.step

@@ -1,4 +1,4 @@
-"""Files written during a run: checkpoints, the trace of its first steps, the final model."""
+"""Files written during a run: checkpoints, a trace, the final model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(
     leader: Watcher | None,
     pieces: Pieces | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Load a checkpoint, or the newest intact one before it if it is damaged; return it with its extra.
+    """Load a checkpoint, or an earlier intact one; return it with its extra.
 
     Args:
         leader: notes damage, on rank 0.
@@ -47,7 +47,7 @@ def load(
         try:
             with _settings_kept(executor.optimizer):
                 return last, executor.load(last.path if pieces is None else (pieces, last.path))
-        except ValueError as error:  # raised on all ranks, but perhaps as Damaged only on those that found the damage
+        except ValueError as error:  # perhaps Damaged on one rank only
             if not any(world.gather(isinstance(error, Damaged))) or not fall_back:
                 raise
             reason = error
@@ -107,7 +107,7 @@ def checkpoint(run: Run, state: TrainState) -> None:
 
 
 def settle_checkpoints(run: Run) -> None:
-    """Wait for pending checkpoints, and remove obsolete ones; must not be called while one is being saved."""
+    """Wait for pending checkpoints, and remove obsolete ones; not while one is being saved."""
     run.executor.wait_saved()
     while run.saving:
         run.callbacks.call("on_checkpoint", *run.saving.pop())
@@ -115,7 +115,7 @@ def settle_checkpoints(run: Run) -> None:
 
 
 def forget_unsaved(run: Run) -> None:
-    """Forget incomplete checkpoints after a rank was lost: callbacks would look for them."""
+    """Forget incomplete checkpoints, which callbacks would look for."""
     whole = {place for _, place in complete(run.folder.checkpoints)}
     run.saving[:] = [(step, place) for step, place in run.saving if place in whole]
 
@@ -160,7 +160,7 @@ def write_spans(run: Run) -> None:
 
 
 def finish(run: Run, model: nn.Module, tokens: Tokens, done: int) -> None:
-    """Write the final model: that of the last step, or of the best checkpoint with `keep_best`."""
+    """Write the final model, or the best with `keep_best`."""
     best = None
     if run.config.keep_best:
         best = run.world.gather(None if run.log is None else _best_saved(run))[0]

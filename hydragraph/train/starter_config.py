@@ -1,4 +1,4 @@
-"""A first config, with comments, for data, a Hugging Face directory, both or neither."""
+"""A first config for data, a Hugging Face directory, both or neither."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class InspectedPaths:
-    """Result of inspecting paths: the approximate number of tokens, the model's positions (0: unknown), and whether its
-    tokenizer has a chat template.
+    """Result of inspecting paths: approximate tokens, the model's positions (0: unknown), and whether it has a chat
+    template.
     """
 
     model: Path | None
@@ -39,7 +39,7 @@ class AvailableDevices:
 
 
 def look(paths: Sequence[Path]) -> InspectedPaths:
-    """Inspect a Hugging Face directory and data, in any order; a ValueError refuses several models or kinds of data."""
+    """Inspect a Hugging Face directory and data; a ValueError refuses several models or kinds of data."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist: {_remedy(path)}")
@@ -81,7 +81,7 @@ def starter(found: InspectedPaths, devices: AvailableDevices, output: str) -> st
     chat = found.format not in ("text", "tokens")
     longest = min(found.positions or 1024, 2048 if chat else 1024) if found.model is not None else 256
     per_step = longest * (8 if found.model is not None else 16)
-    if found.data:  # at least about twenty steps per pass
+    if found.data:
         per_step = max(min(per_step, found.tokens // 20), 2 * longest if found.format == "preference" else longest)
     lines = [
         "# hydragraph train this file; hydragraph check says whether it fits into memory, and what a step takes.",
@@ -141,7 +141,6 @@ def _model(found: InspectedPaths, longest: int) -> list[str]:
     ]
 
 
-# Fields of a record that a config may have to name.
 _NAMED: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
     "chat": ("messages",),

@@ -1,4 +1,4 @@
-"""Metrics of every step of a run, as JSON lines, and for TensorBoard if it is installed."""
+"""Metrics of every step, as JSON lines and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Metrics:
         loss: token mean over the mini-batch, before the update.
         grad_norm: global norm before clipping.
         tokens: targets in the mini-batch.
-        eval_loss: on the held-out documents after the update, else on the first set of `data.evaluation`.
-        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean seconds of waits for weights, gradients and activations.
-        planning_s, planning_hidden_s: seconds of planning, waited for and hidden.
+        eval_loss: after the update, on held-out documents or the first set of `data.evaluation`.
+        exposed_pull_s, exposed_push_s, exposed_p2p_s: mean waits for weights, gradients and activations.
+        planning_s, planning_hidden_s: planning waited for, and hidden.
         expected_s: seconds of computing expected by the plan; 0 without a profile.
         eval_losses: by set: "heldout", and those of `data.evaluation`.
-        mfu: model FLOPs utilisation, without recomputation, of all GPUs; None: unknown.
-        pairs: with an objective, figures before the update (`PairResult`), and seconds of scoring, part of `seconds`.
+        mfu: model FLOPs utilisation without recomputation; None: unknown.
+        pairs: with an objective, `PairReport.pairs`.
         time: when it was logged, in UTC; "" in earlier versions.
-        comparison: on one step, a sentence that compares expected and measured seconds (`beside` in earlier versions).
-        plan: on the first step after a start with `strategies: auto`, lines that explain the plan.
+        comparison: on one step, expected and measured seconds in words (`beside` in earlier versions).
+        plan: on a session's first step with `strategies: auto`, an explanation.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Metrics:
 
     @property
     def by_set(self) -> dict[str, float]:
-        """Figures of evaluation sets and pairs, by the names that trackers show."""
+        """Figures of evaluation sets and pairs by trackers' names."""
         by_name = {f"eval/{name}": loss for name, loss in self.eval_losses.items()}
         by_name |= {f"perplexity/{name}": value for name, value in self.perplexities.items()}
         by_name |= {f"pairs/{name}": value for name, value in self.pairs.items()}
@@ -105,7 +105,7 @@ def _await_later_name(events: Path) -> None:
     """
     begun = [path.name.split(".")[3] for path in events.glob("events.out.tfevents.*")]
     newest = max((int(second) for second in begun if second.isdecimal()), default=0)
-    while newest == int(time.time()):  # equal only now: a file from a clock that is ahead is not waited for
+    while newest == int(time.time()):  # not for a clock that is ahead
         time.sleep(0.05)
 
 
@@ -113,7 +113,7 @@ class MetricsLog:
     """Writes metrics as they come; a context manager.
 
     Args:
-        path: JSON lines; those after step `after`, from which the run continues, are dropped.
+        path: JSON lines; those after step `after` are dropped.
         tensorboard: directory of event files; None: write none.
 
     Attributes:
@@ -151,7 +151,7 @@ class MetricsLog:
                 raise  # else report the error that ended the run
 
     def write(self, metrics: Metrics) -> None:
-        """Write one step's metrics; an OSError: the disk is full, or the file or the run's folder is gone."""
+        """Write one step's metrics; an OSError: the disk is full, or the file is gone."""
         self.history.append(metrics)
         self.written = True
         if not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):

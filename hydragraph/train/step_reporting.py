@@ -1,4 +1,4 @@
-"""Logging after each step of a run: evaluation if it is due, metrics, and events of slow ranks."""
+"""Logging after each step of a run: evaluations, metrics and events."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _evaluate(run: Run, strategy: Strategy | None) -> tuple[dict[str, float], di
 
 
 def tell(run: Run, event: RunEvent) -> None:
-    """Write an event to the events file, the log and the watcher; called on the leading rank."""
+    """Report an event on the leading rank."""
     append_event(run.folder.events, event)
     if run.log is not None:
         run.log.mark(event)
@@ -99,7 +99,7 @@ def tell(run: Run, event: RunEvent) -> None:
 
 
 def peak_of(config: TrainConfig, world: World) -> float | None:
-    """Return the peak FLOP/s of all ranks' GPUs together; None if one is not known."""
+    """Return the peak FLOP/s of all GPUs together; None: unknown."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peaks = world.gather(peak_flops_per_s(name, getattr(torch, config.dtype)))
     known_peaks = [peak for peak in peaks if peak is not None]
@@ -116,7 +116,7 @@ def _mfu(run: Run, report: StepReport, seconds: float) -> float | None:
 
 
 def open_log(folder: RunFolder, done: int, watcher: Watcher) -> MetricsLog:
-    """Open the log, and note outputs that a missing package prevents."""
+    """Open the log, and note missing packages."""
     remedy = "pip install 'hydragraph[train]'"
     if not matplotlib_installed():
         watcher.note(f"no picture of the loss: matplotlib is not installed ({remedy})")

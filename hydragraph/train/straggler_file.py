@@ -21,14 +21,14 @@ def write_slow(folder: RunFolder, slow: Mapping[int, Slow]) -> None:
 
 
 def read_slow(folder: RunFolder, began: float | None) -> dict[int, Slow]:
-    """Return the slow ranks by member; empty if the file is missing, or of a run that did not begin at `began`."""
+    """Return the slow ranks by member; empty if the file is missing or of another run."""
     try:
         written = json.loads(folder.slow.read_text(encoding="utf-8"))
         if written["began"] != began:
             return {}
         return {int(member): _read(record) for member, record in written["members"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # they will be detected again
+        return {}
 
 
 def _read(each: Mapping[str, Any]) -> Slow:

@@ -30,13 +30,13 @@ def controller_of(
     hurried: bool = False,
     slow: Mapping[int, Slow] | None = None,
 ) -> Controller:
-    """Return the controller; without measured costs, it assumes the model's operations on equal devices.
+    """Return the controller; without measured costs, it assumes equal devices.
 
     Args:
-        before: controller of the previous ranks, whose knowledge and planning process are kept.
-        numbers: new rank numbers by old ones, for the ranks that stay.
-        hurried: whether to search for a better plan than the current one.
-        slow: slow ranks that a lost controller knew, if `before` is None.
+        before: controller of the previous ranks, which it continues.
+        numbers: new ranks by old ones.
+        hurried: whether to search for a better plan.
+        slow: slow ranks known to a lost controller.
     """
     slow = slow or {}
     profile, home = executor.profile, executor.owners  # of the current ranks

@@ -1,4 +1,4 @@
-"""A run on the terminal: current activity and a progress bar; without a terminal, a line every few seconds."""
+"""A run on the terminal: a progress bar, or else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from hydragraph.log import hearing
 from hydragraph.train.step_metrics import Metrics, perplexity
 
-# Seconds between lines without a terminal: often at first, when users check that the run works.
+# Seconds between lines without a terminal: often at first.
 _OFTEN_S, _SELDOM_S, _SETTLED_S = 10.0, 60.0, 600.0
-# Seconds of preparation before the remaining time is estimated.
+# Seconds before the remaining time is estimated.
 _TELLING_S = 5.0
 
 
@@ -39,7 +39,7 @@ class Screen:
         self._began = clock()
         self._printed = clock()
         self._first: tuple[int, float] | None = None  # first step of this session, and its time
-        self._part = (0.0, clock())  # fraction finished by earlier sessions, and the start
+        self._part = (0.0, clock())  # fraction done by earlier sessions, and start
         self._hearing = ExitStack()
 
     def __enter__(self) -> Screen:
@@ -61,7 +61,7 @@ class Screen:
     def preparing(self, what: str, documents: int, part: float = 0.0) -> None:
         now = self._clock()
         if what != self._what:
-            self._part = (part, now)  # this part was done by earlier sessions
+            self._part = (part, now)
         began, since = self._part
         left = ""
         if began < part < 1 and now - since >= _TELLING_S:
@@ -76,7 +76,7 @@ class Screen:
     def stepped(self, metrics: Metrics) -> None:
         now = self._clock()
         self._first = self._first or (metrics.step, now)
-        strategy = metrics.strategy.partition("@")[0]  # without the fingerprint, which people do not need
+        strategy = metrics.strategy.partition("@")[0]  # without the fingerprint
         numbers = "  ".join(filter(None, (*_numbers(metrics), self._left(metrics.step, now), strategy)))
         self._describe("training")
         self._update(metrics.step, numbers)
@@ -93,7 +93,7 @@ class Screen:
         self._print(sentence)
 
     def _show(self, what: str, done: int, of: int | None, unit: str) -> None:
-        """Show an activity: continuously on a terminal, else at its beginning and from time to time."""
+        """Show an activity; without a terminal, from time to time."""
         now = self._clock()
         new = what != self._what
         if new:
@@ -108,7 +108,7 @@ class Screen:
         return now - self._printed >= (_OFTEN_S if now - self._began < _SETTLED_S else _SELDOM_S)
 
     def _left(self, step: int, now: float) -> str:
-        """Return the remaining time, estimated without this session's first step, which waits."""
+        """Return the remaining time, without this session's first step, which waits."""
         if self._first is None or step <= self._first[0] or step >= self._steps:
             return ""
         seconds_per_step = (now - self._first[1]) / (step - self._first[0])

@@ -32,7 +32,7 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        history: metrics of all steps, including earlier sessions; on rank 0 only.
+        history: metrics of all sessions, on rank 0 only.
         stopped: signal that ended it early; 0 if it completed.
     """
 
@@ -57,7 +57,7 @@ class Run:
     saving: list[tuple[int, Path]] = field(default_factory=list)
     traced: list[TracedStep] = field(default_factory=list)
     expectation: Expectation = field(default_factory=Expectation)  # of this session, on rank 0
-    watched: tuple[int, ...] = ()  # by rank, the members (`cluster.rendezvous`) that the controller watched
+    watched: tuple[int, ...] = ()  # by rank, members (`cluster.rendezvous`) of the controller
     evaluate_at: frozenset[int] = frozenset()  # in addition to `config.evaluate_every`
     checkpoint_at: frozenset[int] = frozenset()  # in addition to `config.checkpoint_every`
     pieces: Pieces | None = None
@@ -91,11 +91,11 @@ class TrainState:
     Attributes:
         anew: returns the source of mini-batches from the start.
         saved: step of the last checkpoint.
-        kept: whether there is a checkpoint, which may be from before the first step.
+        kept: whether there is a checkpoint, even of step 0.
         positions: position of `batches` by step, since the checkpoint before the last.
-        last: last finished step and its report, which may not be logged yet.
-        untold: meetings whose events are not reported yet, with the number of ranks before each.
-        began: when the folder's run began; None: this process was not yet one of its ranks.
+        last: last finished step and its report, perhaps not logged.
+        untold: unreported meetings, with the number of ranks before each.
+        began: when the folder's run began; None: not yet a rank of it.
         pieces_fail: whether the last checkpoint in pieces is incomplete.
     """
 

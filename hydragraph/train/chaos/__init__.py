@@ -1,4 +1,1 @@
-"""Fault injection: processes of a run are killed, stopped and slowed, and the run must continue as if undisturbed.
-
-Only `hydragraph chaos`, tests and benchmarks use it.
-"""
+"""Fault injection for `hydragraph chaos`, tests and benchmarks: processes of a run are killed, stopped and slowed."""

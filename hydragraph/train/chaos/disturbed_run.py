@@ -26,13 +26,13 @@ from hydragraph.train.stragglers.run_events import STATE_LOST, RunEvent, read_ev
 
 MACHINES = 2  # of a run with preemptions
 STEPS_PER_STRIKE = 5  # on average
-MOST_STEPS_PER_STRIKE = 60  # replacements take time on a busy machine
-MOST_STEPS_PER_MACHINE = 1000  # ranks of a machine import and capture the model first
+MOST_STEPS_PER_STRIKE = 60
+MOST_STEPS_PER_MACHINE = 1000
 CALM_STEPS = 10  # after the last strike
 _CENSUS_S = 0.5
 _END_S = 30.0
-_START_S = 1800.0  # imports, capture and data may take minutes
-_QUIET_S = 180.0  # between two steps; a longer time means that the run hangs
+_START_S = 1800.0
+_QUIET_S = 180.0  # longest time between two steps
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def run(
     until: int | None = None,
     machines: int = 1,
 ) -> Disturbed:
-    """Run a training in its own processes, in an emptied folder, and strike it.
+    """Run a training in its own processes, and strike it.
 
     Args:
         stepped: called with the last step and the number of strikes so far.
@@ -200,7 +200,7 @@ class Patience:
     step: int = 0
 
     def look(self, step: int, now: float) -> str:
-        """Return why the run should be ended, or ""; `step` is the last logged one, or 0."""
+        """Return why the run must be ended, or ""; `step` is the last logged one, or 0."""
         if step != self.step:
             self.step = step
             self.moved = now
@@ -249,7 +249,7 @@ class _Striker:
         if len(self.victim.ranks()) < least:
             return False  # try again later
         time.sleep(strike.delay_s)
-        ranks = self.victim.ranks()  # another may have been lost
+        ranks = self.victim.ranks()
         if len(ranks) < least:
             return False
         chance = random.Random(f"{strike.which} {strike.delay_s}")

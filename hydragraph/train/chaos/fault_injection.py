@@ -17,8 +17,8 @@ from hydragraph.train.run_folder import RunFolder
 from hydragraph.train.stragglers.run_events import RunEvent, read_events
 
 GIVEN_UP_S = 30.0  # seconds within which others must have ended a stopped rank
-_MOMENT_S = 60.0  # limit of waiting for a moment; then the strike happens anyway
-_JOINED_S = 300.0  # limit for a new machine, which imports, captures and compiles first
+_MOMENT_S = 60.0  # then the strike happens anyway
+_JOINED_S = 300.0  # for a new machine, which compiles first
 _SLOW_S = 1.0
 _PAUSE_S = 3.0  # shorter than ranks wait for a stopped rank
 _PERIOD_S = 0.1
@@ -32,9 +32,9 @@ class Victim:
     """A run to be disturbed, seen through its files and /proc.
 
     Attributes:
-        depth: number of process levels between the launcher and its ranks; torchrun adds one.
-        machines: machines of the run, the launcher's first; None: only this one.
-        pids: all processes that were its ranks, or were about to be.
+        depth: process levels from the launcher to its ranks; torchrun adds one.
+        machines: the launcher's first; None: only this one.
+        pids: all processes that were or became its ranks.
     """
 
     folder: RunFolder
@@ -56,7 +56,7 @@ class Victim:
 
     @property
     def server(self) -> int | None:
-        """Process that ranks are forked from, if there is one."""
+        """Process that ranks are forked from."""
         children = self.children()
         return parent(children[-1]) if children else None
 
@@ -154,7 +154,6 @@ def slow_down(pid: int, seconds: float) -> None:
         time.sleep(_PERIOD_S * (1 - _STOPPED))
 
 
-# Strikes a rank, with random numbers of its own.
 Action = Callable[[Victim, int, random.Random], None]
 
 

@@ -22,7 +22,7 @@ _END_S = 20.0
 
 @dataclass
 class Machines:
-    """The machines of a run, started as Slurm or torchrun would start them.
+    """Machines of a run.
 
     Args:
         log: prefix of their log files.
@@ -61,7 +61,6 @@ class Machines:
             self._kill(supervisor)
 
     def left(self) -> list[int]:
-        """Return the live processes of all machines, also preempted ones."""
         return _in_sessions(self.sessions)
 
     def _started(self, number: int) -> subprocess.Popen[bytes]:
@@ -107,7 +106,7 @@ def _free_port() -> int:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, the state first; [] if the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on; [] if the process is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []

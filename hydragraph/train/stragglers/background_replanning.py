@@ -1,6 +1,6 @@
 """Replanning for slow ranks in a separate process during training.
 
-A thread waits for the answer, and training polls it.
+Training polls for the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0  # after this, the best plan so far is used
-ATTEMPTS = 2  # per question: the system may kill the process when memory is exhausted
+ATTEMPTS = 2  # per question: the system may kill the process
 _GONE = (EOFError, OSError, pickle.UnpicklingError)
 _NONE_FITS = "no strategy fits the remaining ranks"
 
@@ -40,11 +40,11 @@ class ReplanQuestion:
     """Inputs of a plan.
 
     Attributes:
-        profile, cluster, home: those of the run, on healthy ranks; state stays in place.
-        first: initial strategies, which may be the best again once all ranks are healthy.
-        request: how the run chooses among `running`, with the rates known when they were planned.
-        deadline_s: search time limit; None: equal questions have equal answers.
-        at_once: answer soon with a good plan, estimated on one mini-batch.
+        profile, cluster, home: of the run, on healthy ranks.
+        first: initial strategies, which may become the best again.
+        request: how the run chooses among `running`.
+        deadline_s: search time limit; None: deterministic.
+        at_once: answer soon, estimated on one mini-batch.
     """
 
     profile: Profile
@@ -67,7 +67,7 @@ class Replanned:
 
     Attributes:
         static: strategy to keep; None: choose for every mini-batch.
-        before_s, after_s: expected mean seconds of a step, as planned now and with the answer.
+        before_s, after_s: expected mean seconds of a step, now and with the answer.
         refused: why it has no strategies, or "".
     """
 
@@ -85,7 +85,7 @@ class Replanned:
 
 
 def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
-    """Return the costs for a question, with results of earlier costs that depend on neither health nor home."""
+    """Return the costs for a question, reusing earlier ones."""
     inputs = question.profile, question.cluster, question.corrections
     if before is not None and (before.profile, before.cluster, before.corrections) == inputs:
         return before.changed(health=question.health, home=question.home)
@@ -94,7 +94,7 @@ def costs_of(question: ReplanQuestion, before: Costs | None = None) -> Costs:
 
 
 def replan(question: ReplanQuestion, costs: Costs | None = None) -> Replanned:
-    """Find strategies for ranks with these rates, among them the running ones."""
+    """Find strategies, the running ones included."""
     began = time.perf_counter()
     costs = costs or costs_of(question)
     replanned = _at_once(question, costs) if question.at_once else _at_length(question, costs)
@@ -128,7 +128,7 @@ def _at_length(question: ReplanQuestion, costs: Costs) -> Replanned:
     from hydragraph.spec.training_workload import Workload
 
     try:
-        # Without slow ranks, the costs themselves have changed: try all methods.
+        # Without slow ranks, the costs have changed.
         several = len(question.cluster.types) > 1 or not question.health.rates
         planned = plan(
             costs,
@@ -161,7 +161,7 @@ def _takes(costs: Costs, strategy: Strategy) -> bool:
 
 
 def _as_now(question: ReplanQuestion, costs: Costs) -> float:
-    """Return the mean seconds of steps planned as now, at the current rates; infinite if a rank is lost."""
+    """Return the mean seconds of steps with the running plan; infinite if a rank is lost."""
     lengths = question.lengths[: question.policy.sample]
     total = 0.0
     for mini_batch in lengths:
@@ -174,7 +174,7 @@ def _as_now(question: ReplanQuestion, costs: Costs) -> float:
 
 
 class Replanner:
-    """A planning process that answers one question at a time and keeps reusable results."""
+    """A planning process that answers one question at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -185,7 +185,7 @@ class Replanner:
 
     @property
     def busy(self) -> bool:
-        """Whether a question is pending, or its answer has not been taken."""
+        """Whether a question or its answer is pending."""
         if self._unwanted and self._thread is not None and not self._thread.is_alive():
             self.answer()
         return self._thread is not None
@@ -232,7 +232,7 @@ class Replanner:
         for _ in range(ATTEMPTS):
             process = self._process = self._process or _started()
             if self._closing:
-                return  # `close` may not have seen this process: it joins this thread, then stops the process
+                return  # `close` stops the process
             try:
                 pickle.dump(question, cast(IO[bytes], process.stdin))
                 cast(IO[bytes], process.stdin).flush()

@@ -1,4 +1,4 @@
-"""The straggler controller: when slow ranks cause a new plan, and whether a run switches to it. It runs on one rank.
+"""The straggler controller, on one rank: when to plan again for slow ranks, and whether to switch.
 
     a rate changes     -> request a good plan at once from another process -> training continues
     steps take other times than expected (`expected_seconds`)
@@ -7,8 +7,7 @@
                           during training, then all ranks switch to them
                        -> request the best plan, which takes longer, and decide again
 
-Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s now, then
-5 s x 3 / 4 = 3.75 s are expected.
+Measured step times scale predictions: if a plan predicts 3 s instead of 4 s, and steps take 5 s, 3.75 s are expected.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class Replanning:
 
     Attributes:
         costs: on healthy ranks, with the home of the run.
-        switch: lets all ranks choose from other strategies once they are ready; None: a dry run.
+        switch: changes the strategies on all ranks; None: a dry run.
         refused: why they did not switch; "" if they did.
-        sample: lengths for planning before enough mini-batches were seen.
+        sample: lengths before enough mini-batches were seen.
         hurried: whether to search for better initial strategies.
         planned_for: rates that the initial strategies were planned for.
     """
@@ -96,7 +95,7 @@ class Controller:
         self._at_once = False  # the last question was for a quick answer
         self._corrected = False  # costs have changed since the last question
         self._switched_at: int | None = None
-        self._coming: _Coming | None = None  # switch that ranks prepare, or made in the current step
+        self._coming: _Coming | None = None  # switch in preparation, or made in this step
         self._lengths: deque[tuple[int, ...]] = deque(maxlen=LAST)
         self._seconds: deque[float] = deque(maxlen=NEEDED)
         self._rehearsing = replanning is not None
@@ -125,7 +124,7 @@ class Controller:
 
     @property
     def health(self) -> Health:
-        """Rates for decisions: measured ones, increased for ranks that others wait for."""
+        """Measured rates, increased for ranks that others wait for."""
         return self._measured if self._replanning is None else self._lateness.planned(self._measured)
 
     @property
@@ -141,7 +140,7 @@ class Controller:
         return {rank: replace(measured.get(rank, Slow()), learned=learned.get(rank)) for rank in ranks}
 
     def correct(self) -> bool:
-        """Plan again with the measured seconds of blocks; return whether there is a planner."""
+        """Plan again with measured seconds; return whether there is a planner."""
         if self._replanning is None or self.monitor is None:
             return False
         costs = self._replanning.costs.changed(corrections=self.monitor.corrections)
@@ -181,13 +180,13 @@ class Controller:
         if self._rehearsing and not given.planner.busy:
             self._rehearse(given)
         events = []
-        # An answer is used only once a step time with the current strategies is known.
+        # A decision needs a measured step time.
         answer = given.planner.answer() if given.planner.busy and self._seconds else None
         if answer is not None:
             event = self._decided(given, answer, report.step)
             if self._coming is not None:
                 return []  # reported when all ranks have switched
-            # If the gain of the quick answer is too small, only the decision on the full search is reported.
+            # A quick answer that is rejected is not reported.
             events += [event] if event.event == "switch" or not self._at_once else []
         self._ask(report.step)
         return events
@@ -210,13 +209,13 @@ class Controller:
         return event
 
     def _rehearse(self, given: Replanning) -> None:
-        """Let the planning service load its modules before a rank is slow."""
+        """Let the planning process load its modules."""
         self._rehearsing = False
         given.planner.ask(self._question(given, Health(), at_once=True))
         given.planner.forget()
 
     def _ask(self, step: int) -> None:
-        """Request another plan if rates or costs have changed, or if the last one was found in a hurry."""
+        """Request another plan if rates or costs have changed, or the last search was quick."""
         replanning = self._replanning
         assert replanning is not None, "only a controller that replans asks"
         health = self.health
@@ -287,7 +286,7 @@ class Controller:
         return event
 
     def _waited_for(self) -> str:
-        """Name the ranks that are planned as slower than they compute, because others waited for them."""
+        """Name the ranks planned as slower because others waited for them."""
         measured = self._measured
         late = {rank: rate for rank, rate in self._asked_for.rates.items() if rate > measured.rate(rank) > 1}
         return "".join(

@@ -28,7 +28,7 @@ class ExpectedAndMeasured:
 
 
 class Expectation:
-    """Compares the medians of a session's steps once, without each strategy's first step, which compiles graphs."""
+    """Compares the medians of steps once, without each strategy's first, which compiles graphs."""
 
     def __init__(self) -> None:
         self.restart()
@@ -40,7 +40,7 @@ class Expectation:
         self._done = False
 
     def stepped(self, strategy: str, expected_s: float, measured_s: float) -> ExpectedAndMeasured | None:
-        """Record a step, without the time for compiling graphs; return the comparison after enough of them."""
+        """Record a step; return the comparison after enough of them."""
         if self._done:
             return None
         self._count += 1

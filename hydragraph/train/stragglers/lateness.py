@@ -7,8 +7,7 @@ A rate scales only the time of blocks, but a slow rank also packs and sends slow
     planned  from then on, a late pipeline's slow ranks are planned as 1 + AHEAD * late times as slow
 
 AHEAD exceeds 1, since fixed costs do not shrink with a pipeline's share. A correction that makes steps no shorter is
-reverted, and no other is tried while the rates stay, so the plan cannot oscillate. A learned value applies to similar
-rates later, also among other ranks.
+reverted, and no other is tried at these rates. A learned value applies to similar rates later.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.straggler_state import Learned
 
 AHEAD = 2.0
-MATTERS = 0.05  # minimum lateness that counts, relative to the rest of a step
+MATTERS = 0.05  # minimum lateness that counts
 LOOK = 4  # steps that decide how late a plan is
 USUAL = 8  # healthy steps that define the usual wait
 
@@ -43,14 +42,14 @@ class Lateness:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._late: deque[tuple[float, frozenset[int]]] = deque(maxlen=LOOK)
         self._seconds: deque[float] = deque(maxlen=LOOK)
-        self._open = switched  # the plan was made for these rates, and was not late so far
-        # Step time before the last correction, and the rates learned by then.
+        self._open = switched  # the plan fits these rates
+        # Step time and rates before the last correction.
         self._before: tuple[float, dict[int, Learned]] | None = None
         self._ended = False  # the last correction did not help
-        self._rates = Health()  # rates when observation and corrections began
+        self._rates = Health()
 
     def among(self, numbers: Mapping[int, int], switched: bool = False) -> Lateness:
-        """Return what is known for renumbered ranks, by their old numbers; ranks without a number are gone."""
+        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
         late = Lateness(switched, {numbers[rank]: rates for rank, rates in self.learned.items() if rank in numbers})
         late._usual.extend(self._usual)
         return late
@@ -142,7 +141,7 @@ def lateness(
 ) -> tuple[float, frozenset[int]]:
     """Return how long others waited for slow pipelines, relative to the rest of the step, and their slow ranks.
 
-    If all ranks are healthy, it is the wait of the last pipeline; if each pipeline has a slow rank, 0.
+    If all ranks are healthy, it is the last pipeline's wait; if no pipeline is, 0.
     """
     used = [p.devices for p, batches in zip(strategy.pipelines, assignment.tokens, strict=True) if any(batches)]
     slow = [devices for devices in used if any(health.rate(rank) > 1 for rank in devices)]

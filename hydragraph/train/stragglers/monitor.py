@@ -1,11 +1,11 @@
-"""Straggler monitor: rates of ranks from their measured seconds, which all ranks learn at every commit.
+"""Straggler monitor: rates of ranks from their measured seconds.
 
 On a shared CPU, wall-clock seconds are split by the kernel's thread statistics (`runtime.thread_times`):
 
     wall / predicted = (wall / (ran + queued)) x (ran / predicted)  x  (ran + queued) / ran
                        how slow the device is: stopped, throttled      how many others want its core
 
-The two factors are judged apart, because only the second is noisy. A rank's rate is their product.
+A rank's rate is the product of both factors, judged apart because the second is noisy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydragraph.spec.strategy import Strategy
 from hydragraph.train.stragglers.rate_estimator import Change, Estimator, Kind, Sensitivity
 from hydragraph.train.stragglers.straggler_state import Slow
 
-CROWDED = 4.0  # standard deviations for contention: bursts of other processes last several iterations
+CROWDED = 4.0  # standard deviations for contention, which comes in bursts
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Monitor:
         self.corrections = Corrections(tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks)))
 
     def among(self, costs: Costs, numbers: Mapping[int, int]) -> Monitor:
-        """Return a monitor for renumbered ranks, by their old numbers; ranks without a number are gone."""
+        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
         monitor = Monitor(costs)
         monitor._device, monitor._core = self._device.among(numbers), self._core.among(numbers)
         monitor._probed = {numbers[rank]: probe for rank, probe in self._probed.items() if rank in numbers}
@@ -111,7 +111,7 @@ class Monitor:
             whole = sum(own.values()) / sum(kinds.values()) if kinds else 0.0
             if whole > 0:  # forward and backward are timed together
                 self.corrections = self.corrections.with_step({(part, rank): whole for part in COMPUTING})
-        # Idle ranks are judged by their probes; otherwise their cores would be judged by old values.
+        # Otherwise idle ranks' cores would be judged by old values.
         crowd: dict[int, dict[Kind, tuple[float, float]]] = {r: {"core": (ratio, 1.0)} for r, ratio in crowded.items()}
         changed = self._device.observe({rank: by_kind for rank, by_kind in work.items() if by_kind}, self._idle(ranks))
         changed += self._core.observe(crowd)

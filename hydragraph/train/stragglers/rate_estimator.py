@@ -1,4 +1,4 @@
-"""Straggling rates from noisy measurements, and the thresholds of a straggler; updated once per iteration.
+"""Straggling rates from noisy measurements.
 
 Each iteration gives measured and predicted seconds for every rank and kind of work (a template in a kind of stage on a
 type of device). Three unknowns explain their ratio:
@@ -8,10 +8,10 @@ type of device). Three unknowns explain their ratio:
 - factor: the error of the cost model, a median over iterations of the ranks that are as fast as others.
 - common: the slowdown of all ranks alike, such as a busy machine: the lower median over ranks.
 - rate: the remainder. A rank is a straggler once NEEDED of its last OF iterations lie above `enter`, and above CERTAIN
-  times the scatter of all healthy ranks. If noise alone reaches the square of `enter`, it comes in bursts, and twice as
-  many iterations must agree. A rank is healthy again once as many lie below `leave`.
-- scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations: both estimate one
-  standard deviation for normal errors, and the second reflects bursts.
+  times the scatter of all healthy ranks. If noise reaches the square of `enter`, twice as many iterations must agree.
+  A rank is healthy again once as many lie below `leave`.
+- scatter: the maximum of 1.4826 median deviations and half of the 95th percentile of deviations, which reflects
+  bursts: both are one standard deviation for normal errors.
 
 With less than LITTLE of the busiest rank's work, a rank's rate can only fall, because unpredicted parts dominate. The
 first slow iteration is left out of a rate if it was slow only in part.
@@ -33,7 +33,7 @@ NEEDED = 3
 OF = 4
 CERTAIN = 3.0
 CHANGE = 1.25  # factor of a straggler's rate that is reported again
-PARTIAL = 0.85  # fraction of the later ratios: a first iteration below it was slow only in part
+PARTIAL = 0.85  # fraction of later ratios below which a first iteration was slow only in part
 LITTLE = 0.1  # fraction of the busiest rank's expected seconds
 SHARED = 0.5  # minimum fraction of predicted seconds of known kinds
 
@@ -82,7 +82,7 @@ class _Samples:
 
 
 class Estimator:
-    """Rates of ranks, updated after each iteration on one rank, which knows the seconds of all.
+    """Rates of ranks, updated after each iteration.
 
     Args:
         certain: standard deviations of healthy ranks' residuals that a straggler must exceed.
@@ -112,7 +112,7 @@ class Estimator:
         for residuals in self._healthy:
             for rank, value in residuals.items():
                 by_rank.setdefault(rank, []).append(value)
-        # Relative to each rank's own median: a rank that has always been slow adds no noise.
+        # Relative to each rank's median: a constantly slow rank adds no noise.
         middles = {rank: median(values) for rank, values in by_rank.items()}
         deviations = sorted(abs(value - middles[rank]) for rank, values in by_rank.items() for value in values)
         if len(deviations) < 3:
@@ -120,7 +120,7 @@ class Estimator:
         return max(1.4826 * median(deviations), deviations[round(0.95 * (len(deviations) - 1))] / 2)
 
     def among(self, numbers: Mapping[int, int]) -> Estimator:
-        """Return an estimator for renumbered ranks, by their old numbers; ranks without a number are gone."""
+        """Return a copy for renumbered ranks, by old numbers, without ranks that are gone."""
 
         def anew(values: Mapping[int, _T]) -> dict[int, _T]:
             return {numbers[rank]: deepcopy(value) for rank, value in values.items() if rank in numbers}
@@ -147,7 +147,7 @@ class Estimator:
         if residuals:
             self._recent.append(dict(residuals))
         if len(self._recent) > OF:
-            # Delayed, because residuals of a rank found slow meanwhile must not count as noise.
+            # A rank found slow meanwhile adds no noise.
             then = self._recent.popleft()
             self._healthy.append({rank: value for rank, value in then.items() if rank not in self._held})
         little = LITTLE * max((expected for _, expected in rank_seconds.values()), default=0.0)
@@ -169,7 +169,7 @@ class Estimator:
         return rank_seconds
 
     def _common(self, logs: Mapping[int, float]) -> float:
-        # Stragglers count only if there are no other ranks, because a wrong rate must not make others look slow.
+        # A straggler's wrong rate must not make others look slow.
         healthy = [log for rank, log in logs.items() if rank not in self._held]
         stragglers = [log - math.log(self._held[rank]) for rank, log in logs.items() if rank in self._held]
         return median_low(healthy or stragglers) if logs else 0.0
@@ -194,10 +194,10 @@ class Estimator:
                 self._kind(kind).logs.append(median_low(samples))
 
     def _strange(self, by_kind: Mapping[Kind, Mapping[int, float]]) -> dict[int, float]:
-        """Return the log slowdown of far slower ranks, measured on kinds of work that several ranks run.
+        """Return the log slowdown of far slower ranks, on kinds of work that several run.
 
-        So a rank that is slow from the start is not mistaken for an error of the cost model in work that only it runs.
-        This is the first sweep of a median polish (Tukey, 1977).
+        This is the first sweep of a median polish (Tukey, 1977). So a rank that is slow from the start is not taken
+        for an error of the cost model.
         """
         behind: dict[int, list[float]] = {}
         for logs in by_kind.values():
@@ -221,7 +221,7 @@ class Estimator:
         bursts = noise > 2 * math.log(self._sensitivity.enter)
         last = list(every) if bursts else list(every)[-OF:]
         needed = 2 * NEEDED if bursts else NEEDED
-        # Limited, so that the straggler's own rate cannot count as healthy.
+        # The straggler's own rate must not count as healthy.
         leave = min(max(math.log(self._sensitivity.leave), noise / 2), 0.8 * math.log(before)) if before > 1 else 0.0
         if before > 1 and sum(value < leave for value in last) >= needed:
             return self._changed(rank, before, 1.0)

@@ -1,4 +1,4 @@
-"""The replanning process, which answers questions from stdin on stdout until its input ends."""
+"""The replanning process, which answers questions from stdin on stdout."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Every owner sums the gradients of its share and updates it after the last push; 
 
     seconds(shares) = max over ranks r of  rate_r x share_r x U      U: a healthy device's seconds for the whole state
 
-The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. A very slow rank should own no
-state, since every owner exchanges messages for every bucket. A move costs the time in which the rank that receives most
-waits for the gradients of those elements (`hydragraph.engine.live_reshard`).
+The maximum is smallest if shares are proportional to 1 / rate, as far as memory allows. A very slow rank should own
+none, since owners exchange messages for every bucket. A move costs the time in which the rank that receives most waits
+for the gradients of those elements (`hydragraph.engine.live_reshard`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydragraph.spec.home import Home
 
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4  # per element, as gradients are handed on
-ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise in rates moves no state
+ROUNDED = 100  # shares are rounded to 1/100 of the largest against noise
 TIGHT = 1.01  # required memory, as a multiple of unrounded shares
 
 
@@ -36,11 +36,11 @@ class StateCosts:
     """Cost of holding, updating and moving state.
 
     Attributes:
-        update_s: seconds for a healthy device to sum the gradients of the whole state and update it.
+        update_s: seconds of a healthy device for the whole state (U).
         bytes_per_element: bytes that move: weights and optimizer state (12 with Adam).
         free_bytes: memory available for state, by rank; None: enough.
         held_bytes: memory per element, with gradient and messages; None: `bytes_per_element`.
-        messages_s: seconds for a healthy owner to start and finish a step's messages.
+        messages_s: seconds of a healthy owner for a step's messages.
     """
 
     update_s: float
@@ -79,14 +79,13 @@ def rehoming(
     steps: int,
     question: HomeQuestion | None = None,
 ) -> Rehoming | None:
-    """Return a home that pays off within the remaining `steps`, or None if the state should stay.
+    """Return a home that pays off within `steps`, if any.
 
     Args:
         running: the current home, with nodes if it has copies.
         ranks: number of ranks, none of them lost.
-        buckets: own shares of buckets are dropped, unless the choice of owners assigns others.
-        question: input of the choice of owners for strategies (`cost.home_choice`): its home is another candidate,
-            and the seconds of the exchange are added.
+        buckets: their own shares are dropped, unless `question` assigns others.
+        question: of `cost.home_choice`: its home is another candidate, and exchanges count.
 
     Raises:
         ValueError: a rank is lost, or the ranks do not have enough memory.
@@ -122,7 +121,7 @@ def rehoming(
 
 
 def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: StateCosts) -> StateCosts:
-    """Return costs that leave room for both the old and the new part of a bucket of an owner."""
+    """Return costs that leave room for the old and the new part of a bucket."""
     if costs.free_bytes is None:
         return costs
     whole = sum(bucket.size for bucket in buckets)
@@ -134,7 +133,7 @@ def _with_way(running: Home, ranks: int, buckets: Sequence[Bucket], costs: State
 
 
 def _homes(running: Home, ranks: int, buckets: Sequence[Bucket], health: Health, costs: StateCosts) -> list[Home]:
-    """Return homes that follow speed and memory: of all ranks, without the slowest, without the two slowest, ..."""
+    """Return homes of all ranks, without the slowest, without the two slowest, ..."""
     elements = sum(b.size for b in buckets) * running.copies
     slowest = sorted((rank for rank in health if rank < ranks), key=health.rate, reverse=True)
     nodes = running.nodes or range(ranks)
@@ -165,7 +164,7 @@ def best_shares(
     """Return the share of each rank, the largest 1: proportional to its speed, as far as its memory allows.
 
     Args:
-        elements: elements of the state, with all copies.
+        elements: of the state, with copies.
         without: ranks that own no state.
 
     Raises:
@@ -184,7 +183,7 @@ def best_shares(
         )
     share = np.zeros(ranks)
     full = room <= 0
-    while not np.isclose(share.sum(), 1):  # each iteration fills at least one rank, or is the last
+    while not np.isclose(share.sum(), 1):  # each iteration but the last fills a rank
         by_speed = np.where(full, share, (1 - share[full].sum()) * speed / speed[~full].sum())
         over = ~full & (by_speed > room)
         share = np.where(over, room, np.where(full, share, 0 if over.any() else by_speed))
@@ -207,7 +206,7 @@ def received(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket]) -> lis
 
 
 def stages(old: Home, new: Home, ranks: int, buckets: Sequence[Bucket], elements: int) -> Iterator[Home]:
-    """Yield the homes of a move in stages: each moves a few buckets, at most `elements` per rank, or one bucket.
+    """Yield the homes of a move in stages: each moves at most `elements` per rank, or one bucket.
 
     If copies or nodes differ, the only stage is the new home.
     """

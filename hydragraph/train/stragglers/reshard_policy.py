@@ -1,8 +1,7 @@
-"""Resharding policy: a slow rank owns less state if that pays off. It runs on the leading rank.
+"""Resharding policy of the leading rank: a slow rank owns less state if that pays off.
 
 A rank receives a part within BESIDE of a step, so that training waits only for its gradients (`Executable.rehome`).
-Rates are noisy, so a decision stands for a while. Owners that are chosen for the strategies are chosen again once other
-strategies have run.
+Owners chosen for the strategies are chosen again once others have run.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from hydragraph.train.stragglers.run_events import RunEvent
 
 BESIDE = 0.5  # fraction of a step within which a part must arrive
 COOLDOWN = 6  # steps between two decisions
-MIX = 16  # recent steps for the mix of strategies
-CHANGED = 0.25  # fraction of them that must have other strategies before a home is chosen again
+MIX = 16  # recent steps whose strategies count
+CHANGED = 0.25  # fraction of them that must differ before a home is chosen again
 
 
 def state_costs(costs: Costs) -> StateCosts:
@@ -42,7 +41,7 @@ def state_costs(costs: Costs) -> StateCosts:
 def with_room(
     state: StateCosts, costs: Costs, strategies: Sequence[Strategy], tokens: int, owned: Sequence[int]
 ) -> StateCosts:
-    """Limit the cost of state by the memory that strategies and messages leave.
+    """Add the memory that strategies and messages leave.
 
     Args:
         tokens: tokens of the largest mini-batch.
@@ -88,7 +87,7 @@ class Following:
 
     @property
     def next(self) -> Home | None:
-        """Home that state moves to during the next step; None: it stays, or is already moving."""
+        """Home for the next step; None: state stays, or is already moving."""
         return self._parts[0] if self._parts and not self._under_way else None
 
     @property
@@ -97,7 +96,7 @@ class Following:
 
     @property
     def moving(self) -> bool:
-        """Whether parts remain to be moved after the one that moves during this step."""
+        """Whether more parts follow the one that moves now."""
         return len(self._parts) > self._under_way
 
     def begun(self) -> None:
@@ -106,7 +105,7 @@ class Following:
     def stepped(
         self, step: int, health: Health, seconds: float, strategies: Sequence[Strategy] = (), tokens: int = 0
     ) -> tuple[RunEvent, ...]:
-        """Decide after a step, from the known rates; return the decision, if there is one.
+        """Decide after a step; return the decision, if any.
 
         Args:
             strategies: the one that ran, then others that may run.
@@ -137,7 +136,7 @@ class Following:
             if passes([self.home, *parts], self.ranks, self.buckets, costs):
                 self._decided_at = step
                 return (self._move(step, health, better, home, parts),)
-        return ()  # not enough memory for a rank's old and new shares together
+        return ()  # not enough memory for the moves
 
     def _changed_mix(self) -> dict[Strategy, float] | None:
         if self.rule is None or len(self._mix) < MIX:

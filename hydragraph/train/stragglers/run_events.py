@@ -29,7 +29,7 @@ TITLES: Mapping[Name, str] = {
     "saved": "saved",
 }
 
-# In the reason of a "resumed" event if ranks return to a checkpoint.
+# Part of a "resumed" event's reason.
 STATE_LOST = "state was lost"
 
 
@@ -43,11 +43,11 @@ class RunEvent:
 
     Attributes:
         step: last step before it.
-        seconds: for `resumed`, from a rank's failure until training continued; for `saved`, how long training waited;
-            for a switch, its expected cost.
+        seconds: for `resumed`, from a failure until training continued; for `saved`, waited; for a switch, its
+            expected cost.
         before_s, after_s: expected seconds of a step without and with a decision.
         lost_steps: steps that were undone because state was lost.
-        read_bytes: bytes of checkpoint pieces read, by kind of place: memory, disk and store.
+        read_bytes: bytes of checkpoint pieces by place: memory, disk and store.
     """
 
     step: int
@@ -66,7 +66,7 @@ class RunEvent:
 
     @property
     def line(self) -> str:
-        """The event as JSON; fields that are always present come first."""
+        """The event as JSON."""
         record = asdict(self)
         record["ranks"] = list(self.ranks)
         record["seconds"] = round(self.seconds, 4)

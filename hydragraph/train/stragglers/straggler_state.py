@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SAME = 1.6  # factor up to which rates count as the same: twice what `rate_estimator.CHANGE` ignores
+SAME = 1.6  # factor up to which rates count as equal
 
 
 class Learned(NamedTuple):
@@ -15,7 +15,7 @@ class Learned(NamedTuple):
     planned: float
 
     def goes_for(self, rate: float) -> bool:
-        """Return whether this applies to a rate: one between about the known and the planned rate."""
+        """Return whether this applies to a rate, between about the known and the planned one."""
         return self.known / SAME <= rate <= max(self.planned, SAME * self.known)
 
 
@@ -26,7 +26,7 @@ class Slow:
     Attributes:
         device: slowdown of the device, alone on its core.
         core: further slowdown by other processes on its core.
-        learned: set if others waited for it beyond its known rate.
+        learned: set if others waited for it.
     """
 
     device: float = 1.0
