@@ -48,7 +48,7 @@ def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 
 def backend_of(devices: list[str | None]) -> str:
-    """Return the backend for ranks with these GPUs (`gpu_name`): NCCL does not support two ranks on one GPU."""
+    """Return the backend for ranks with these GPUs; NCCL rejects two ranks on one GPU."""
     return "nccl" if None not in devices and len(set(devices)) == len(devices) else "gloo"
 
 

@@ -22,7 +22,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Error of one rank as text: not every exception can be pickled."""
+    """Error of one rank as text."""
 
     users: bool
     text: str
@@ -35,7 +35,7 @@ class Failure:
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank and return all results by rank; if it fails on one, all raise.
+    """Run a function on every rank, and return all results; if it fails on one, all raise.
 
     A rank raises its own error, else the first rank's; a ValueError remains one.
     """
@@ -55,7 +55,7 @@ def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
-    """Run a function on every rank and return this rank's result; if it fails on one, all raise."""
+    """Run a function like `together`, and return this rank's result."""
     results: list[T] = []
     together(ranks, what, lambda: results.append(work()))
     return results[0]
@@ -69,7 +69,7 @@ def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) 
 
 
 def from_first(world: World, make: Callable[[], T]) -> T:
-    """Call a function on rank 0, and return its result or raise its ValueError on all ranks."""
+    """Call a function on rank 0; return its result, or raise its ValueError, on all ranks."""
     outcome: T | ValueError | None = None
     if world.rank == 0:
         try:

@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms; these are the break-even sizes.
+# Break-even sizes: native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -40,7 +40,7 @@ class Started:
     """A collective that has been started.
 
     Attributes:
-        result: waits for its end, and returns its result; called once.
+        result: waits for the result; called once.
         operands: tensors to keep until then.
     """
 
@@ -49,7 +49,7 @@ class Started:
 
 
 class SumsProducts:
-    """Mixin that computes products in pieces of their rows, and sums each piece while the next is computed."""
+    """Mixin that sums each piece of a product's rows while the next is computed."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
         """Start the sum over the stage of sum(x @ w), with x [T, K] and w [K, N]."""
@@ -72,7 +72,7 @@ class SumsProducts:
         return Started(result, whole)
 
     def _start_sum(self, x: Tensor) -> Started:
-        """Start a sum over the stage that replaces `x`; other ranks may read the operand until they have their sum."""
+        """Start a sum over the stage that replaces `x`, which other ranks may read meanwhile."""
         started: Started = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
         return Started(lambda: x.copy_(started.result()))
 
@@ -107,7 +107,7 @@ def head_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of a head whose local rows begin at `start`, and gradients of `hidden` (a part) and `weight`.
 
-    Ranks exchange three numbers per token, chunk by chunk of `rows` tokens, which is the same on all ranks.
+    Ranks exchange three numbers per token, by chunks of `rows` tokens, equal on all ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
@@ -204,7 +204,7 @@ class Collectives(SumsProducts):
         """Start `reduce_scatter`."""
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
-            # At every size: gloo's own transfers as many bytes, and this one adds in a fixed order.
+            # gloo's own transfers as many bytes; this one adds in a fixed order.
             return self._exchange(parts, _sum)
         assert self.group is not None
         # The group's order is ascending, not the stage's.
@@ -282,7 +282,7 @@ class StagedCollectives(StartsAtOnce):
         return self._host.split(x, dim)
 
     head_token_losses = head_token_losses
-    head_loss = head_loss  # only statistics pass through host memory
+    head_loss = head_loss  # statistics pass through host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)
@@ -301,7 +301,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start gathering equal `inp` into `out`, by the group's ranks along dim 0."""
-    # PyTorch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
+    # PyTorch 2.13 renames these two; 2.11 has only the old names.
     function = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     work: dist.Work = function(out, inp, group=group, async_op=True)
     return work

@@ -1,4 +1,4 @@
-"""Communicators of one executable, one for each kind of traffic and tensor-parallel group.
+"""Communicators of one executable.
 
 A connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits 17-45 ms in a shared gloo group
 and 0.2-2.7 ms in a separate one.
@@ -54,7 +54,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Peers of one grouped NCCL operation; few, because each holds channel buffers.
+# Peers of one grouped NCCL operation; each holds channel buffers.
 _GROUPED = 32
 # Bytes of rank 0's first broadcast message, which starts with the total length.
 _TOLD = 1 << 14
@@ -71,14 +71,14 @@ class Channel(Enum):
 
 
 class _Direction(Enum):
-    """Point-to-point traffic, separated by direction: NCCL has one queue per pair of ranks and communicator."""
+    """Point-to-point traffic by direction: NCCL has one queue per pair of ranks and communicator."""
 
     UP = "up"
     DOWN = "down"
 
 
 class Groups:
-    """All communicators of one executable; all ranks create them, and call collective methods, together.
+    """All communicators of one executable; ranks create them, and call collective methods, together.
 
     For a single rank, collectives copy their input to their output and return None.
 
@@ -86,7 +86,7 @@ class Groups:
         watch: ends waits. None: waits end with the timeout.
 
     Attributes:
-        waited_s: total seconds that this process has waited for messages.
+        waited_s: total seconds of waits for messages.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -100,16 +100,16 @@ class Groups:
         self.waited_s = 0.0
         self.closed = False
         self._reductions = 0  # number of reductions to the host, equal on all ranks
-        self._told: tuple[Message, ...] = ()  # broadcasts that some ranks may not have received yet
+        self._told: tuple[Message, ...] = ()  # broadcasts that ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first, in the same order on all ranks; None if this rank is not a member.
+        # By sorted ranks, least recently used first, equally on all ranks; None if this rank is not a member.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
             began = time.perf_counter()
             if watch is not None:
-                watch.also_abort(self.abort)  # before any connection: a rank may be lost meanwhile
+                watch.also_abort(self.abort)  # a rank may be lost while connecting
             with self._opening():
                 for channel in Channel:
                     if channel is not Channel.MOVE:
@@ -137,8 +137,7 @@ class Groups:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
         # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
-        # group that inherits a device has one communicator for all pairs of ranks, so messages to different peers wait
-        # for each other, and programs can deadlock.
+        # group that inherits a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
@@ -156,7 +155,7 @@ class Groups:
         self.gather(None)
 
     def open_moving(self) -> None:
-        """Create the communicator for moving state; all ranks call it."""
+        """Create `Channel.MOVE`; all ranks call it."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
         with self._opening():
@@ -165,16 +164,16 @@ class Groups:
             self._connect(self._channels[Channel.MOVE])
 
     def _connect(self, *groups: dist.ProcessGroup) -> None:
-        """Connect NCCL's communicators, in the same order on all members, on a thread that the watch can abandon.
+        """Connect NCCL's communicators, in the same order on all members.
 
-        NCCL creates a communicator in its first operation, which blocks the host until all members take part.
+        NCCL's first operation blocks the host until all members take part.
         """
         if self.world.backend == "nccl":
             for group in groups:
                 self.call(partial(_first, partial(dist.all_reduce, group=group), self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with its program's peers, in one order on all ranks; all call it."""
+        """Connect this rank with its program's peers; all ranks call it."""
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
@@ -195,7 +194,7 @@ class Groups:
         if message is None:
             return
         began = time.perf_counter()
-        # With a broken connection, gloo's wait may block forever: a thread of the watch waits instead.
+        # gloo's wait on a broken connection may block forever: the watch's thread waits instead.
         if self._watch is None or self.world.backend == "nccl":
             with self._guard():
                 message.work.wait()
@@ -266,8 +265,8 @@ class Groups:
     ) -> Tensor:
         """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
 
-        An aborted NCCL communicator raises no error: its kernels return, and the result is undefined. So the watch is
-        checked after the host has waited, and every rank marks its own element with the number of this reduction.
+        An aborted NCCL communicator raises no error, and the result is undefined. So the watch is checked after the
+        host has waited, and every rank marks its own element.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -342,7 +341,7 @@ class Groups:
     # Point to point.
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start sending a contiguous tensor, which must not change until the message is complete.
+        """Start sending a contiguous tensor, which must not change meanwhile.
 
         Tags pair sends with receives on gloo; NCCL pairs them in order, per pair and direction.
         """
@@ -425,10 +424,10 @@ class Groups:
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
         if self._watch is not None and self._watch.broken:
-            drop(groups)  # gloo's destructor waits for operations, which may never end
+            drop(groups)  # gloo's destructor may wait forever
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Atomic copies: the watch calls this from its own thread.
+        # Atomic copies: the watch's thread calls this.
         groups_of_all = [*self._channels.copy().values(), *self._directions.copy().values()]
         return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
@@ -450,8 +449,7 @@ def in_rounds(
 ) -> Works:
     """Start an all-to-all as grouped messages, `grouped` peers at a time, without empty ones.
 
-    Both ends of a message are in the same round: in each, ranks send to those at some distances ahead and receive from
-    those at the same distances before.
+    In each round, ranks send to those at some distances ahead and receive from those at the same distances before.
     """
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))

@@ -18,7 +18,7 @@ def pairs(program: RankProgram) -> set[Pair]:
 def connecting_order(pair: Pair) -> tuple[int, int, int, bool]:
     """Return a pair's sort key; in this order, many pairs connect in parallel.
 
-    Pairs at one distance d form chains i, i + d, i + 2 d, ...: every other link comes first, as these share no rank.
+    Pairs at one distance d form chains i, i + d, i + 2 d, ...; every other link comes first.
 
         8 ranks, distance 1      (0, 1) (2, 3) (4, 5) (6, 7), then (1, 2) (3, 4) (5, 6)
     """

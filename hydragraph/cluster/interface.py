@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface for gloo; None if the host's name works, or no interface is found."""
+    """Return the interface for gloo; None if the host's name works, or none is found."""
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):
@@ -29,7 +29,7 @@ def interface_for(address: str) -> str | None:
 
 
 def own_address(targets: Iterable[str]) -> str:
-    """Return the address at which other machines reach this one: that of gloo's interface, or towards the targets."""
+    """Return this machine's address for others: of gloo's interface, or towards the targets."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(name) if name else None
     sources = (_source(address) for target in targets for address in resolved(target))

@@ -51,7 +51,7 @@ _ASK_S = 5.0  # for one attempt to reach the launcher's store
 _REACHED_S = 300.0  # for all attempts
 _ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
 
-# Importing torch takes seconds, forking a process that has imported it 10 ms, which is unsafe on macOS.
+# A fork takes 10 ms, and an import of torch seconds; on macOS forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Modules that ranks import.
@@ -99,7 +99,7 @@ class World:
 
 
 def join(device: torch.device | str | None = None) -> World:
-    """Join the ranks of an existing process group or the launcher's environment, or run as a single process.
+    """Join the ranks of a process group or the launcher's environment, or run alone.
 
     Args:
         device: a GPU without an index means this rank's. None: a GPU if available.
@@ -121,7 +121,7 @@ def join(device: torch.device | str | None = None) -> World:
     assert group is not None
     check_moves(group)
     watch = watch_of(group, group.get_group_store, rank, ranks)
-    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun may start two nodes on one host
+    node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # two nodes may share a host
     world = World(rank, ranks, local_rank, device, "gloo", watch, node)
     with watch.calling("join"):
         world = replace(world, objects=watch.call(lambda: object_group(group)))
@@ -129,7 +129,7 @@ def join(device: torch.device | str | None = None) -> World:
 
 
 def apart(device: torch.device | str | None = None) -> World:
-    """Return a world of this process alone, on its device (as for `join`) among the ranks of its host."""
+    """Return a world of this process alone; `device` as for `join`."""
     device, local_rank = _of_this_rank(device)
     return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
@@ -163,7 +163,7 @@ def _device(asked: torch.device | str | None) -> torch.device:
 def _store_of_launcher(rank: int, ranks: int) -> Store:
     """Return the store of the launcher's environment, hosted by torchrun's agent or rank 0.
 
-    torchrun's store outlives its ranks, so each attempt uses its own keys: gloo would find addresses of dead ranks.
+    torchrun's store outlives its ranks, so each attempt uses its own keys.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -205,15 +205,15 @@ def launch(
 ) -> list[T]:
     """Run `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
 
-    The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by value;
-    closures and notebooks' definitions are supported. Call this under `if __name__ == "__main__":` in a script, because
-    ranks import it. No process outlives the call.
+    The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by
+    value; closures are supported. Call this under `if __name__ == "__main__":` in a script, because ranks import it. No
+    process outlives the call.
 
     Args:
         timeout: for the whole run; None: no limit.
         prepare: called once, in a separate process. Its result, such as a model, its program and the result of
-            `precompile`, is passed before the function's arguments. Each rank maps it from one file: weights are in
-            memory once, until a rank changes its own.
+            `precompile`, is passed before the function's arguments. Ranks map it from one file, so weights are in
+            memory once, until changed.
         relay: informed of the ranks' processes, to forward signals.
         elastic: continue when ranks are lost: the function calls `hydragraph.survive` when a step raises.
         nodes: with `elastic`: this machine, the first of several; call `follow` on the others. `ranks` is the total.
@@ -253,7 +253,7 @@ def launch(
 
 
 def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
-    """Start and watch ranks on this machine for a `launch` on another, until it ends or this machine is elected.
+    """Start and watch ranks here for a `launch` on another machine, until it ends or this one is elected.
 
     Args:
         say: prints a sentence.
@@ -263,7 +263,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
     """
     context = starting()
     if nodes.election is not None:
-        # An elected leader does not wait for the imports of the process that ranks are forked from.
+        # An elected leader must not wait for imports.
         first = context.Process(target=int)
         first.start()
         first.join()
@@ -286,7 +286,7 @@ def starting(*functions: Callable[..., object] | None) -> Context:
 
 
 def _models() -> list[str]:
-    """Return the imported modules of transformers' models; importing a user's modules may compute."""
+    """Return the imported modules of transformers' models."""
     parts = ("configuration_", "modeling_")
     names = [name for name in sys.modules if name.startswith("transformers.models.")]
     return sorted(name for name in names if any(part in name for part in parts))

@@ -1,4 +1,4 @@
-"""Messages in flight, and staging of GPU tensors through host memory for gloo: several ranks may share one GPU."""
+"""Messages in flight, and staging of GPU tensors through host memory for gloo."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Message:
     """A pending operation, completed by `Groups.wait`.
 
     Attributes:
-        landed: called on the waiting stream after completion; copies received data to its destination.
+        landed: called on the waiting stream after completion.
         kept: tensors that the operation still uses.
     """
 
@@ -49,7 +49,7 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """Whether waiting for it would not block the host."""
+        """Whether a wait would not block the host."""
         return self.work.is_completed()
 
 

@@ -19,7 +19,7 @@ def start_module(
     paths: Sequence[str] = (),
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module`; its import path excludes the current directory, and includes `paths`."""
+    """Start `python -m module`; its import path includes `paths`, not the current directory."""
     environment = os.environ if environment is None else environment
     every = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, paths)]
     return subprocess.Popen(

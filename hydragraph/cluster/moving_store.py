@@ -1,7 +1,6 @@
 """Store that moves with the leader of several machines, as seen by a rank.
 
-The supervisor of each machine writes the current address to a file. A rank writes its own values again to each new
-store.
+Each machine's supervisor writes the current address to a file. Ranks write their values again to a new store.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CONNECT_S = 2.0
 
 
 def write_address(folder: str, host: str, port: int) -> None:
-    """Write where the current store is to a supervisor's private folder."""
+    """Write the current store's address to a supervisor's private folder."""
     new = Path(folder) / f".{_FILE}"
     new.write_text(json.dumps([host, port]))
     new.replace(Path(folder) / _FILE)
@@ -57,7 +56,7 @@ class MovingStore:
     def connect(self) -> Any:
         """Return a new client of the current store; it is cut when the store moves."""
         host, port = json.loads(self._text)
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast: the client retries for minutes
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast, unlike the client
         before = open_sockets()
         try:
             return client(host, port)

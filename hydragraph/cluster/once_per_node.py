@@ -1,7 +1,7 @@
 """Results that one rank of each machine computes for all, such as a captured model.
 
-The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. It writes the result into a
-private folder, and shares the path, with the file's hash. A rank that cannot read it computes its own.
+The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. It shares the path and
+hash of a file in a private folder. A rank that cannot read it computes its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OfferedFile:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return the result of a function, called on one rank of each machine; all ranks call this.
+    """Return a function's result, made on one rank of each machine; all ranks call this.
 
     Args:
         key: identifies the inputs; ranks with different keys compute their own.

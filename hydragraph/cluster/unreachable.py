@@ -1,4 +1,4 @@
-"""Errors of hosts that cannot reach each other: before ranks connect, each writes gloo's addresses to the store."""
+"""Errors of hosts that cannot reach each other, with gloo's addresses from the store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Explain the error of a rank that could not connect to another; return other errors unchanged."""
+    """Explain a rank's connection error; return others unchanged."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
@@ -53,7 +53,7 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
 
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
-    """Return the error of a rank that could not connect to the first host's store."""
+    """Return the error of a rank that cannot reach the first host's store."""
     return f"rank {rank} on {socket.gethostname()} could not connect to {first_host(error, address, port)}"
 
 

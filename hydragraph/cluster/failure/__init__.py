@@ -1,1 +1,1 @@
-"""Failure detection: ranks notice that one failed, agree on which, and stop waiting for it. Start at `rank_watch`."""
+"""Failure detection: ranks agree on which one failed, and stop waiting for it. Start at `rank_watch`."""

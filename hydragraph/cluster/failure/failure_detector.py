@@ -56,13 +56,13 @@ class Judge:
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Count observations made `elapsed` seconds after the last ones, and return the resulting accusation."""
-        elapsed = min(elapsed, PAUSE_S)  # this process may have been stopped itself
+        """Count observations, `elapsed` seconds after the last ones; return the resulting accusation."""
+        elapsed = min(elapsed, PAUSE_S)  # this process may have been stopped
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process stopped for 95 of every 100 ms is nearly always seen stopped.
+            # A process that runs 5 of every 100 ms is mostly seen stopped.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
@@ -99,7 +99,7 @@ class Stall:
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count observations, as `Judge.look` does; `progress_s`: limit without progress of any rank."""
+        """Count observations, as `Judge.look`; `progress_s`: limit without progress."""
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
@@ -111,5 +111,5 @@ class Stall:
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
         how = "the others wait for this one" if busy else "all of them wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all wait, a link may be cut, and the first rank may reach all others.
+        # If all wait, a link may be cut; the first rank may reach all others.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

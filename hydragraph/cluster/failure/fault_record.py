@@ -51,7 +51,7 @@ class Ledger:
         return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:
-        """Return the rank whose death the launcher reported, and how it died."""
+        """Return the rank that the launcher reported dead, and how it died."""
         return tuple(json.loads(self._store.get(self._deaths))) if self._store.check([self._deaths]) else None
 
 

@@ -50,10 +50,10 @@ class _Line(ctypes.Structure):
 
 
 class Board:
-    """Memory shared by the ranks of one host: a line for each rank (`RankProgress`), then one for `progress_s`.
+    """Shared memory of one host: a line for each rank (`RankProgress`), then one for `progress_s`.
 
     Args:
-        descriptor: file of exactly the board's size; the board takes ownership.
+        descriptor: file of the board's size; the board takes ownership.
 
     Attributes:
         lines: flags of each rank: `waiting`, `left`, `finished`; a rank writes only its own.
@@ -73,7 +73,7 @@ class Board:
 
     @classmethod
     def make(cls, ranks: int) -> Board:
-        """Create a board that exists as long as a process has it open."""
+        """Create a board, which lives as long as it is open."""
         remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
@@ -90,7 +90,7 @@ class Board:
 
     @classmethod
     def open(cls, address: str, ranks: int) -> Board:
-        """Open a board that another process created; raise an OSError unless it is one of this user."""
+        """Open another process's board; raise an OSError unless it is this user's."""
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)
@@ -100,7 +100,7 @@ class Board:
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Record a rank's new position in about a microsecond; only that rank may call it."""
+        """Record a rank's new position (about 1 us); only that rank may call it."""
         line = self.lines[rank]
         self._moves += 1
         line.moves = self._moves

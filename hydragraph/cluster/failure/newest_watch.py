@@ -24,8 +24,8 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
     """Return this process's watch over a process group; a new one after a failure or a close.
 
     Args:
-        group: None: it does not exist yet; the next call passes it.
-        store: returns the store where its ranks meet; called only for a new watch.
+        group: None: not created yet; the next call passes it.
+        store: returns the ranks' store; called only for a new watch.
     """
     newest = _Newest
     last = newest.watch
@@ -36,7 +36,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         if again and not last.broken:
             return last
         last.close()
-    # All ranks count alike, as they see the same failures and make the same calls.
+    # All ranks count alike.
     newest.number = newest.number + 1 if again else 0
     newest.watch = Watch(store(), rank, ranks, number=newest.number, generation=generation)
     newest.group = group

@@ -1,7 +1,7 @@
-"""Sentinel process of a machine, if ranks are on several: it reports on its ranks and monitors others'.
+"""Sentinel process of each of several machines: it reports on its ranks and monitors others'.
 
-A rank that computes for a minute without releasing its interpreter is healthy and silent, so a separate process
-observes the ranks and writes heartbeats to the store. If these stop, the machine is lost, or its link.
+A healthy rank may hold its interpreter for a minute, so a separate process observes the ranks and writes
+heartbeats to the store. If these stop, the machine is lost, or its link.
 
 A sentinel ends once the store has a fault, and 3 s after its last rank has ended or closed its watch.
 """
@@ -33,8 +33,8 @@ from hydragraph.cluster.module_process import start_module
 _BEAT_S = 0.25
 _ROLL_S = 1.0
 _PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch retries for twice as long
-_IDLE_S = 3.0  # without a rank to watch: enough to report their deaths
-_LOOK_S = 0.5  # between two checks for remaining ranks
+_IDLE_S = 3.0  # without a rank to watch
+_LOOK_S = 0.5
 _STARTS = 3  # then its machine counts as lost
 
 
@@ -68,12 +68,12 @@ class Sentinel:
                 "hydragraph.cluster.failure.node_sentinel",
                 *arguments,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt for the ranks must not silence their machine
+                start_new_session=True,  # an interrupt must not silence the machine
             )
 
 
 def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return a sentinel's parameters; None if other processes cannot reach the store."""
+    """Return a sentinel's parameters; None if only this process reaches the store."""
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     return Post(store.host, store.port, namespace, machine, board, ranks)
@@ -120,13 +120,13 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel should end; `watching`: for each rank, whether it lives and its watch is open."""
+        """Return whether the sentinel must end; `watching`: by rank, whether it lives and its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when no rank is left: a request to a store can block for minutes."""
+    """Thread that ends this process when no rank is left, even during a request to the store."""
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)
@@ -141,7 +141,7 @@ class _Guard(threading.Thread):
             time.sleep(_LOOK_S)
             now = time.monotonic()
             if idle.look(now - before, self._watching()):
-                os._exit(1)  # the store's client cannot be interrupted
+                os._exit(1)
             before = now
 
     def _watching(self) -> list[bool]:
@@ -155,11 +155,11 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Run a sentinel until the store has a fault or is gone, or this machine's ranks have left."""
+    """Run a sentinel to its end."""
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()
-    # If the run has ended, the store may be gone.
+    # The store may be gone.
     patience = _LITTLE if starter.state() is ProcessState.ENDED else _PATIENCE
     store = dist.TCPStore(  # type: ignore[attr-defined]
         post.address, post.port, None, False, timeout=patience, wait_for_workers=False

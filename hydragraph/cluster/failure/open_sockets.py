@@ -7,7 +7,7 @@ import socket
 
 
 def open_sockets() -> frozenset[tuple[int, str]]:
-    """Return the open sockets as (descriptor, inode); empty if the system does not list them."""
+    """Return the open sockets as (descriptor, inode); empty if unknown."""
     sockets: set[tuple[int, str]] = set()
     try:
         descriptors = os.listdir("/proc/self/fd")
@@ -27,7 +27,7 @@ def shut_down(descriptor: int) -> None:
     """Shut down a connection, leaving the descriptor to its owner."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            # Shutting a listener makes gloo's accept fail, which it treats as fatal for the process.
+            # With a listener shut down, gloo's accept fails, which ends the process.
             listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -59,7 +59,7 @@ class WatchedProcess:
 
 
 def _status(pid: int) -> tuple[str, int, int] | None:
-    """Return a process's state letter, start time, and CPU time in ticks; None if it does not exist."""
+    """Return a process's state letter, start time, and CPU time in ticks, if it exists."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
@@ -79,7 +79,7 @@ def _exists(pid: int) -> ProcessState:
 
 
 def machine() -> str:
-    """Return an identifier of the host or container, within which processes see each other and use one network."""
+    """Return an identifier of the host or container, with its process and network namespaces."""
     parts = [socket.gethostname()]
     for place in (_PROC / "sys/kernel/random/boot_id", _PROC / "self/ns/pid", _PROC / "self/ns/net"):
         try:

@@ -1,4 +1,4 @@
-"""Registry of ranks per machine, and of each machine's board, read without waiting."""
+"""Registry of ranks and boards per machine, read without waiting."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RollEntry:
 class Roll:
     """Ranks registered in a store, by machine.
 
-    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th of them, `board/M`
-    is the address of their board; `machines` counts machines, `machines/i` names the i-th.
+    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th, `board/M` the
+    address of their board; `machines` counts machines, `machines/i` names the i-th.
     """
 
     store: Store
@@ -44,7 +44,7 @@ class Roll:
         return index == 1
 
     def board(self, ranks: int) -> Board:
-        """Return the board of this machine, created by the first caller."""
+        """Return this machine's board, created by the first caller."""
         board = Board.make(ranks)
         address = self.store.compare_set(self._key(f"board/{self.machine}"), "", board.address).decode()
         if address == board.address:

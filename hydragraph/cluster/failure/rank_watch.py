@@ -1,12 +1,11 @@
 """Failure watch of ranks, from their meeting until none needs the others.
 
-docs/architecture.md lists the failures that are detected, and how fast. After a fault:
+docs/architecture.md lists the detected failures. After a fault:
 
 1. Each process shuts down the sockets of its communicators (NCCL: aborts them): gloo cannot end a wait on a rank that
-   is alive but never answers. This happens a moment after the fault is known, so that waits on the failed rank end with
-   their own errors, and before a communicator is dropped, which can block while operations are pending.
-2. It abandons waits that do not end even then: gloo forgets a receive whose connection broke inside its payload.
-   Therefore no wait runs on the caller's thread.
+   is alive but never answers. First, waits on the failed rank get a moment to end with their own errors.
+2. It abandons waits that still do not end (gloo forgets a receive that broke inside its payload), so none runs on the
+   caller's thread.
 3. Every rank except the failed one raises RankFailure of the one agreed fault, now and at every later call.
 """
 
@@ -54,19 +53,19 @@ _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # ranks checked per poll, on average
 _ROLL_S = 1.0  # between two checks for new arrivals
-_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail within 0.1 s, with better messages
+_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail sooner
 _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown
 _MEETING = timedelta(seconds=30)  # for the store's answers
-_TOGETHER = (ValueError, FloatingPointError, Stopped)  # errors that all ranks raise together
+_TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
 
 
 class _Disconnected(RuntimeError):  # noqa: N818
-    """A communication error, which another rank may have caused."""
+    """A communication error, perhaps caused by another rank."""
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise together; it is not a rank failure."""
+    """Mark an error that all ranks raise together: not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
@@ -105,7 +104,7 @@ class Watch:
         self._unseen_s = 0.0  # since the last check of this machine's ranks
         self._explaining = False
         self._death: tuple[int, str] | None = None
-        self._first = False  # whether it is the first rank of this machine
+        self._first = False  # first rank of this machine
         self._sentinel: Sentinel | None = None
         self._waiter = Waiter(_POLL)
         self._thread: threading.Thread | None = None
@@ -154,7 +153,7 @@ class Watch:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """Shut down connections opened in this context after a fault."""
+        """After a fault, shut down connections opened in this context."""
         before = open_sockets()
         try:
             yield
@@ -190,8 +189,7 @@ class Watch:
         """Run one step in this context, like `calling`, but any error is this rank's failure unless `agreed`.
 
         Args:
-            describe: returns the text of an instruction by rank, index and step (a rank may be one step ahead or late);
-                also called from the watch's thread.
+            describe: returns the text of an instruction by rank, index and step; called from any thread.
         """
         self._step = number
         if describe is not None:
@@ -330,13 +328,13 @@ class Watch:
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's error as the fault, unless there is one, and end its communication."""
+        """Write this rank's error as the fault, unless there is one; end its communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
 
     def ended_by(self, error: BaseException) -> None:
-        """Report the error that ends this process, or its cause: a caller's collectives fail if other ranks do."""
+        """Report the error that ends this process, or the rank that caused it."""
         if type(error) in (RuntimeError, dist.DistBackendError):
             self.explain(error)
         else:
@@ -348,7 +346,7 @@ class Watch:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find the rank that caused a communication error, within seconds: this one if no other is known."""
+        """Find the rank that caused a communication error, within seconds; by default this one."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
@@ -400,7 +398,7 @@ class Watch:
             before = now
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # before the shutdown, which may let this process end
+                    self._write_stacks(self._fault)  # the shutdown may let this process end
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -426,8 +424,7 @@ class Watch:
         self._asker.silent_s += min(elapsed, PAUSE_S)
         if self._fault is not None:
             return
-        # In order of reliability: the launcher's report, processes seen from here, and a silent store. A rank outside
-        # of any call accuses only ranks whose process has ended.
+        # In order of reliability. Outside of calls, a rank accuses only ended processes.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
@@ -438,7 +435,7 @@ class Watch:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Check the ranks of this machine if due: each rank checks every other, so with many ranks less often."""
+        """Check the ranks of this machine if due; with many ranks less often."""
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
@@ -451,7 +448,7 @@ class Watch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a local fault, as a rank that is cut off cannot inform others."""
+        """Record a local fault: this rank cannot inform others."""
         error = f"the rendezvous store {how}"
         self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 
@@ -516,7 +513,7 @@ class Watch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    """Return a function that returns `function`, or None once its object has been deleted."""
+    """Return a function that returns `function`, or None after its object's end."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Stack dumps of all threads of a rank on stderr, written by C code without the interpreter lock after a signal."""
+"""Stack dumps of a rank's threads on stderr, written by a signal handler in C without the interpreter lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dedicated thread for requests to a store that may not answer."""
+"""Requests to a store that may not answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Unanswered(Exception):  # noqa: N818 reads as a sentence
 
 
 class Asker:
-    """Repeats a request to the store, and runs others in between.
+    """Thread that repeats a request to the store, and runs others in between.
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone.
 
     Attributes:
-        silent_s: seconds without an answer, counted by the reader.
+        silent_s: seconds without an answer.
         gone: whether the store's process has closed the connection.
     """
 

@@ -13,7 +13,7 @@
 
 Limits depend on each other:
 
-- ENDED_S < SUSPECT_S < PATIENCE_S: the search for a cause lasts long enough to find a process that ended or stopped.
+- ENDED_S < SUSPECT_S < PATIENCE_S: the search for a cause finds a process that ended or stopped.
 - 3 s + UNHEARD_S + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. Probes recover within
   2 s after it; TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
 - UNREACHABLE_S < SILENT_S: a machine that is cut off ends its ranks before the others continue without them.

@@ -1,9 +1,8 @@
 """Compute threads of a rank: their number, and how long they spin.
 
 PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for milliseconds. If another
-process needs one of their cores, all spin for the thread that is not scheduled: on 4 cores, 2 of them in use, a model
-of 10 million parameters trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning
-costs 10 to 25 % of the speed.
+process needs one of their cores, all wait: with 2 of 4 cores in use, a model of 10 million parameters trained at 59
+tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning costs 10 to 25 % of the speed.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# About as long as the time between two operators; GNU OpenMP's default is 300,000.
+# About the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# If more cores than this were busy on average over the last minute, threads spin briefly.
+# Busy cores over the last minute above which threads spin briefly.
 _BUSY = 0.5
 
 
 def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[str, str]:
-    """Return environment variables that keep threads from stalling on a busy machine; {} if `environment` sets them.
+    """Return environment variables for short spinning on a busy machine; {} if `environment` sets them.
 
     Args:
         busy: average busy cores; None: this machine's load.

@@ -1,4 +1,4 @@
-"""Environment variables that CUDA, and PyTorch's allocator and NCCL groups, read once."""
+"""Environment variables for CUDA, and PyTorch's allocator and NCCL groups."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of a rank on a GPU; keep the user's values, with a warning about harmful ones.
+    """Set a rank's variables; keep the user's values, with a warning about harmful ones.
 
-    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer,
-      even if survivors could continue. The watch aborts communicators itself, which PyTorch supports at 0 only
+    - `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`: at its default, 3, PyTorch ends this process as soon as NCCL loses a peer.
+      The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
     - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
-    - `PYTORCH_ALLOC_CONF=expandable_segments:True`: micro-batches of different sizes otherwise leave gaps that no later
-      one fits.
+    - `PYTORCH_ALLOC_CONF=expandable_segments:True`: otherwise micro-batches of different sizes leave gaps.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
     if chosen is None:

@@ -1,9 +1,9 @@
 """Fork server of the ranks that cleans up however its launcher ends.
 
-multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group
-ends it, and with it every rank, even during a save; so does a failed fork (EAGAIN, ENOMEM). This one continues.
+multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process
+group, or a failed fork, ends it and every rank, even during a save. This one continues.
 
-The server imports this module first (`launch.PRELOAD`), and an environment variable marks it as a server.
+The server imports this module first (`launch.PRELOAD`); an environment variable marks it as a server.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def outlive_signals() -> None:
 def outlive_failed_forks() -> None:
     """Make this server continue when a fork fails; the requester reads EOF instead of a pid.
 
-    multiprocessing's loop continues only after ECONNABORTED, and leaves the descriptors of a failed request open.
+    multiprocessing's loop continues only after ECONNABORTED, and leaves descriptors open.
     """
     fork, receive = os.fork, reduction.recvfds
     received: list[int] = []
@@ -97,7 +97,7 @@ def _as_usual() -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return
-    tqdm.set_lock(threading.RLock())  # torch.fx creates a bar for every graph it interprets
+    tqdm.set_lock(threading.RLock())  # torch.fx creates a bar for every graph
 
 
 if _VARIABLE in os.environ:

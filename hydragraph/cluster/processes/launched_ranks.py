@@ -43,11 +43,11 @@ from hydragraph.cluster.processes.rank_process import (
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # for peers to fail on their own; agreement takes up to 3 s, twice that on a busy host
-_CULPRIT_S = 2.0  # for the rank at fault to report after all others have; it may hang
+_GRACE_S = 8.0  # for peers to fail on their own
+_CULPRIT_S = 2.0  # for the rank at fault, which may hang
 _EXIT_S = 5.0  # for a finished rank to end its process
 _STOPPED_LOOK_S = 0.05
-_LOOK_S = 0.5  # between two checks for stopped processes
+_LOOK_S = 0.5
 
 GUARD = 'call launch under `if __name__ == "__main__":`'
 
@@ -55,7 +55,7 @@ Context = ForkServerContext | SpawnContext
 
 
 class AbsentProcess:
-    """A process that is not one of this machine's, with the interface of multiprocessing's; `end` ends it."""
+    """A process elsewhere, with the interface of multiprocessing's; `end` ends it."""
 
     pid: int | None = None
     exitcode: int | None = None
@@ -114,7 +114,7 @@ def run_crew(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, and return their pickled results; leave no process running. Arguments and errors as for `launch`.
+    """Start ranks, and return their pickled results; arguments and errors as for `launch`.
 
     Args:
         prepared: holds a value that every rank passes before these arguments.
@@ -145,7 +145,7 @@ def start(context: Context, rank: int, function: Callable[..., None], *args: obj
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
-    theirs.close()  # only the process holds its end: its death is visible
+    theirs.close()  # makes the process's death visible
     return RankHandle(rank, process, ours)
 
 
@@ -184,7 +184,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Ranks that have reported stay alive until all have.
+        # Reported ranks stay alive.
         done = [WatchedProcess(member.process.pid or 0) for member in crew if isinstance(member.outcome, Returned)]
         others_run = any(process.state() is ProcessState.RUNNING for process in done)
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
@@ -196,7 +196,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
 
 
 class Stops:
-    """Detects which of a launcher's processes has been stopped."""
+    """Detects stopped processes of a launcher."""
 
     def __init__(self) -> None:
         self._judge = Judge()
@@ -222,7 +222,7 @@ def wait_for_outcomes(
     visible: Sequence[RankHandle] | None = None,
     others_run: bool = False,
 ) -> Iterator[RankHandle]:
-    """Wait at most `wait_s` until a process has ended, stopped or reported; yield those with an outcome.
+    """Wait up to `wait_s` for an outcome; yield processes that have one.
 
     Args:
         visible: processes whose state this machine sees; None: all.
@@ -240,7 +240,7 @@ def wait_for_outcomes(
 
 
 def outcome_of(member: RankHandle) -> Outcome:
-    """Return the outcome of a process that has reported it or has ended."""
+    """Return the outcome of a process that has reported or ended."""
     try:
         if member.connection.poll():
             outcome: Returned | Raised | Left = member.connection.recv()
@@ -293,7 +293,7 @@ def _failure(fault: Fault) -> RankFailure:
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
     """Return a failure's sort key, lowest for the first cause.
 
-    The rank that peers agreed on comes first, then errors that no peer can cause, then the earliest.
+    The rank that peers agreed on is first, then errors that peers cannot cause, then the earliest.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -311,7 +311,7 @@ def private_folder() -> TemporaryDirectory[str]:
 
 
 def kill_here(crew: Sequence[RankHandle]) -> None:
-    """Kill the processes of this machine, without waiting; other threads may be dismissing them."""
+    """Kill the processes of this machine, without waiting, from any thread."""
     for member in crew:
         with suppress(ValueError):  # it was closed meanwhile
             if member.process.pid and member.process.is_alive():

@@ -1,9 +1,8 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-multiprocessing's server takes seconds to import that again. A fork can replace it if the launcher has one thread
-(others would be missing, with their locks) and no GPU.
+A fork saves seconds of imports if the launcher has one thread (others would be missing, with their locks) and no GPU.
 
-Ranks find the state of a new interpreter; only imported modules keep the state that they have at launch.
+Ranks find a new interpreter's state, except in imported modules.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ENDING_S = 0.2  # for threads to end before a fork
 
 # The server forked from this process; the next launch forks another.
 _forks: list[int] = []
-# Objects that a fork must keep alive: deleting them would close descriptors that are in use again.
+# Objects that a fork keeps alive: their descriptors are in use again.
 _kept: list[object] = []
 
 
@@ -60,9 +59,9 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Make a fork the server; return False, without a fork, if this process has threads.
+    """Make a fork the server; return False if this process has threads.
 
-    Threads are counted after the fork, which waits meanwhile, as some (OpenBLAS's) end just before a fork.
+    The fork waits until they are counted, as some (OpenBLAS's) end just before a fork.
     """
     for name in preload:
         if name != "__main__":
@@ -117,7 +116,7 @@ def _end_fork(server: Any) -> None:
     if server._forkserver_pid is None:
         return
     with suppress(OSError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # a clean exit would remove its launcher's directory
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # an exit would remove the launcher's directory
         os.waitpid(server._forkserver_pid, 0)
     os.close(server._forkserver_alive_fd)
     with suppress(OSError):
@@ -127,7 +126,7 @@ def _end_fork(server: Any) -> None:
 def _be_server(
     listener: int, alive: int, go: int, closed: set[int], begin: Mapping[str, Any], classes: Collection[str]
 ) -> NoReturn:
-    """Run the server in a fork of the launcher, which lets it continue by the descriptor `go`."""
+    """Run the server in a fork, once the launcher writes to `go`."""
     directory = util.get_temp_dir()  # type: ignore[attr-defined]
     code = 1
     try:

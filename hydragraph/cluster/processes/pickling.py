@@ -1,7 +1,7 @@
-"""Pickling for other processes of this host: by name if the process can import it, otherwise by value.
+"""Pickling for other processes: by name if importable there, otherwise by value.
 
-In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a file: definitions there, and closures and
-lambdas anywhere, are sent by value, with cloudpickle.
+In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a file: its definitions, and all closures and
+lambdas, are sent by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 def sent(value: object) -> bytes:
     """Return a value as bytes for `pickle.loads` in a process started from this one."""
     if _can_be_imported(sys.modules["__main__"]):
-        # By name if possible: a class sent by value would differ from that of its module.
+        # A class sent by value differs from its module's.
         with contextlib.suppress(Exception):
             return pickle.dumps(value)
     return bytes(cloudpickle.dumps(value))
@@ -34,7 +34,7 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Keep processes from importing `__main__`, if its definitions are sent by value."""
+    """Keep processes from importing a `__main__` that is sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):

@@ -3,7 +3,7 @@
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-A user's module may compute, and other libraries may start threads.
+Other modules may compute or start threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return classes named in the code of functions, and of users' functions that these name."""
+    """Return classes named in functions, and in users' functions that these name."""
     named: set[str] = set()
     for code in _codes(functions):
         if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):
@@ -43,7 +43,7 @@ def import_named(classes: Collection[str]) -> None:
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
-    """Yield the code of functions, their nested functions, and users' functions that they name, each once."""
+    """Yield, once, the code of functions, nested ones, and users' functions that they name."""
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:

@@ -33,7 +33,7 @@ from hydragraph.cluster.rendezvous.member import Dismissed, Member, be, meet
 from hydragraph.cluster.rendezvous.store_registers import Peer
 
 HOST = "127.0.0.1"
-KEPT = "HYDRAGRAPH_KEPT"  # environment variable with the path of the private folder of the ranks' supervisor
+KEPT = "HYDRAGRAPH_KEPT"  # environment variable: the supervisor's private folder
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """How a process ended without reporting, and when that was seen."""
+    """How a process ended without reporting, and when."""
 
     when: float
     how: str
@@ -104,7 +104,7 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
         meet("gloo", client(seat.host, seat.port), seat.rank, seat.ranks)
         outcome: Returned | Raised = Returned(sent(function(*args)))
         _close_watch()
-    except BaseException as error:  # including an interrupt while the watch closes
+    except BaseException as error:  # also an interrupt while the watch closes
         outcome = raised(error)
         _tell_the_others(error)
     _tell(connection, outcome)
@@ -145,7 +145,7 @@ def run_member(
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: broken connections are closed later."""
+    """Raise the limit of open files, as broken connections stay open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -157,7 +157,7 @@ def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tupl
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # collecting imported objects takes a second, and copies their pages
+    gc.freeze()  # collecting imported objects would copy their pages
     return function, args
 
 
@@ -168,7 +168,7 @@ def _close_watch() -> None:
 
 
 def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
-    # A partly sent outcome, after an interrupt, would look like the death of this process.
+    # A partly sent outcome would look like a death.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
@@ -177,7 +177,7 @@ def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
         sys.stderr.flush()
         os._exit(int(isinstance(outcome, Raised)))  # immediately: dropping communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
-        connection.poll(None)  # leaving now could break ranks that are still connecting
+        connection.poll(None)  # other ranks may still be connecting
 
 
 def _tell_the_others(error: BaseException) -> None:
@@ -202,7 +202,7 @@ def _take(seat: Seat) -> None:
         set_cuda_environment(os.environ)  # before the rank's function starts CUDA
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     on_this_machine = seat.host.startswith("127.") or seat.host in ("localhost", "::1")
-    # Otherwise gloo resolves the host's name, which may be an external or invalid address.
+    # The host's name may have an external or invalid address.
     if loopback is not None and on_this_machine:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads_of(seat.here or seat.ranks))
@@ -250,7 +250,7 @@ def _unpickled_error(data: bytes) -> BaseException:
 
 
 def rebuilt(rank: int, raised: Raised) -> BaseException:
-    """Return a rank's error, as `error_of` does, with the rank's traceback as a note."""
+    """Return a rank's error with its traceback as a note."""
     error = error_of(raised, f"rank {rank}")
     error.add_note(f"On rank {rank}:\n{raised.traceback}")
     return error

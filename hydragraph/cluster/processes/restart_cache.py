@@ -1,6 +1,6 @@
 """Cache of the first ranks' results, for processes that replace lost ones.
 
-The launcher of an elastic run provides a private folder, which exists until the launch ends.
+An elastic launch provides a private folder until it ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _folder() -> Path | None:
 
 
 def keep(value: object, what: str, key: str) -> None:
-    """Cache a value for later processes, if there is a folder and it can be pickled."""
+    """Cache a value for later processes, if possible."""
     folder = _folder()
     if folder is None:
         return

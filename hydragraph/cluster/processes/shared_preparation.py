@@ -1,7 +1,7 @@
 """Preparation made once, in a separate process, and passed to each rank as one file.
 
-A process that ran autograd has threads and cannot be forked, so the result is pickled. Every rank maps the file
-privately: pages are shared until written to.
+A process that ran autograd has threads and cannot be forked. Ranks map the file privately: pages are shared until
+written to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, er
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unnamed file, open in this process and in those started with it as an argument."""
+    """An unnamed file, open in this process and in those that receive it."""
 
     descriptor: int
 
@@ -77,7 +77,7 @@ def _received(descriptor: Any) -> SharedFile:
 
 
 def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeout: timedelta | None) -> None:
-    """Call a function in a separate process, and write its result into a file; raise the function's error."""
+    """Call a function in a separate process, and write its result into a file; raise its error."""
     member = start(context, 0, _prepare, dict(os.environ), log.shown(), prepare, file)
     try:
         limit = float("inf") if timeout is None else timeout.total_seconds()
@@ -112,7 +112,7 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the time that is left after preparation, which began at a monotonic time."""
+    """Return the time left after preparation."""
     if timeout is None:
         return None
     left = timeout - timedelta(seconds=time.monotonic() - began)

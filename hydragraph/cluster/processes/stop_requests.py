@@ -1,7 +1,6 @@
-"""Stop requests by SIGTERM (a preemption) or Ctrl-C: the current work is finished and saved first.
+"""Stop requests by SIGTERM or Ctrl-C: the current work is finished first.
 
-- a process that trains alone, or under torchrun: records the first, and ends itself if the current work exceeds the
-  grace period, or at a second Ctrl-C.
+- a process alone or under torchrun: records the first, and ends itself after the grace period or at a second Ctrl-C.
 - a launcher: forwards the first to its ranks as SIGTERM, and kills them after that time or at a second Ctrl-C.
 - a rank of a launcher: only records the first.
 """
@@ -104,7 +103,7 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # A process that ignores a signal (nohup) continues to do so.
+                # Keep ignored signals (nohup) ignored.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._heard)
             if self._relay is not None:
@@ -144,7 +143,7 @@ class Stopping:
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # A thread: no signal may interrupt the main one's wait for another rank.
+        # A thread, as no signal may interrupt the main one's waits.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()

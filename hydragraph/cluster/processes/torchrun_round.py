@@ -1,6 +1,4 @@
-"""Rendezvous round under torchrun: agreement on a name over a store that outlives ranks.
-
-torchrun's store serves every attempt of a job, so a restarted rank finds the last one's values. So:
+"""Rendezvous round under torchrun, whose store keeps the values of earlier attempts.
 
 1. Rank r writes a new random word at `joining/r`.
 2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.

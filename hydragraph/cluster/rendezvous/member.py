@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.01  # while it waits for a generation
 _EAR_S = 0.05  # while it works
 
-CALLED = 1000  # a called member's value of `Executable.stopping`; signal numbers are smaller
+CALLED = 1000  # `Executable.stopping` of a called member; signal numbers are smaller
 
 
 class Dismissed(BaseException):
@@ -41,11 +41,10 @@ class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        connect: returns a new client of the store; each generation uses a new one, because an old one may still be
-            waiting.
-        late: whether the others are already running, so that it meets them only when it is ready.
-        grace_s: seconds from SIGTERM until it ends, if it cannot hand over its state before.
-        folder: private folder of its supervisor, if the store moves with the leader of several machines.
+        connect: returns a new client of the store, since an old one may still be waiting.
+        late: whether the others are already running.
+        grace_s: seconds from SIGTERM until it ends, if it has not handed over its state.
+        folder: its supervisor's private folder, if the store moves with the leader.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Member:
         """Publish the description of this process."""
         self._place.introduce(peer)
         if self._moving is not None:
-            self._place.say(self.number, self._place.said(self.number))  # from now on it is this process's
+            self._place.say(self.number, self._place.said(self.number))  # now it is this process's
 
     @property
     def called(self) -> bool:
@@ -103,7 +102,7 @@ class Member:
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
-        """Leave the current generation, and wait until it is in the next one, with an initialised process group.
+        """Leave the current generation, and enter the next one, with an initialised process group.
 
         Args:
             failure: names the rank at fault; None: it was called, or is new.
@@ -131,9 +130,8 @@ class Member:
         self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
-        """Treat SIGTERM as a request to hand over the state and end; ignore signals meant for the launcher.
-
-        Those are Ctrl-C, and SIGUSR1, which may be sent to all processes with a command's name.
+        """Treat SIGTERM as a request to hand over the state and end; ignore Ctrl-C and SIGUSR1, meant for the
+        launcher.
         """
         signal.signal(signal.SIGTERM, self._asked)
         for number in (signal.SIGINT, signal.SIGUSR1):
@@ -211,7 +209,7 @@ class Member:
 def meet(
     backend: str, store: Store, rank: int, ranks: int, generation: str = "", progress_s: float = PROGRESS_S
 ) -> None:
-    """Create the default process group, watched from the start: a rank that fails meanwhile blocks no other."""
+    """Create the default process group, watched from the start."""
     _choose_interface()
 
     def make() -> None:
@@ -247,7 +245,7 @@ class _Here:
 
 
 def here() -> Member | None:
-    """Return this process's member object; None if it is not part of an elastic launch."""
+    """Return this process's member object; None outside of elastic launches."""
     return _Here.member
 
 
@@ -267,7 +265,7 @@ def comes_late() -> bool:
 
 
 class Told:
-    """Stop requests of a member's launcher; a signal to the member itself only makes it leave."""
+    """Stop requests of a member's launcher."""
 
     @property
     def signal(self) -> int:

@@ -3,7 +3,7 @@
 A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator reads the
 members' registers and writes orders. All sides poll, and each register has one writer.
 
-1. A member whose ranks have failed, or that is called, announces that it has left its generation permanently (`after`).
+1. A member whose ranks have failed, or that is called, announces that it has left its generation (`after`).
 2. Once all live members of the current generation have done so, the coordinator proposes the next: these members in the
    order of their ranks, then newcomers if there is room.
 3. A member that finds itself in a proposal agrees to it. If one of them dies meanwhile, the next number is proposed.
@@ -33,7 +33,7 @@ class Said:
         agreed: last proposal that it agreed to.
         entered: last generation that it began to enter.
         holds: generation whose layout its state has; 0: it holds no state.
-        accuses: members of the generation it left that it knows to have failed.
+        accuses: failed members of the generation it left.
         leaving: whether it was asked to end, and wants to hand over its state.
         left: whether it no longer needs the others.
         done: whether it has left because all the work is done.
@@ -126,7 +126,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
     Args:
         said: registers of members whose process is alive.
-        coming: number of processes about to start, which have no register yet.
+        coming: number of processes about to start.
     """
     orders = record.orders
     if orders.over:
@@ -151,7 +151,7 @@ def decide(record: Record, said: Mapping[int, Said], rules: Rules, coming: int =
 
 
 def awaited(record: Record, said: Mapping[int, Said]) -> tuple[int, ...]:
-    """Return the members that have not left their generation, agreed to the next, or entered it, as others have."""
+    """Return the members that others wait for: to leave a generation, agree to the next, or enter it."""
     orders = record.orders
     there = {m: one for m, one in said.items() if m not in orders.out and not one.left}
     proposal = orders.proposal
@@ -180,7 +180,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         return replace(record, orders=replace(orders, call=call)) if generation_due and orders.call < call else record
     members = (*old, *new[:room])
     if (starting or coming) and len(members) < rules.size and not any(one.holds for one in there.values()):
-        return record  # no training is delayed by waiting yet, and strategies are made for all ranks
+        return record  # training has not begun, and strategies need all ranks
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
         return record  # they will come

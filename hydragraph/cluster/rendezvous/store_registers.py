@@ -31,7 +31,7 @@ class Peer:
 
 @dataclass(frozen=True, eq=False)
 class Registers:
-    """Reads and writes these keys."""
+    """Reads and writes these keys; a member's exist before it starts."""
 
     store: Any
 
@@ -40,7 +40,7 @@ class Registers:
         self.store.set(f"{_KEY}/orders", json.dumps(asdict(orders)))
 
     def orders(self) -> Orders:
-        """Return the coordinator's orders, which exist before any member starts."""
+        """Return the coordinator's orders."""
         return _orders(json.loads(self.store.get(f"{_KEY}/orders")))
 
     def say(self, member: int, said: Said) -> None:
@@ -48,7 +48,7 @@ class Registers:
         self.store.set(f"{_KEY}/said/{member}", json.dumps(asdict(said)))
 
     def said(self, member: int) -> Said:
-        """Return a member's register, which exists before the member starts."""
+        """Return a member's register."""
         return Said(**_tuples(json.loads(self.store.get(f"{_KEY}/said/{member}"))))
 
     def introduce(self, peer: Peer) -> None:
@@ -56,22 +56,22 @@ class Registers:
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def adopt(self, peer: Peer, said: Said) -> None:
-        """Write what is known of a member of an earlier leader, unless the member has written it."""
+        """Write what is known of an earlier leader's member, unless it has."""
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 
     def peer(self, member: int) -> Peer:
-        """Return the description of a process, which exists before the process starts."""
+        """Return the description of a process."""
         return Peer(**json.loads(self.store.get(f"{_KEY}/peer/{member}")))
 
 
 def record_text(record: Record) -> str:
-    """Return the state of the coordinator as text."""
+    """Return the coordinator's state as text."""
     return json.dumps({"orders": asdict(record.orders), "formed": list(record.formed.items())})
 
 
 def record_of(text: str) -> Record:
-    """Return the state of the coordinator from its text."""
+    """Return the coordinator's state from its text."""
     fields = json.loads(text)
     return Record(_orders(fields["orders"]), {number: tuple(members) for number, members in fields["formed"]})
 

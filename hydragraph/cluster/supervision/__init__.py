@@ -1,1 +1,1 @@
-"""Supervision of a run's processes from outside: started, watched, and replaced, on one machine or several."""
+"""Supervision of a run's processes: started, watched and replaced, on one machine or several."""

@@ -1,4 +1,4 @@
-"""Decision which machines to drop if two that both reach the first machine do not reach each other.
+"""Decision which machines to drop if two reach the leader, but not each other.
 
 When a pair has been broken for `CUT_S`, the leader drops machines until no broken pair is left: as few ranks as
 possible. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
@@ -37,7 +37,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
     """Return the state after `elapsed` seconds in which these pairs were broken.
 
     Args:
-        broken: pairs of machines that do not hear each other although the leader hears both.
+        broken: pairs that do not hear each other although the leader hears both.
         ranks: number of ranks by machine.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
@@ -50,13 +50,13 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
             del dropped[node], healed_s[node]
     in_use = {pair: seconds for pair, seconds in broken_s.items() if dropped.keys().isdisjoint(pair)}
     if any(seconds >= CUT_S for seconds in in_use.values()):
-        # Pairs that broke together are reported one by one: decide about all of them together.
+        # Pairs that broke together are reported one by one.
         dropped |= smaller_side([pair for pair, seconds in in_use.items() if seconds >= CUT_S / 2], ranks)
     return MachineLinks(broken_s, dropped, healed_s)
 
 
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
-    """Return the machines to drop so that no broken pair is left, each with a machine in use that it does not reach.
+    """Return the machines to drop, each with a machine in use that it does not reach.
 
     The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last.
     """

@@ -1,9 +1,9 @@
 """Coordination of several machines: the supervisor of the first one leads, with a deputy on each of the others.
 
 A launcher (torchrun, srun) starts one process per machine. The one on machine 0 hosts the store where ranks meet, and
-alone decides the membership, so that two halves of a partitioned network never both continue. Deputies (`node_agent`)
-start and end processes on order, and report outcomes. A deputy gives up a silent connection sooner than the leader
-does: when the leader continues without a machine, that machine's ranks have already been ended.
+alone decides the membership, so two halves of a partitioned network never both continue. Deputies (`node_agent`) start
+and end processes on order. A deputy gives up a silent connection sooner than the leader, so its ranks have ended when
+the leader continues without them.
 
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
@@ -46,9 +46,9 @@ from hydragraph.cluster.supervision.link_probe import Address
 _LOG = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-_FRESH_S = 1.0  # a machine that was heard within this time is neither lost nor paused
-_ASK_S = 5.0  # for one answer of the store, or one connection attempt
-_ELECTED_S = 0.8  # for one attempt at an elected leader, who may be lost; below `DOUBT_S`
+_FRESH_S = 1.0  # a machine heard within this time is neither lost nor paused
+_ASK_S = 5.0  # for one answer or connection attempt
+_ELECTED_S = 0.8  # for one attempt at an elected leader; below `DOUBT_S`
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Nodes:
         shared: whether the launcher hosts the store; else machine 0's process does.
         again: errors that make the leader restart the run.
         election: None: machine 0 leads.
-        handed: processes that this machine has started for an earlier leader; only on a machine that leads.
+        handed: on a leader, processes that this machine started for an earlier one.
     """
 
     number: int
@@ -74,7 +74,7 @@ class Nodes:
     handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat: ranks are distributed evenly and in order, spares after them in turn."""
+        """Return the machine of a seat: ranks evenly and in order, then spares in turn."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
     def here(self, number: int, ranks: int) -> int:
@@ -83,7 +83,7 @@ class Nodes:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return this process's `Nodes` from its environment, if a launcher started one process per machine."""
+    """Return `Nodes` from the environment of one process per machine, if any."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -215,7 +215,7 @@ class Link:
     Attributes:
         term: of an elected leader.
         down: why the link is given up; "": it is up.
-        silent_s: seconds since the last message of the other end.
+        silent_s: seconds since the other end's last message.
     """
 
     def __init__(self, connection: Connection, patience_s: float, term: int = 0) -> None:
@@ -246,7 +246,7 @@ class Link:
             self.down = self.down or "its supervisor has ended, or the connection broke"
             return None
         now = time.monotonic()
-        # After a pause of this process, messages of the other end may be waiting.
+        # After a pause, messages may be waiting.
         self.silent_s = 0.0 if message is not None else self.silent_s + min(now - self._before, PAUSE_S)
         self._before = now
         if self.silent_s >= self._patience_s:
@@ -318,7 +318,7 @@ class Hub:
             nodes.election.write(place=place)
 
     def gather(self, patience: timedelta) -> None:
-        """Wait until every other machine has a deputy."""
+        """Wait for a deputy on every other machine."""
         end = time.monotonic() + patience.total_seconds()
         while missing := [n for n in range(self.nodes.count) if not self.present(n)]:
             if self.nodes.election is not None:
@@ -332,7 +332,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines; return the members of the earlier leader on them."""
+        """Wait for these machines; return the earlier leader's members on them."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -356,7 +356,7 @@ class Hub:
         return tuple(sorted(news))
 
     def drop_unreachable(self) -> None:
-        """End the processes of machines that do not reach others, until they do; call it often."""
+        """End the processes of machines that do not reach others; call it often."""
         now = time.monotonic()
         elapsed = min(now - self._looked, PAUSE_S)
         self._looked = now
@@ -380,7 +380,7 @@ class Hub:
                     process.ended(Died(time.monotonic(), how))
 
     def start(self, node: int, order: Start) -> RankHandle:
-        """Start a process on a machine that is present, or was a moment ago."""
+        """Start a process on a machine that is, or just was, present."""
         with self._lock:
             post = self._posts[node]
             process = RemoteProcess(post.link, order.number)
@@ -463,7 +463,7 @@ class Hub:
         if not self._closed:
             _LOG.warning("%s", _lost(hello.node, link))
         if self.nodes.election is not None and not self._closed and link.silent_s < SILENT_S:
-            time.sleep(GRACE_S)  # the deputy may first have to find out whether this leader has ended
+            time.sleep(GRACE_S)  # the deputy may first check whether this leader has ended
         with self._lock:
             processes = list(post.processes.values())
         for process in processes:
@@ -486,10 +486,10 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
     """Return a deputy's link to the leader.
 
     Args:
-        members: of this machine; they continue if the leader is a new one.
+        members: of this machine, which continue under a new leader.
 
     Raises:
-        OSError, RuntimeError: the leader, or the store with its address, is not available (yet).
+        OSError, RuntimeError: the leader, or the store with its address, is not available.
     """
     if nodes.election is not None:
         standing = nodes.election.standing
@@ -549,7 +549,7 @@ def _book(nodes: Nodes) -> Any:
         store = _kept(nodes.address, nodes.port)
     else:
         socket.create_connection((nodes.address, nodes.port), timeout=_ASK_S).close()  # fails fast, unlike `client`
-        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))  # logs many lines without a store
+        store = client(nodes.address, nodes.port, timedelta(seconds=_ASK_S))
     return dist.PrefixStore("hydragraph/nodes", store)  # type: ignore[attr-defined]
 
 

@@ -34,7 +34,7 @@ class Fence:
 
 
 class Election:
-    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and end ranks in time."""
+    """Election of the leader, seen by machine `node`; threads renew or watch the lease, and end ranks in time."""
 
     def __init__(self, register: Register, node: int) -> None:
         self._register = register
@@ -68,7 +68,7 @@ class Election:
         return self._record
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write what others need to know of the run; raise Deposed, without a change, if this machine does not lead."""
+        """Write the lease's fields and the record; raise Deposed, without a change, if this machine does not lead."""
         while True:
             self.check()
             with self._lock:
@@ -99,7 +99,7 @@ class Election:
         while not self._closed.wait(interval_s):
             try:
                 task()
-            except Exception:  # the next attempt may succeed, and ranks must end in time
+            except Exception:  # the next attempt may succeed
                 _LOG.exception("an attempt failed, and is repeated")
 
     def _guard(self) -> None:

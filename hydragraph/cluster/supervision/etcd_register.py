@@ -38,7 +38,7 @@ class EtcdRegister:
         self._clients: list[Any] = []
         for host, port in endpoints:
             session = requests.Session()
-            session.trust_env = False  # a proxy for the web does not lead to these machines
+            session.trust_env = False  # no web proxies
             self._clients.append(Etcd3Client(host, port, timeout=_ASK_S, session=session))
         self._asking = threading.Lock()
         name = hashlib.sha256(run.encode()).hexdigest()[:16]
@@ -87,7 +87,7 @@ def register_of(url: str, run: str, first: int = 0) -> EtcdRegister:
     Args:
         url: `etcd://` and the members' addresses, separated by commas.
         run: name of the run.
-        first: index of the member to ask first, so that machines ask different ones.
+        first: index of the member to ask first.
     """
     addresses = url.removeprefix(_SCHEME).rstrip("/").split(",")
     if not url.startswith(_SCHEME) or not all(addresses) or "/" in "".join(addresses):

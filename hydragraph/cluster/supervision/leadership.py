@@ -2,13 +2,12 @@
 
 The register holds one lease: its term, its holder, and a count that the holder raises to renew it. A machine that has
 read the same lease for `TTL_S` takes it with the next term. The register accepts a new lease only in place of the one
-that was read, so a term has one holder. The holder stops at `TTL_S - MARGIN_S` after it *sent* the last renewal that
-succeeded, which is before any other machine can have waited for `TTL_S`. So two machines never lead at the same time if
-their clocks run equally fast. (etcd prolongs its own leases when it elects a leader of its own.)
+that was read, so a term has one holder. The holder stops at `TTL_S - MARGIN_S` after it *sent* its last successful
+renewal, before any other machine can have waited for `TTL_S`. So two machines never lead at the same time if their
+clocks run equally fast.
 
-A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, it keeps them
-for the next leader, which waits for `GATHER_S` before it continues without them, only if the old leader has certainly
-ended.
+A machine that does not lead keeps its ranks while its link to the leader is up. While it is down, it keeps them for the
+next leader, which waits for `GATHER_S`, only if the old leader has certainly ended.
 
 Example: machine 0 renews term 1 for the last time at 10.0 and is killed: its term ends at 14.5. Machine 1, which read
 that renewal at 10.2, takes term 2 at 15.5.
@@ -20,12 +19,12 @@ from dataclasses import dataclass, replace
 
 TTL_S = 5.0
 MARGIN_S = 0.5  # for ending processes, and for clocks that differ
-STAGGER_S = 0.3  # later for each following machine, so that the first of those left takes the lease
-FIRST_S = 2.0  # the same while no run holds it, as machines do not start at the same moment
+STAGGER_S = 0.3  # later for each following machine
+FIRST_S = 2.0  # the same while no run holds it
 REACH_S = 3.0  # for the connection to a new leader
-GATHER_S = 7.0  # exceeds TTL_S, REACH_S and what is left of `UNREACHABLE_S` when a lease ends, by a poll and more
-DOUBT_S = 1.0  # for finding out whether a leader whose connection broke has ended
-GRACE_S = 2.0  # before a leader gives up ranks whose machine's connection broke; exceeds DOUBT_S
+GATHER_S = 7.0  # exceeds TTL_S, REACH_S and the rest of `UNREACHABLE_S` when a lease ends
+DOUBT_S = 1.0  # for finding out whether a silent leader has ended
+GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class LeaseView:
         lease, since: the newest lease that it read or wrote, and when.
         placed: when it learned of this term, or of this place of the leader.
         answered: when it sent the last request that the register answered.
-        asked, asked_at: the lease that it asked the register to accept last, and when it first did.
+        asked, asked_at: the lease that it last asked for, and when it first did.
         term: that it holds itself; 0: none.
         until: when it stops leading, unless it renews before.
         joined: whether it has read the lease of a running run.
@@ -90,14 +89,14 @@ class LeaseView:
 
 
 def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
-    """Return the view before the register is asked to accept a lease in place of the newest one."""
+    """Return the view before a request to replace the newest lease."""
     return replace(standing, asked=lease, asked_at=standing.asked_at if lease == standing.asked else now)
 
 
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
-    """Return the view after the register's answer, that it holds a lease, to a request that was sent at `sent`.
+    """Return the view after the register's answer `lease` to a request of time `sent`.
 
-    If the lease was asked for, it was accepted, even if an earlier request failed: a member may pass it on first.
+    If the lease was asked for, it was accepted, even if the request failed.
     """
     before = standing.lease
     first = standing.answered == float("-inf")
@@ -115,7 +114,7 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
 
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
-    """Return the lease to ask for in place of the newest one; None: leave it to its holder, or the run has ended."""
+    """Return the lease to ask for; None: leave it to its holder, or the run has ended."""
     lease = standing.lease
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
@@ -131,7 +130,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
     """Return whether a machine without a leader keeps its ranks for the next one, or ends them.
 
     Args:
-        term, since: of the leader that it was connected to, and when it noticed that the link was down.
+        term, since: of its former leader, and when it noticed that the link was down.
         refused: whether the leader's machine refuses connections: its supervisor has ended.
     """
     if now - standing.answered > TTL_S:

@@ -21,7 +21,7 @@ class LinkProbe:
     """Thread that sends datagrams to other machines and receives theirs.
 
     Args:
-        tell: called with the machines that were heard before but not for `UNHEARD_S`, when these change.
+        tell: called with machines heard before but not for `UNHEARD_S`, when they change.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
@@ -56,7 +56,7 @@ class LinkProbe:
         while not self._closed.is_set():
             heard = self._heard()
             now = time.monotonic()
-            # After a pause of this thread, datagrams are waiting, or were dropped.
+            # After a pause, datagrams are waiting, or were dropped.
             elapsed = min(now - before, PAUSE_S)
             before = now
             silent_s = {node: seconds + elapsed for node, seconds in silent_s.items()} | dict.fromkeys(heard, 0.0)
@@ -67,7 +67,7 @@ class LinkProbe:
             if now - sent >= _SEND_S:
                 sent = now
                 for address in list(self._peers.values()):
-                    with contextlib.suppress(OSError):  # no route: the other machine hears nothing
+                    with contextlib.suppress(OSError):  # no route
                         self._socket.sendto(self._tag + str(self._number).encode(), address)
 
     def _heard(self) -> set[int]:

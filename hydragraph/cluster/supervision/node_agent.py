@@ -1,4 +1,4 @@
-"""Supervisor of a machine that does not lead: it starts and ends processes as ordered, and reports their outcomes."""
+"""Supervisor of a machine that does not lead: it starts and ends processes as ordered."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ARRIVAL_S = 1800.0  # for the first node to start
 BACK_S = 300.0  # for reconnecting to it
 _TRY_S = 0.5  # between two attempts to reach it
 _TRY_ELECTED_S = 0.1
-_TOGETHER_S = 1.0  # a stop request to all machines reaches the leader within this time
+_TOGETHER_S = 1.0  # a stop of all machines reaches the leader sooner
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends, this machine is preempted, or it is elected (return the processes to lead with).
+        """Serve until the run ends, or this machine is preempted or elected; then return the processes to lead with.
 
         Args:
             arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
@@ -152,7 +152,7 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: this machine was preempted or elected, or the run has ended."""
+        """Return the link to the leader; None: preempted, elected, or the run has ended."""
         began = time.monotonic()
         told = self._election is not None
         while self._asked_at is None and not (self._election is not None and self._election.leads):
@@ -184,7 +184,7 @@ class Deputy:
         return f"could not be reached for {patience_s:g} s: {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
-        """Follow the leader's orders until the run ends; None: the link is down, or this machine was preempted."""
+        """Follow the leader's orders until the run ends; None: the link is down, or preempted."""
         stops = Stops()
         self._probe = self._probing(link)
         self._alone = None
@@ -279,13 +279,13 @@ class Deputy:
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
-            if not isinstance(member.outcome, Returned):  # a process that returned stays until all have
+            if not isinstance(member.outcome, Returned):  # returned processes stay until all have
                 self._forget(member.rank)
 
     def _drained(self, link: Link) -> bool:
         """Forward a preemption notice to this machine's ranks; return whether all have left.
 
-        A stop of the whole run reaches all machines: then the leader's ranks decide.
+        In a stop of the whole run, the leader's ranks decide.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

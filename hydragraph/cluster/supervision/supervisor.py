@@ -1,4 +1,4 @@
-"""Supervisor of an elastic launch: it starts, watches, replaces and coordinates the processes from outside."""
+"""Supervisor of an elastic launch: it starts, watches and replaces processes."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from hydragraph.spec.elastic import Elastic
 _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)  # for all machines
-_LOOK_S = 0.02  # between two polls of the members' registers
-_GRACE_S = 8.0  # for members to report their errors, once one has raised an error that would recur
-_REJOIN_S = 0.5  # before a lost process is replaced; doubled each time the replacement also lives only briefly
+_LOOK_S = 0.02
+_GRACE_S = 8.0  # for members to report, once an error would recur
+_REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
 _STARTS = 3  # processes in one seat that may end before they are ready
-_READYING = 3  # multiple of `Elastic.progress_s` in which a newcomer, for which no rank waits, must become ready
+_READYING = 3  # multiple of `Elastic.progress_s` in which a newcomer must become ready
 
 AGAIN = (ValueError, TypeError, OSError, ImportError, FloatingPointError)  # errors that would recur
 
@@ -78,7 +78,7 @@ def run_members(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, keep as many running as possible, and return the pickled results of the last generation's.
+    """Start ranks, keep them running, and return the last generation's pickled results.
 
     Args:
         nodes: this machine, the first of several; None: all ranks are on this machine.
@@ -91,7 +91,7 @@ def run_members(
         if nodes is not None and hub is not None:
             node = nodes.of(seat, ranks)
             place = replace(place, host=nodes.address, node=node, here=nodes.here(node, ranks))
-            if node != nodes.number:  # its deputy knows the environment and the log level
+            if node != nodes.number:  # its deputy has its own environment
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
             own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
@@ -144,7 +144,7 @@ class Supervisor:
     """Starts, watches and replaces the members of one launch.
 
     Args:
-        started: starts a member's process, given its number, its seat, and whether the others are already running.
+        started: starts the process of a member, given its number, its seat, and whether it is late.
     """
 
     _started: Callable[[int, int, bool], RankHandle]
@@ -158,10 +158,10 @@ class Supervisor:
     _seats: dict[int, int] = field(default_factory=dict)  # by member
     _since: dict[int, float] = field(default_factory=dict)  # time when a member became a rank
     _waiting: dict[int, float] = field(default_factory=dict)  # seats to be refilled, and when
-    _short: dict[int, int] = field(default_factory=dict)  # number of consecutive short-lived processes, by seat
+    _short: dict[int, int] = field(default_factory=dict)  # consecutive short-lived processes, by seat
     _unready: dict[int, int] = field(default_factory=dict)  # processes that ended before they were ready, by seat
     _lost: list[RankHandle] = field(default_factory=list)
-    _late: set[int] = field(default_factory=set)  # members that prepare while others run, then join those with state
+    _late: set[int] = field(default_factory=set)  # members that prepare while others run
     _empty: set[int] = field(default_factory=set)  # seats that stay empty until their devices are reported back
     _waited: dict[int, float] = field(default_factory=dict)  # seconds that others have waited for a member
     _readying: dict[int, float] = field(default_factory=dict)  # seconds of preparing while others run, by member
@@ -171,7 +171,7 @@ class Supervisor:
     _stop: bool = False
     _told_stop: bool = False
     _back: bool = False
-    _held: bool = False  # whether any rank has ever held state; until then all begin together
+    _held: bool = False  # whether any rank has held state
     _next: int = 0
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ class Supervisor:
             self._empty = set(saved["empty"])
             nodes = set(saved["nodes"])
         self._stop = self._record.orders.stop
-        # The previous leader's ranks have ended with its lease.
+        # The previous leader's ranks have ended.
         crew, seats = self.hub.adopt(nodes - {self._election.standing.lease.prior}, GATHER_S)
         self.crew += crew
         if not self.crew:
@@ -256,12 +256,12 @@ class Supervisor:
         self._back = True
 
     def results(self) -> list[bytes]:
-        """Return the results of the last generation's members, by rank, or raise the error that ended the work."""
+        """Return the last generation's results, by rank, or raise the error that ended the work."""
         returned = {member.rank: member.outcome for member in self.crew if isinstance(member.outcome, Returned)}
         order = [*self._record.current, *sorted(returned)]
         if returned and self._fatal_at is None:
             return [returned[member].value for member in dict.fromkeys(order) if member in returned]
-        # Prefer the error that ended the work over earlier losses of ranks.
+        # Prefer the error that ended the work.
         at_fault = [m for m in self.crew if isinstance(m.outcome, Raised)] if self._fatal_at else []
         raise_failure(at_fault or self._lost, last_fault(self._store), None)
         left = [member.outcome.why for member in self.crew if isinstance(member.outcome, Left)]
@@ -394,7 +394,7 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that others have waited for too long, or that do not become ready."""
+        """Give up members that do not come, or become ready, in time."""
         now = time.monotonic()
         elapsed = min(now - self._before, PAUSE_S)  # a pause of this process delays no member
         self._before = now
