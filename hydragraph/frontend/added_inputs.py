@@ -1,4 +1,4 @@
-"""Fields of the packed batch for parts to which the model does not pass them."""
+"""Fields of the packed batch that the model does not pass to a part."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-# Placeholder -> field. A block has them after all its arguments, in this order.
+# Placeholder -> field, after all arguments of a block, in this order.
 ADDED = {"added_positions": "position_ids", "added_bounds": "cu_seqlens", "added_longest": "max_length"}
 
 
 def added_input(graph: fx.Graph, name: str, value: Callable[[], Tensor]) -> fx.Node:
-    """Return the placeholder of a field; make it, with a fake value, if there is none."""
+    """Return the placeholder of a field, made with a fake value if missing."""
     placeholders: dict[str, fx.Node] = {node.name: node for node in graph.find_nodes(op="placeholder")}
     if name not in placeholders:
         with graph.inserting_after([*placeholders.values()][-1]):

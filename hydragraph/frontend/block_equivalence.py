@@ -1,4 +1,4 @@
-"""Equivalence of blocks by the operators that each runs on the meta device."""
+"""Equivalence of blocks by their operators on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kind_of(call: BlockCall, hints: dict[str, int]) -> str | None:
 
 
 def is_without_index(call: BlockCall, hints: dict[str, int]) -> bool:
-    """Return whether a block only passes its index attributes (`LAYER_INDEX`) on."""
+    """Return whether a block does not compute with its `LAYER_INDEX`."""
     plain = _noted(call, hints)
     with ExitStack() as indices:
         for attributes in map(vars, call.module.modules()):
@@ -56,11 +56,11 @@ def refuse_state(call: BlockCall, hints: dict[str, int]) -> None:
 def refuse_state_around(
     module: nn.Module, opaque: AbstractContextManager[None], batch: Mapping[str, Tensor], where: str
 ) -> None:
-    """Check the model around its `opaque` blocks in the same way, on a meta batch."""
+    """Check the model around its `opaque` blocks in the same way."""
     notes = []
     try:
         with meta_as_cpu(), opaque:
-            module(batch)  # a first call may create state that later calls reuse
+            module(batch)  # a first call may create state
             for _ in range(2):
                 noted = _Notes(module, list(batch.values()))
                 with noted:

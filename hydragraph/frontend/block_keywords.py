@@ -1,4 +1,4 @@
-"""Keyword arguments of the traced block, for layers that do not receive them."""
+"""Keyword arguments of the traced block, for its layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keywords_of_block(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def sequence_bounds(where: str, what: str = "attention") -> tuple[Tensor, Tensor | None]:
-    """Return the cu_seqlens and the longest length that the block received, or raise Unsupported."""
+    """Return the block's cu_seqlens and longest length, or raise Unsupported."""
     bounds, longest = (_KEYWORDS.get().get(name) for name in ("cu_seq_lens_q", "max_length_q"))
     if bounds is None:
         problem = f"{what} was called without cu_seq_lens_q, so packed sequences would see each other"

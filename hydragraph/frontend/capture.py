@@ -74,16 +74,16 @@ def capture(
     """Trace a model once into blocks with pull, push and communicate placeholders.
 
     Args:
-        model: a Hugging Face model built from its config, or any module with a list of repeated blocks, on meta or CPU.
-            A custom module is called with the fields of the packed batch that its forward's parameters name, or with
-            the whole dict if its only parameter is not a field (`batch`); its blocks take the hidden state, [1, T, H]
-            or [T, H], first and return it, and tokens interact only in `hydragraph.varlen_attention`.
+        model: a Hugging Face model, or any module with a list of repeated blocks, on meta or CPU. A custom module is
+            called with the fields of the packed batch that its forward's parameters name, or with the whole dict if
+            its only parameter is not a field (`batch`). Its blocks take the hidden state, [1, T, H] or [T, H], first
+            and return it; tokens interact only in `hydragraph.varlen_attention`.
         dtype: compute dtype.
         example: a packed batch of any size: input_ids, position_ids and labels [1, T] int64, cu_seqlens [N + 1] int32
             and max_length, 0-d int64, which may all be omitted; any additional entry, [1, T, ...], is a custom field
             for forward or loss, and each sequence then supplies it as a tensor [L, ...].
         loss: takes the model's outputs and the packed batch (a dict) and returns the loss summed over targets, i.e.
-            positions whose label is not -100. A step divides it by the number of targets in the global mini-batch. A
+            positions whose label is not -100. A step divides it by the number of targets. A
             module may have constant buffers, and no parameters. Default: cross-entropy of the logits.
         blocks: path of the nn.ModuleList of repeated blocks, if it is not the largest one.
 
@@ -151,7 +151,7 @@ def _captured(
         prove_sizes(template.graph, name, exported=True)
     if is_huggingface:
         if any(n.target is torch.ops.aten.arange.default for n in pieces.embed.graph.graph.nodes):
-            huggingface.refuse_own_positions(where, pieces.used_fields())  # its error does not mention an arange
+            huggingface.refuse_own_positions(where, pieces.used_fields())
         huggingface.refuse_own_mixing(copied, pieces.layers)
     _refuse_leaks(pieces, own_loss=loss is not None)
     if is_huggingface:
@@ -217,7 +217,7 @@ def _others(template: Template) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """The model around its blocks, the fields that it was traced with, and example sizes "T" and "N+1"."""
+    """The model around its blocks; `example`: sizes "T" and "N+1"."""
 
     graph: fx.GraphModule
     signature: ExportGraphSignature
@@ -235,10 +235,10 @@ class _Skeleton:
 
 
 def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool = False) -> _Pieces:
-    """Cut a model into the parts around its blocks; `added`: blocks get the fields of `ADDED` after all else."""
+    """Cut a model into the parts around its blocks; `added`: blocks get the fields of `ADDED` last."""
     model, signature = skeleton.model, skeleton.signature
     nodes = [n for n in skeleton.graph.graph.nodes if n.target is torch.ops.hydragraph.block.default]
-    # `aux` is computed on every stage, once per micro-batch, so it may depend only on the batch and on buffers.
+    # Every stage computes `aux`, so it may depend only on the batch and on buffers.
     outputs: list[fx.Node] = []
     feeds: dict[str, list[int]] = {}
     previous: fx.Node | None = None
@@ -291,13 +291,12 @@ def _slice_skeleton(skeleton: _Skeleton, calls: Sequence[BlockCall], added: bool
 def _capture_layers(
     calls: Sequence[BlockCall], keys: Mapping[int, str], hints: dict[str, int], model: str
 ) -> dict[str, Template]:
-    """Return the template of every block; `keys`: id of a block -> its structure without the index."""
+    """Return the template of every block; `keys`: id -> structure without the index."""
     template_of: dict[tuple[str, str], Template] = {}
     templates: dict[str, Template] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for number, call in enumerate(calls, start=1):
         log.doing(f"capturing {model}", number, len(calls))
-        # The cheapest comparison comes first; it suffices if blocks do not compute with their index.
         built = ("built", keys[id(call.module)] + call.called())
         if built in template_of:
             templates[call.name] = template_of[built]
@@ -386,7 +385,7 @@ def _assemble(model: nn.Module, dtype: torch.dtype, path: str, pieces: _Pieces) 
 
 
 def origin(model: nn.Module) -> str:
-    """Return 12 hex digits that identify a model's modules, attributes, config and frozen parts."""
+    """Return 12 hex digits that identify a model, except its weights."""
     config: Any = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]

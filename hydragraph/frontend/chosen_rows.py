@@ -1,16 +1,16 @@
 """Rows that a mask selects, computed for all tokens.
 
-A model may select an expert's tokens by a mask, compute them and put them back:
+A model may compute an expert's tokens by a mask:
 
     rows = torch.where(choice == e)[0]           # or x[mask], nonzero(), one_hot(...)
     y = y.index_add(0, rows, expert(x[rows]))
 
-The number of rows depends on values, so a graph cannot have it. `with_all_rows` computes every token instead:
+A graph cannot have a number of rows that depends on values. `with_all_rows` computes every token:
 
     y = y + torch.where(choice == e, expert(x), 0)
 
-The result is the same if each row is computed from one token alone, which `token_axes` proves, and if other rows have
-finite gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
+The result is the same if each row depends on one token, which `token_axes` proves, and other rows have finite
+gradients: `y[x > 0] = x[x > 0].sqrt()` fails the numeric check.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FLATTENED = VIEWS | aten_operators("squeeze squeeze.dim")
 
 
 class _Unchanged(Exception):  # noqa: N818
-    """A selection whose use cannot be rewritten to cover all rows."""
+    """A selection that cannot be rewritten."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Selection:
 
 
 def with_all_rows(graph: fx.GraphModule, where: str) -> fx.GraphModule:
-    """Return a block's graph without selections of rows, or the same graph."""
+    """Return a graph without selections of rows, or the same."""
     if not any(_selects(node) for node in graph.graph.nodes):
         return graph
     nodes = fx.Graph()
@@ -98,7 +98,7 @@ class _Rewriting:
         self._mode = fake_mode_of([value_of(n) for n in self._graph.nodes])
         self._selections: dict[fx.Node, _Selection] = {}  # by mask
         self._lists: dict[fx.Node, _Selection] = {}  # all selected positions of a mask
-        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension of a mask
+        self._indices: dict[fx.Node, tuple[_Selection, int]] = {}  # selected positions along one dimension
         self._rows: dict[fx.Node, _Selection] = {}  # values with a row for each place
 
     def run(self) -> None:

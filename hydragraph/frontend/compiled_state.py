@@ -1,6 +1,6 @@
-"""Detection of changes to the Python state that a model was compiled with, which graphs would not follow.
+"""Detection of changes to the Python state of a compiled model, which graphs would not follow.
 
-Not detected are changes that no version counter counts (`p.data.zero_()`, NumPy), and the inside of nested objects.
+Not detected are changes without a version counter (`p.data.zero_()`, NumPy), and inside nested objects.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REMEDY = "call hg.compile again after a change; what changes with every step ca
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, enum.Enum)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_LONGEST = 1000  # of longer containers only the length and the identity are compared
+_LONGEST = 1000  # of longer containers only length and identity are compared
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))
 # Attributes that do not affect graphs.
@@ -62,7 +62,7 @@ class _Names:
     """Attributes or variables of one owner.
 
     Attributes:
-        now: returns their current values, or None if the owner no longer exists.
+        now: returns their current values; None: the owner is gone.
         plain, others: names compared by value, and by `_frozen`.
         known: all names at compilation; None: added names are ignored.
         kind: the class whose code would read added names.
@@ -114,7 +114,7 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Module:
-    """A module's parts and hooks; `training` is None if its result does not depend on the flag."""
+    """A module's parts and hooks; `training` is None if irrelevant."""
 
     where: str
     module: weakref.ref[nn.Module]
@@ -159,7 +159,7 @@ class _Module:
                 raise _refused(part.name, "a gradient hook was registered or removed after hg.compile")
 
     def check_parts(self, is_trained: Callable[[_Tensor, Tensor], bool]) -> None:
-        """Check that tensors and modules are the same, with unchanged or trained values."""
+        """Check that parts are the same, with unchanged or trained values."""
         module = self.module()
         if module is None:
             return
@@ -183,7 +183,7 @@ class _Module:
 
 
 class CompiledState:
-    """Python state that decides a step's numbers, as of compilation. Objects are referenced weakly.
+    """Python state that decides a step's numbers, as of compilation; references are weak.
 
     Args:
         loss: the user's own loss, or None.
@@ -283,7 +283,7 @@ class CompiledState:
             cells = cells_of(function)
             inner = _contents(cells)
             stateful = {n: v for n, v in inner.items() if _has_state(v)}
-            # Holding a cell would keep a model or a trainer alive.
+            # A cell would keep a model or a trainer alive.
             apart = nn.Module | Tensor | types.MethodType
             compared = {n: c for n, c in cells.items() if n not in stateful and not isinstance(inner[n], apart)}
             self._add(f"variables of {name}", functools.partial(_contents, compared), _contents(compared), readers)

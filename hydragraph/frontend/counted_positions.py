@@ -1,4 +1,4 @@
-"""Positions that a model counts along its row of tokens by `torch.arange(T)`, replaced by `position_ids`."""
+"""Positions counted by `torch.arange(T)`, replaced by `position_ids`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHOOSING = aten_operators("index.Tensor index_put index_select gather scatter.s
 
 
 def use_position_ids(graph: fx.Graph, tokens: str, given: fx.Node | None = None) -> None:
-    """Replace what counts through the tokens of a row.
+    """Replace counters of a row's tokens.
 
     Args:
         tokens: the symbol of the token count.
@@ -45,7 +45,7 @@ def _counts(node: fx.Node, tokens: str) -> bool:
 
 
 def _chooses_rows(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value selects rows of tokens, as in the routing to experts."""
+    """Return whether a value selects rows of tokens, as in routing."""
     choosing = [user for user in node.users if user.target in _CHOOSING]
     chooses = any(token_dims(operands(user)[0], tokens) for user in choosing)
     return chooses or any(_chooses_rows(user, tokens) for user in node.users if user.target in SAME)

@@ -1,4 +1,4 @@
-"""Calls, with a packed batch, of modules that are not Hugging Face models."""
+"""Calls of modules other than Hugging Face models."""
 
 from __future__ import annotations
 

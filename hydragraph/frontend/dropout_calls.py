@@ -1,10 +1,10 @@
-"""Dropout in traced graphs, which reads the keys of tokens instead of a generator.
+"""Dropout in traced graphs, by keys of tokens instead of a generator.
 
 `number_calls` numbers the calls of dropout, and of attention with dropout, before nodes are reordered or removed.
 `add_keys` adds the inputs that they read:
 
     dropout_keys    [1, T, 2] int64, a field of the packed batch: see `hydragraph.kernels.philox`
-    dropout_block   0-d int64, the number of the block: blocks of one template draw different masks
+    dropout_block   0-d int64, the number of the block
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hydragraph.passes.graph_node import ATTENDING, DRAWN, attention_dropout, dr
 
 aten = torch.ops.aten
 
-_CALL = 11  # index of the argument with the call's number, in attention with dropout
+_CALL = 11  # argument with the call's number, in attention with dropout
 INPUTS = {name: name for name in (DROPOUT_KEYS, DROPOUT_BLOCK)}
 
 
 def number_calls(graph: fx.GraphModule, where: str) -> None:
-    """Replace PyTorch's dropout in a graph and its regions by ours, numbered in call order."""
+    """Replace PyTorch's dropout by ours, numbered in call order."""
     numbers = itertools.count()
 
     def visit(module: fx.GraphModule) -> None:

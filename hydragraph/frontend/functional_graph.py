@@ -27,7 +27,7 @@ from hydragraph.private.tracing import decided, meta_as_cpu, writes
 
 aten = torch.ops.aten
 
-_TWO_DEVICES = ("device", "meta", "cpu")  # words in PyTorch's messages about a tensor outside the meta device
+_TWO_DEVICES = ("device", "meta", "cpu")  # words of PyTorch's message about another device
 # Substring of a PyTorch message -> what the model did to cause it, and a remedy.
 _KNOWN: Mapping[str, tuple[str, str]] = {
     "leaf Variable that requires grad": (
@@ -62,7 +62,7 @@ def export(module: nn.Module, arguments: tuple[Any, ...], dynamic: tuple[Any, ..
             return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
     except Unsupported:
         raise
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:
         raise _refusal(error, module, where) from error
 
 
@@ -108,13 +108,13 @@ def _reason(error: Exception) -> str:
 def functional_graph(
     exported: ExportedProgram, where: str, block: bool = False
 ) -> tuple[fx.GraphModule, ExportGraphSignature]:
-    """Return the cleaned graph and the signature of its placeholders.
+    """Return the cleaned graph and its signature.
 
     Args:
         block: whether selections of rows are computed for all tokens (`chosen_rows`).
 
     Raises:
-        Unsupported: the graph writes into values that must not change, or draws random numbers.
+        Unsupported: the graph makes forbidden writes, or draws random numbers.
     """
     _refuse_changes(exported, where)
     number_calls(exported.graph_module, where)
@@ -179,7 +179,7 @@ def changes(name: str, where: str) -> Unsupported:
 
 
 def _changed(graph: fx.GraphModule, targets: dict[fx.Node, str]) -> str | None:
-    """Return the name of the first target that a graph writes into, also through views."""
+    """Return the first target that a graph writes into, even through views."""
     targets = dict(targets)
     for node in graph.graph.nodes:
         if GRAD_MODE in str(node.target) or AUTOCAST in str(node.target):
@@ -202,7 +202,7 @@ def _nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 def _refuse_random(graph: fx.GraphModule, where: str) -> None:
     for node in graph.graph.nodes:
-        attends = "scaled_dot_product" in str(node.target)  # refused later, with a more helpful error
+        attends = "scaled_dot_product" in str(node.target)  # refused later
         if not attends and has_tag(node.target, torch.Tag.nondeterministic_seeded):
             what = f"{node.target} draws random numbers, and each rank would draw different ones"
             remedy = "draw with torch.nn.functional.dropout, or train without: model.eval(), or model.dropout: false"
@@ -210,7 +210,7 @@ def _refuse_random(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Write tensors filled part by part as concatenations, which tensor parallelism can cut."""
+    """Write tensors filled in parts as concatenations, which can be cut."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
@@ -238,7 +238,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _write_linears(graph: fx.Graph) -> None:
-    """Write `x @ weight.T` as a linear layer, which tensor parallelism can cut."""
+    """Write `x @ weight.T` as a linear layer, which can be cut."""
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned
@@ -275,7 +275,7 @@ def _write_elementwise_norms(graph: fx.Graph) -> None:
 
 
 def insert(place: fx.Node, operator: Any, *arguments: Any) -> fx.Node:
-    """Insert an operator with its value, as part of the module of `place`."""
+    """Insert an operator with its value, in the module of `place`."""
     node = place.graph.call_function(operator, arguments)
     node.meta = {**place.meta, "val": operator(*fx.map_arg(arguments, value_of))}
     return node

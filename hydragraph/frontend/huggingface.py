@@ -39,7 +39,7 @@ def attention(
     max_length_q: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers, [B, H, T, D] -> [B, T, H, D], within packed sequences only.
+    """Compute attention for transformers within packed sequences, [B, H, T, D] -> [B, T, H, D].
 
     Raises:
         Unsupported: the mask, or its combination with dropout.
@@ -57,12 +57,12 @@ def attention(
             raise Unsupported(what, where=where, remedy=f"switch {name} off in the config, or choose another model")
     if attention_mask is not None and not attention_mask.supported(bool(causal)):
         attention_mask.refuse(_layer(module))
-    # Pad heads of unequal sizes (DeepSeek's values) with zeros for the kernel.
+    # Pad unequal heads (DeepSeek's values) with zeros.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     widest = max(query.shape[-1], value.shape[-1])
     size = value.shape[-1]
     q, k, v = (_packed(x, widest) for x in (query, key, value))
-    if attention_mask is not None:  # the option `sliding_window` repeats the mask for flash attention
+    if attention_mask is not None:  # `sliding_window` repeats the mask
         limits |= {"window": attention_mask.window, "chunk": attention_mask.chunk}
     if dropout:
         if any(limit is not None for limit in limits.values()):
@@ -187,14 +187,14 @@ def caller(model: nn.Module) -> Callable[[nn.Module, dict[str, Tensor]], Any]:
 
 
 def unplaced_id(model: nn.Module) -> int | None:
-    """Return the token id without a position, which RoBERTa-like models count from and skip."""
+    """Return the id without a position, which RoBERTa-like models count from and skip."""
     counting = (m for m in model.modules() if hasattr(type(m), "create_position_ids_from_input_ids"))
     ids = (getattr(m, "padding_idx", None) for m in counting)
     return max((int(i) for i in ids if i is not None), default=None)
 
 
 def positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the maximum number of positions per sequence, and the setting's name, or None."""
+    """Return the maximum positions per sequence, and the setting's name, if any."""
     config = base_model(model).config
     said = [(getattr(config, name, None), name) for name in ("max_position_embeddings", "n_positions")]
     named = next(((most, name) for most, name in said if type(most) is int and most > 0), None)
@@ -215,7 +215,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def refuse_own_mixing(model: nn.Module, layers: Mapping[str, Template]) -> None:
-    """Raise Unsupported for a traced layer that mixes tokens otherwise than its model's masks say."""
+    """Raise Unsupported for a layer that mixes tokens otherwise than its model's masks."""
     causal = {way for module in model.modules() for way in mask_patterns.directions(module)} == {"causal"}
     where = type(model).__name__
     for name, template in layers.items():

@@ -25,7 +25,7 @@ def hold_frequencies(model: nn.Module) -> None:
 
 
 def short_positions(model: nn.Module) -> tuple[int, str] | None:
-    """Return the length up to which a longrope model keeps its frequencies, and the setting, or None."""
+    """Return the length up to which longrope keeps its frequencies, and the setting, if any."""
     name = "original_max_position_embeddings"
     original_lengths = [
         int(most)
@@ -37,7 +37,7 @@ def short_positions(model: nn.Module) -> tuple[int, str] | None:
 
 
 def refuse_other_frequencies(model: nn.Module) -> None:
-    """Raise Unsupported if a model still has the frequencies of a long sequence."""
+    """Raise Unsupported if a model has a long sequence's frequencies."""
     for name, module in model.named_modules():
         for layer, kind in _kinds(module).items():
             pair = [getattr(module, f"{layer}_{n}" if layer else n, None) for n in ("inv_freq", "original_inv_freq")]

@@ -1,4 +1,4 @@
-"""Code that a library model's forward runs beyond what the versions of its libraries determine, such as patches."""
+"""Code of a library model's forward that its libraries' versions do not determine, such as patches."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class LibraryCode:
-    """Code that a model's forward may run and values that it may read, found by following names from each forward.
+    """Code and values that a model's forward may use, found by following names.
 
     Attributes:
-        foreign: texts about functions, classes and objects from outside the libraries.
-        patches: (place, function, class or object) of the same.
-        values: (place, value) of plain values that the libraries read.
+        foreign: texts about objects from outside the libraries.
+        patches: (place, object) of the same.
+        values: (place, value) of plain values.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.foreign: list[str] = []
         self.patches: list[tuple[str, Any]] = []
         self.values: set[tuple[str, str]] = set()
-        self._seen: dict[int, Any] = {}  # by id; held, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # by id; held against reuse of ids
         self._pending: list[tuple[str, Any]] = []
         packages = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
         self._folders = tuple(f"{Path(file).parent}/" for file in packages if file is not None)

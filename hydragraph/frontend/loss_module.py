@@ -1,4 +1,4 @@
-"""Losses that are modules; their buffers, such as class weights, are constants of the program."""
+"""Losses that are modules; their buffers are constants of the program."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def check_loss_of(program: Program, loss: Loss | None) -> None:
 
 
 def name_in_program(attribute: str, name: str) -> str:
-    """Return a buffer's name in a program, if the traced module's loss is at `attribute`."""
+    """Return a buffer's name in a program; `attribute`: the loss."""
     return _PREFIX + name.removeprefix(f"{attribute}.") if name.startswith(f"{attribute}.") else name
 
 
 def meta_loss(loss: Loss) -> Loss:
-    """Return a loss module's copy with buffers on the meta device; a function unchanged."""
+    """Return a loss with buffers on the meta device."""
     return _with_buffers(loss, lambda buffer: torch.empty_like(buffer, device="meta"))
 
 
 def wide_loss(loss: Loss, wide: torch.dtype | None) -> Loss:
-    """Return a loss module's copy with widened floating-point buffers; a function unchanged."""
+    """Return a loss with widened floating-point buffers."""
     return loss if wide is None else _with_buffers(loss, lambda buffer: widened(buffer, wide))
 
 

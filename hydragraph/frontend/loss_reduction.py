@@ -1,4 +1,4 @@
-"""Rejection of losses that are not a sum over tokens, since a step divides by the mini-batch's targets.
+"""Rejection of losses that are not a sum over tokens.
 
 loss = nll.mean()                      a mean over tokens
 loss = cross_entropy(x, y)             the same: reduction="mean" is PyTorch's default
@@ -30,7 +30,7 @@ _MEANS = aten_operators("mean mean.dim")
 
 
 def refuse_unsummed(template: Template, where: str) -> None:
-    """Raise Unsupported for a loss that is not a sum of terms, each computed from one token or sequence alone."""
+    """Raise Unsupported unless a loss is a sum of terms, each from one token or sequence alone."""
     nodes = list(template.graph.graph.nodes)
     bounds = [n for n in nodes if n.op == "placeholder" and n.name in ("cu_seqlens", "max_length") and n.users]
     across = first_across(nodes, bounds)

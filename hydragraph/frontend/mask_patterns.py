@@ -1,4 +1,4 @@
-"""Attention patterns of Hugging Face models: `mask` classifies functions of positions instead of building a tensor."""
+"""Attention patterns of Hugging Face models, classified by `mask` from functions of positions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hydragraph.errors import Unsupported
 from hydragraph.private.tracing import constant_of
 
 _PLAIN = frozenset({"causal_mask_function", "bidirectional_mask_function"})
-_PACKED = frozenset({"packed_sequence_mask_function"})  # our attention always keeps packed sequences separate
+_PACKED = frozenset({"packed_sequence_mask_function"})  # our attention separates sequences
 _COMBINED = frozenset({"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"})
 _WINDOWS = {"sliding_window_overlay": 0, "sliding_window_bidirectional_overlay": 1}
 _DIRECTION = "choose a model whose masks and attention layers agree on the direction (is_causal)"
-_DIRECTIONS = "_hydragraph_directions"  # attribute of our copy of a config: directions that its masks allow
+_DIRECTIONS = "_hydragraph_directions"  # attribute of our copy of a config
 _OTHER = "choose a model whose layers attend to all earlier tokens, or to all tokens"
 
 Pattern = Callable[..., Any]
@@ -29,9 +29,9 @@ class Marker:
 
     Attributes:
         kind: description of the mask.
-        both_ways: queries also attend to later keys.
-        window: a query attends only to keys at a smaller distance.
-        chunk: a query attends only within its chunk of this many tokens.
+        both_ways: also attend to later keys.
+        window: attend to keys at a smaller distance.
+        chunk: attend within chunks of this many tokens.
     """
 
     kind: str
@@ -64,7 +64,7 @@ def mask(
     """Classify a mask for transformers' mask interface; return None for plain attention.
 
     Args:
-        mask_function: maps indices of batch, head, query and key to whether the query sees the key.
+        mask_function: (batch, head, query, key) -> whether the query sees the key.
         attention_mask: [B, T], marks the tokens that count.
     """
     if attention_mask is not None and not constant_of(attention_mask):
@@ -85,7 +85,7 @@ def mask(
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Return whether a layer without a marker attends to earlier tokens only, or raise Unsupported if unknown."""
+    """Return whether a layer without a marker is causal, or raise Unsupported if unknown."""
     if getattr(module, "is_causal", True):
         return True
     made = directions(module)
@@ -142,7 +142,7 @@ def _limit(pattern: Pattern) -> tuple[str, int] | str:
     # transformers' bidirectional window includes the distance that it names.
     if name in _WINDOWS and isinstance(captured.get("sliding_window"), int):
         return "window", captured["sliding_window"] + _WINDOWS[name]
-    # Chunks start at the first token that is not padding; we pass no padding.
+    # Chunks start at the first token, as we pass no padding.
     if name == "chunked_overlay" and isinstance(captured.get("chunk_size"), int):
         return "chunk", captured["chunk_size"]
     return f"a pattern of its own ({name})"

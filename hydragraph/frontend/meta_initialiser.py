@@ -1,4 +1,4 @@
-"""Initialisation of a meta-device model by its own initialiser, block by block, seeded by the block's name."""
+"""Initialisation of a meta model by its own initialiser, block by block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNSET = -(2**31)  # an integer that no initialiser sets
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether a model has no weights; raise Unsupported if only some are missing, or it has adapters."""
+    """Return whether a model has no weights; raise Unsupported if some are missing, or with adapters."""
     without = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if without and len(without) < sum(1 for _ in model.parameters()):
         what = f"{len(without)} parameters are on the meta device, such as {without[0]}, and others are not"
@@ -32,13 +32,13 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -> Iterator[dict[str, Tensor]]:
-    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name, those outside its blocks first.
+    """Yield a meta model's initial parameters, fp32 on the CPU, by canonical name; blocks follow the rest.
 
     Args:
         blocks: as in `capture`.
 
     Raises:
-        Unsupported: names a parameter that the model's own initialiser does not set.
+        Unsupported: the initialiser does not set a parameter.
     """
     path, modules = block_list(model, blocks)
     canonical = {name for name, _ in model.named_parameters()}
@@ -52,7 +52,7 @@ def initial_parameters(model: nn.Module, seed: int, blocks: str | None = None) -
 
 
 def initial_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's buffers by name on the CPU, initialised like parameters if they are on meta."""
+    """Return a model's buffers by name, initialised if on meta."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_buffers(prefix, recurse=False, remove_duplicate=False))
@@ -74,7 +74,7 @@ def _initialised(model: nn.Module, unit: nn.Module, name: str, seed: int) -> nn.
             tensor.fill_(float("nan") if tensor.is_floating_point() else _UNSET if tensor.dtype != torch.bool else 0)
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest))
-        # Inner modules first, like `apply`: an outer module may override what an inner one has set.
+        # Like `apply`: outer modules may override inner ones.
         for module in reversed(list(unit.modules())):
             if is_huggingface(model):
                 model._init_weights(module)  # type: ignore[operator]

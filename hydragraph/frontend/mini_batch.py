@@ -1,4 +1,4 @@
-"""Global mini-batches: validated, compared by all ranks, and packed for this rank."""
+"""Global mini-batches, validated and packed for a rank."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Planned:
     """Planning times of an assignment, in seconds.
 
     Attributes:
-        exposed_s, hidden_s: planning time that this step waited for, and did not wait for.
+        exposed_s, hidden_s: planning time waited for, and not.
         expected_s: predicted compute time of the iteration; 0 without measurements.
     """
 
@@ -126,7 +126,7 @@ def packed(
 
 
 def token_multiple(pipeline: Pipeline) -> int:
-    """Return the divisor of token counts that sequence parallelism requires."""
+    """Return the divisor of token counts for sequence parallelism."""
     return math.lcm(*(stage.tp for stage in pipeline.stages if stage.sequence_parallel))
 
 
@@ -137,7 +137,7 @@ def digest(text: str, batch: MiniBatch | None) -> int:
         hashed.update(sequence.ids.numpy().data)
         hashed.update(sequence.labels.numpy().data)
         for value in sequence.extra.values():
-            # A row of one element may have any stride, which `view` rejects.
+            # `view` may reject the stride of one element.
             flat = value.contiguous().as_strided((value.numel(),), (1,))
             hashed.update(flat.view(torch.uint8).numpy().data)
     return int.from_bytes(hashed.digest()) >> 2

@@ -15,7 +15,7 @@ from hydragraph.private.tracing import hint_of
 
 
 def refuse_mixed_dtypes(template: Template, where: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported for an operator that does not take its operands' dtypes."""
+    """Raise Unsupported for an operator with incompatible dtypes."""
     tensors = dict(zip(placeholders_of(template.graph), (*template.parameters, *template.buffers), strict=False))
     asked: dict[object, str] = {}
     for node in template.graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""Descriptions of a model's parts as texts that are the same in every process."""
+"""Descriptions of a model's parts, equal in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.frontend.state_readers import file_of
 _KNOWN = ("torch", "transformers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-# Tensors, modules and what only text generation calls.
+# Tensors, modules, and methods of text generation.
 _HELD = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS}
     | {"base_model_prepare_inputs_for_generation"}
@@ -29,7 +29,7 @@ class Unknown(Exception):  # noqa: N818
 
 
 def attributes(name: str, module: nn.Module) -> list[tuple[str, str]]:
-    """Return a module's attributes except tensors and modules, sorted, as texts, or raise Unknown."""
+    """Return a module's other attributes, sorted, as texts, or raise Unknown."""
     attribute_texts = []
     for attribute, value in vars(module).items():
         if attribute in _HOOKS and value:
@@ -71,7 +71,7 @@ def _value(value: object) -> str:
 
 
 def described_function(function: Callable[..., Any]) -> str:
-    """Describe a function by its name, and by its source if it is not a library's; raise Unknown for a closure."""
+    """Describe a function by its name, and by its source outside libraries; raise Unknown for a closure."""
     if isinstance(function, functools.partial):
         return _value(function)
     if not isinstance(function, FunctionType):
@@ -82,12 +82,12 @@ def described_function(function: Callable[..., Any]) -> str:
     covered = _is_known(function.__module__) or function.__module__.partition(".")[0] == "hydragraph"
     if covered and not hasattr(function, "__wrapped__"):
         return name
-    code = function.__code__  # functools.wraps gives a function the name and the module of another one
+    code = function.__code__  # functools.wraps gives a function another's name
     return f"{name} {_digest(code.co_filename)}:{code.co_firstlineno}"
 
 
 def source_digest(thing: Any) -> str:
-    """Return the SHA-256 of the file that defines a class or a function, or raise Unknown."""
+    """Return the SHA-256 of a class's or function's file, or raise Unknown."""
     file = file_of(thing)
     if not file:
         raise Unknown(f"the source of {thing.__module__}.{thing.__qualname__} is in no file")

@@ -1,4 +1,4 @@
-"""Digest of a module without its weights: classes, all attributes, functions and their closures."""
+"""Digest of a module without its weights."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from hydragraph.private.operator_schemas import PACKETS
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = ("_parameters", "_buffers", "_modules")
-LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # attributes that usually hold a block's index
+LAYER_INDEX = ("layer_idx", "layer_id", "layer_number")  # usual names of a block's index
 _BY_THE_WAY = ("_original_object_hash", "_is_hf_initialized")  # they do not describe a module
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
-_LARGEST = 20_000  # values; a larger structure, which may hold a data set, counts as unique
+_LARGEST = 20_000  # values; a larger structure counts as unique
 
 
 def structure(value: object, index: bool = True) -> str:
     """Return a digest that values, such as modules, share only if built alike.
 
-    A value that cannot be described equals only itself, in this process and its forks.
+    A value that cannot be described equals only itself.
 
     Args:
-        index: whether attributes with a block's index (`LAYER_INDEX`) count.
+        index: whether `LAYER_INDEX` counts.
     """
     return hashlib.sha256(_Describer(index).text(value).encode()).hexdigest()
 
 
 def read_by(model: nn.Module, loss: Any) -> str:
-    """Return a digest of a loss, and of the globals that it and the user's forward read."""
+    """Return a digest of a loss, and of globals read by it and the user's forward."""
     functions = Readers(model, loss).functions.values()
     ordered = sorted(functions, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno))
     return structure((loss, [(f.__qualname__, globals_of(f)) for f in ordered]))
 
 
 def outline(module: nn.Module) -> str:
-    """Return a text shared by most blocks whose outputs have the same form."""
+    """Return a text shared by most blocks with outputs of one form."""
     inside = [(name, type(child).__qualname__) for name, child in module.named_modules()]
     own = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN) and k not in LAYER_INDEX}
     return repr((inside, sorted(own.items(), key=lambda item: item[0])))
@@ -53,7 +53,7 @@ def outline(module: nn.Module) -> str:
 class _Describer:
     def __init__(self, index: bool) -> None:
         self._left_out = () if index else LAYER_INDEX
-        self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, so that no id is used twice
+        self._known: dict[int, tuple[int, Any]] = {}  # id -> number, and the object, against reuse of ids
 
     def text(self, value: Any) -> str:
         """Describe a value, or refer to one seen before by its number."""

@@ -51,9 +51,9 @@ def pack(
     """Concatenate sequences into one packed batch.
 
     Args:
-        multiple: the token count is padded to a multiple of this, and to at least 2, by a sequence without targets.
+        multiple: the token count is padded to a multiple of this, at least 2, by a sequence without targets.
         several: also pad a lone sequence.
-        unplaced: token id whose position is -1 and which does not advance the positions.
+        unplaced: token id at position -1, which does not advance positions.
         draws: for a model with dropout.
 
     Returns:
@@ -80,7 +80,7 @@ def pack(
     if draws is not None:
         numbers = [*draws.numbers, *[-1] * bool(blanks)]
         batch[DROPOUT_KEYS] = keys_of(draws.key, lengths, numbers)
-    if device is not None:  # pinned memory: the host does not wait for the copy to a GPU
+    if device is not None:  # pinned: the host does not wait for the copy
         pinned = {n: v.pin_memory() if device.type == "cuda" else v for n, v in batch.items()}
         batch = {name: value.to(device, non_blocking=True) for name, value in pinned.items()}
     return batch | {"max_length": torch.tensor(max(lengths))}

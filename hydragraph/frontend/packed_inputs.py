@@ -1,4 +1,4 @@
-"""Fields of a packed batch, and the default loss of a model's outputs."""
+"""Fields of a packed batch, and the default loss."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def fields_of(example: Mapping[str, Tensor] | None, tensor_names: set[str], wher
     """Return FIELDS, and the custom fields [1, T, ...] of an example.
 
     Args:
-        tensor_names: names of the model's parameters and buffers, which no field may have.
+        tensor_names: the model's parameters and buffers.
 
     Raises:
-        Unsupported: names a field of the example that does not fit.
+        Unsupported: a field of the example does not fit.
     """
     example = dict(example or {})
     fields = dict(FIELDS)
@@ -78,7 +78,7 @@ def own_fields(program: Program) -> dict[str, Field]:
             if not name.startswith("other.") and name not in (*FIELDS, *RESERVED):
                 value = value_of(node)
                 own[name] = Field(value.dtype, tuple(map(int, value.shape[2:])))
-    # In padding, fields of targets have the value that the loss ignores.
+    # In padding, targets are ignored by the loss.
     limits = field_ranges_of(program) if own else ()
     looked_up = {limit.field for limit in limits if limit.ignored is None}
     ignored = {limit.field: limit.ignored for limit in limits if limit.field not in looked_up}
@@ -86,7 +86,7 @@ def own_fields(program: Program) -> dict[str, Field]:
 
 
 def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy of logits [1, T, V] over all tokens whose label [1, T] is not -100, in fp32.
+    """Sum the cross-entropy of logits [1, T, V] over tokens with labels [1, T] other than -100, in fp32.
 
     The logits are `outputs.logits`, `outputs["logits"]`, or the outputs themselves if these are a tensor.
 
@@ -102,8 +102,8 @@ def token_cross_entropy(outputs: Any, batch: dict[str, Tensor], label_smoothing:
 def token_logprobs(outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the log-probability of each position's label, [T] in fp32; 0 where the label is -100.
 
-    For losses that weigh tokens with fields of the batch, e.g. `batch["advantages"][0]`. A ratio exp(0 - 0) does not
-    vanish where the label is -100: mask it with `batch["labels"][0] != -100`.
+    For losses that weigh tokens, e.g. by `batch["advantages"][0]`. A ratio exp(0 - 0) does not vanish where the label
+    is -100: mask it with `batch["labels"][0] != -100`.
 
     Raises:
         Unsupported: the outputs have no logits.

@@ -23,7 +23,7 @@ def analyse(template: Template, whole: set[str]) -> tuple[Cuts, list[fx.Node]]:
 
 
 def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> set[str]:
-    """Return a template's placeholders for parameters that must stay whole in some block."""
+    """Return a template's placeholders for parameters that stay whole in some block."""
     # FX writes names in lower case, so only their order identifies them.
     placeholders = placeholders_of(template.graph)
     used_as = [block.parameters for block in blocks if block.template == template.name]
@@ -33,7 +33,7 @@ def excluded(template: Template, blocks: Sequence[Block], whole: set[str]) -> se
 def agree(blocks: Sequence[Block], templates: Mapping[str, Template]) -> dict[str, ShardRule]:
     """Return the rule of every sharded parameter.
 
-    A parameter that its blocks would shard differently stays whole. That may force others to, so the analysis repeats.
+    A parameter that blocks would shard differently stays whole, which may force others to.
     """
     whole: set[str] = set()
     while True:

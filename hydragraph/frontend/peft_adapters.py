@@ -14,7 +14,7 @@ from torch import nn
 from hydragraph.errors import Unsupported
 
 _TRIED = ("LORA", "IA3")  # peft methods
-# LoraConfig settings that change a layer's result or the place of its weights.
+# LoraConfig settings that change results or the place of weights.
 _UNTRIED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
     *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
@@ -34,7 +34,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Config of each of a peft model's adapters, and those that compute."""
+    """Configs of a peft model's adapters, and the active ones."""
 
     configs: Mapping[str, Any]
     active: str | list[str]
@@ -70,10 +70,10 @@ def refuse_untried(model: nn.Module) -> None:
 
 
 def switchable_parameters(model: nn.Module | None) -> list[str]:
-    """Return the names of LoRA's B parameters: while they are zero, a peft model's adapters are off.
+    """Return the names of LoRA's B parameters: if zero, adapters are off.
 
     Raises:
-        Unsupported: the model trains parameters other than LoRA's A and B.
+        Unsupported: the model trains other parameters than LoRA's.
     """
     if model is None or not is_peft(model):
         remedy = "compile the reference model as a second executable, and score with that"
@@ -93,7 +93,7 @@ def adapter_keys(model: nn.Module) -> frozenset[str]:
 
 
 def names_in_file(model: nn.Module, adapter: str) -> dict[str, str]:
-    """Return an adapter's keys in a peft model's state dict -> their names in the adapter's file."""
+    """Return an adapter's state-dict keys -> names in its file."""
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
 
     state = model.state_dict()

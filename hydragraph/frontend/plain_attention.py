@@ -1,6 +1,6 @@
-"""PyTorch's own attention over a row of tokens, replaced by attention within each packed sequence.
+"""PyTorch's own attention over a row, replaced by attention within packed sequences.
 
-Calls with a mask or with dropout stay, and are refused.
+Calls with a mask or dropout are refused later.
 """
 
 from __future__ import annotations

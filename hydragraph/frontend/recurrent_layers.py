@@ -1,4 +1,4 @@
-"""Linear attention and short convolutions of transformers, which would mix packed sequences."""
+"""Linear attention and short convolutions of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.frontend.block_keywords import sequence_bounds
 
 @contextmanager
 def packed_recurrences(model: nn.Module) -> Iterator[None]:
-    """Replace functions in the Python modules of a model's layers by our kernels."""
+    """Replace functions of a model's Python modules by our kernels."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
     scopes = [vars(sys.modules[name]) for name in names]

@@ -14,7 +14,7 @@ from hydragraph.private.module_internals import table_of
 
 
 def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a model to the meta device with floating-point parameters in `dtype`; buffers keep theirs."""
+    """Copy a model to the meta device with parameters in `dtype`; buffers keep theirs."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
@@ -29,13 +29,13 @@ def meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def computed(model: nn.Module) -> dict[int, Any]:
-    """Return tensor attributes computed from parameters (old weight norm), as a memo for `copy.deepcopy`."""
+    """Return attributes computed from parameters (old weight norm), as a memo for `copy.deepcopy`."""
     attributes = (value for module in model.modules() for value in vars(module).values())
     return {id(v): v.detach() for v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def block_list(model: nn.Module, path: str | None = None) -> tuple[str, nn.ModuleList | nn.ModuleDict]:
-    """Return the path and the container of a model's repeated blocks, by default those with the most parameters."""
+    """Return the path and container of a model's repeated blocks, by default with the most parameters."""
     containers = {name: module for name, module in model.named_modules() if _numbers_its_blocks(module)}
     if path is None:
         sizes = {

@@ -1,4 +1,4 @@
-"""Dropout of an unmodified model with the masks of its captured program."""
+"""Dropout of a model with its program's masks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _calls(program: Program) -> dict[tuple[int, int], int | None]:
 
 
 class _Masks(TorchFunctionMode):
-    """Mode that replaces dropout; `block` is the number of the running block, or 0."""
+    """Mode that replaces dropout; `block`: number of the running block, or 0."""
 
     def __init__(self, calls: Mapping[tuple[int, int], int | None], keys: Tensor) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Masks(TorchFunctionMode):
     def _dropout(self, x: Tensor, p: float) -> Tensor:
         place = self._next()
         if place not in self._calls:
-            return x  # the captured graph does not use the result
+            return x
         token_dim = self._calls[place]
         if token_dim is None:
             return x * self._factor(place, x.shape[1], p).to(x.dtype)
@@ -118,7 +118,7 @@ class _Masks(TorchFunctionMode):
         place = self._next() if dropout_p > 0 else None
         if place is None or place not in self._calls:
             return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=enable_gqa)
-        # Attention with the identity as values returns its probabilities.
+        # The identity as values returns probabilities.
         keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         length = key.shape[2]
         identity = torch.eye(length, dtype=query.dtype).expand(1, query.shape[1], length, length)

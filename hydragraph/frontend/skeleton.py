@@ -47,7 +47,7 @@ class BlockCall:
     flat_tokens: bool  # the model passes the hidden state as [T, H]
     own: Callable[..., Any] | None = field(repr=False)  # a forward set on the instance
     form: str  # of the output, as assumed for blocks of its kind
-    feeds: tuple[int, ...] | None = None  # for a node of all blocks: this block's other inputs there
+    feeds: tuple[int, ...] | None = None  # in a node of all blocks: its other inputs
 
     def called(self) -> str:
         """Return a digest of the arguments, with tensors as shapes and dtypes."""
@@ -161,14 +161,14 @@ def capture_skeleton(
     Args:
         traced: a meta copy, which may be changed.
         listed: its blocks, in the order in which the model must call them.
-        alike: key of a block; blocks with the same key must return outputs of the same form.
-        example: sizes "T" and "N+1" of the batch to trace with; both are symbolic in the graph.
+        alike: key of a block; outputs of equal keys have one form.
+        example: sizes "T" and "N+1", symbolic in the graph.
     """
     sizes = {"T": torch.export.Dim("T", min=2, max=1 << 24), "N+1": torch.export.Dim("N", min=3, max=1 << 24)}
     dynamic = {n: {d: sizes[s] for d, s in enumerate(f.shape) if isinstance(s, str)} for n, f in fields.items()}
     where = type(traced.model).__name__
     trace = functools.partial(export, traced, (meta_batch(example, fields),), (dynamic,), where)
-    # Blocks fused into one node trace fastest. This fails if the model uses their parameters or values between them.
+    # One node of all blocks traces fastest, but fails if the model uses values between them.
     light = list[BlockCall]()
     with contextlib.suppress(Exception), opaque_blocks(listed, alike, light):
         exported = trace()
@@ -200,7 +200,7 @@ def _in_order(
 def opaque_blocks(
     listed: nn.ModuleList | nn.ModuleDict, alike: Callable[[nn.Module], str], calls: list[BlockCall]
 ) -> Iterator[None]:
-    """Replace a model's blocks with opaque ones without parameters; append their calls to `calls`."""
+    """Replace a model's blocks with opaque ones; append their calls to `calls`."""
     own = dict(table_of(listed))
     forms = _Forms()
     fused = _FusedBlocks("layer.0", f"layer.{len(listed) - 1}")
@@ -228,7 +228,7 @@ class _Forms:
     """Facts about blocks learned during the trace.
 
     Attributes:
-        of: key of a block -> function that inserts a hidden state into its output, and the output's form.
+        of: key of a block -> function from hidden state to output, and the output's form.
         wide: id of a block's result [T, H] -> the same as [1, T, H].
     """
 
@@ -289,7 +289,7 @@ def _opaque(
         tensors = sorted(positions, key=lambda i: not leaves[i].is_floating_point())  # the hidden state first
         inputs = [leaves[i] for i in tensors]
         constants = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
-        # Run one block of each kind to learn the form of its output.
+        # Learn the form of the output.
         if key not in forms.of:
             with untraced(), watched(name, block), _unchanged(block, name), keywords_of_block(keywords):
                 output = own(*arguments, **keywords)
@@ -303,7 +303,7 @@ def _opaque(
         wide: Any
         if fused is not None:
             wide = fused.given
-        else:  # `forms.wide` avoids a squeeze and an unsqueeze between blocks
+        else:  # `forms.wide` avoids reshapes between blocks
             wide = forms.wide.get(id(hidden), hidden.unsqueeze(0)) if flat else hidden
         calls.append(BlockCall(name, block, spec, constants, tensors, [wide, *others], flat, instance, form, feeds))
         if fused is not None:

@@ -13,7 +13,7 @@ from hydragraph.private.tracing import ancestors_of
 
 
 def extract(graph: fx.GraphModule, outputs: Sequence[fx.Node], renamed: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """Return the part of a graph that computes `outputs`; nodes in `renamed` become its placeholders."""
+    """Return the part of a graph for `outputs`; nodes in `renamed` become placeholders."""
     needed = ancestors_of(outputs, lambda node: node not in renamed)
     part = fx.Graph()
     copied = {}
@@ -32,7 +32,7 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     """Make a Template from a graph.
 
     Args:
-        names: for parameters, buffers and inputs, in this order: placeholder -> name in the template.
+        names: of parameters, buffers and inputs, in this order: placeholder -> name.
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     tensors = {placeholder: name for kind in names for placeholder, name in kind.items()}
@@ -40,7 +40,7 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
     if constant is not None:
         remedy = "register it as a buffer in the module's __init__"
         raise Unsupported(f"the forward makes a constant tensor ({constant.name})", where=where, remedy=remedy)
-    # Code that binds a template's placeholders relies on this order.
+    # Callers rely on this order.
     groups = [[n for n in placeholders if n.users and n.name in kind] for kind in names]
     in_template = [tuple(tensors[n.name] for n in group) for group in groups]
     ordered = fx.Graph()
@@ -59,6 +59,6 @@ def template_of(graph: fx.GraphModule, names: Sequence[Mapping[str, str]], where
 
 
 def identifier(name: str) -> str:
-    """Return a tensor's placeholder name; modules of an nn.Sequential have numbers as names."""
+    """Return a tensor's placeholder name; names may be numbers."""
     name = name.replace(".", "_")
     return name if name.isidentifier() else f"_{name}"

@@ -1,4 +1,4 @@
-"""Names that a model's own code and its loss can read."""
+"""Names that a model's code and loss can read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_installed(kind: type) -> bool:
 
 
 def file_of(thing: Any) -> str | None:
-    """Return the file of the module that defines a class or a function."""
+    """Return the file of a class or a function."""
     return getattr(sys.modules.get(thing.__module__), "__file__", None)
 
 
@@ -46,7 +46,7 @@ class Readers:
     """The user's functions that compute a model and its loss.
 
     Attributes:
-        functions: forward, the loss, and the user's functions that these name, by id.
+        functions: forward, the loss, and the user's functions named there, by id.
         names: every name and text that they mention.
         classes: the user's classes of modules and of the loss.
     """
@@ -71,7 +71,7 @@ class Readers:
         return self._dynamic or name in self.names
 
     def depends_on_training(self, modules: Iterable[nn.Module]) -> bool:
-        """Return whether the user's code may depend on a training flag, other than by rates that are 0."""
+        """Return whether the user's code may depend on a training flag, except for rates of 0."""
         if "training" not in self.names:
             return False
         if any(rate for module in modules for rate in rates_of(module).values()):
@@ -124,7 +124,7 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
 
 
 def mentions(kind: type, name: str) -> bool:
-    """Return whether a class has an attribute of this name, or a method that mentions it."""
+    """Return whether a class or its methods mention a name."""
     methods = [value for k in kind.__mro__ if k not in (object, nn.Module) for value in vars(k).values()]
     return hasattr(kind, name) or any(name in names_of(f.__code__) for m in methods for f in _functions(m))
 
@@ -141,7 +141,7 @@ def rates_of(module: nn.Module) -> dict[str, float]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """Yield the names and texts in code; `getattr` may take a text."""
+    """Yield the names in code, and texts for `getattr`."""
     for code_object in _codes(code):
         yield from code_object.co_names
         yield from (constant for constant in code_object.co_consts if isinstance(constant, str))

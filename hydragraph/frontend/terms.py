@@ -1,12 +1,12 @@
-"""Proof, from its graph, that a loss is a sum of separate terms. Its values are of four kinds:
+"""Proof that a loss's graph is a sum of separate terms. Values are of four kinds:
 
     constant    the same for every batch
     bounds      computed only from cu_seqlens and positions in the row: which sequence a token belongs to
     terms       one row for each token, selected token or sequence
     total       a sum of terms
 
-Operators on terms must keep rows separate (`keeps`), or take rows at positions given by bounds or a mask. A total may
-only be added and scaled. The numeric check covers the rows that an index selects.
+Operators on terms must keep rows separate (`keeps`), or take rows by bounds or a mask. A total may only be added and
+scaled. The numeric check covers rows that an index selects.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hydragraph.private.tracing import is_counted, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that take or sum rows according to an index, a mask or counts.
+# Operators that take or sum rows by an index, a mask or counts.
 _TAKES = aten_operators(
     "index.Tensor index_select masked_select index_add scatter_add repeat_interleave.self_Tensor index_put"
 )
-# Operators that may read positions in the packed row, which they turn into indices.
+# Operators that turn positions in the packed row into indices.
 _FINDS = aten_operators("""
     bucketize.Tensor searchsorted.Tensor repeat_interleave.Tensor repeat_interleave.self_Tensor index.Tensor
     index_select diff sub.Tensor cumsum slice.Tensor select.int narrow cat
@@ -49,7 +49,7 @@ _SUM = 2  # PyTorch's code of reduction="sum"
 
 
 def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | None:
-    """Return the first operator that keeps a loss from being a sum of separate terms and what it does, or None.
+    """Return the first operator that breaks the sum of separate terms and what it does, or None.
 
     Args:
         bounds: the used placeholders among cu_seqlens and max_length.
@@ -57,7 +57,7 @@ def first_across(nodes: Sequence[fx.Node], bounds: Sequence[fx.Node]) -> str | N
     from_bounds = set(bounds)  # kind "bounds"
     selects = bool(bounds) or any(is_counted(size) for n in nodes for size in getattr(value_of(n), "shape", ()))
     totals: set[fx.Node] = set()
-    running: set[fx.Node] = set()  # prefix sums over rows: only the difference of two is a term
+    running: set[fx.Node] = set()  # prefix sums over rows, whose differences are terms
     for node in nodes:
         if node.op == "output":
             stray = next((n for n in node.all_input_nodes if n not in totals), None)
@@ -144,7 +144,7 @@ def _runs(node: fx.Node, running: set[fx.Node], told: set[fx.Node]) -> bool:
 def _takes_by_bounds(node: fx.Node, dim: int, told: set[fx.Node]) -> bool:
     arguments = operands(node)
     if node.target in (aten.index.Tensor, aten.index_put.default):
-        # A mask with several dimensions replaces as many dimensions of the operand.
+        # A mask may replace several dimensions.
         places = arguments[1]
         masks = [i for i in places if i is not None and _dtype(i) is torch.bool]
         return bool(masks) or (len(places) > dim and (places[dim] is None or places[dim] in told))

@@ -1,7 +1,7 @@
-"""Allow-list of operators that keep packed tokens separate; every other operator is rejected.
+"""Allow-list of operators that keep packed tokens separate.
 
-A value *has tokens* if it holds data for each token along one dimension of size T. Other values may be combined in any
-way, unless they depend on which sequences are packed together, or their size is a number of tokens, as of `arange(T)`.
+A value *has tokens* if it holds data for each token along one dimension of size T. Other values may be combined
+freely, unless they or their sizes depend on the packing, as of `arange(T)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hydragraph.private.tracing import symbol_name, symbols_in
 
 aten = torch.ops.aten
 
-# Operators that work along their dimensions `dim`, by default along all.
+# Operators along dimensions `dim`, by default all.
 _ALONG = aten_operators("""
     softmax.int _softmax log_softmax.int _log_softmax logsumexp logcumsumexp cumsum cumprod cummax
     mean.dim sum.dim_IntList prod.dim_int amax amin aminmax max.dim min.dim argmax argmin any.dim all.dim
@@ -40,13 +40,13 @@ MADE = aten_operators("""
     zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty zeros ones full
     empty.memory_format scalar_tensor sym_size.int
 """)
-_LIKE = aten_operators("expand_as view_as reshape_as type_as")  # they read the sizes or dtype of their second operand
+_LIKE = aten_operators("expand_as view_as reshape_as type_as")  # of the second operand, only sizes or dtype are read
 # Operators that move dimensions; no other dimension has size T.
 _MOVES = MOVES | aten_operators("""
     t squeeze squeeze.dims one_hot repeat expand_as movedim.int movedim.intlist type_as mT swapaxes swapdims adjoint
     numpy_T
 """)
-# They process each row of the first dimension separately, by the required number of dimensions.
+# They keep rows of the first dimension separate; by number of dimensions.
 _ROWS: Mapping[int, frozenset[Any]] = {
     2: aten_operators("group_norm mv"),
     3: aten_operators("instance_norm avg_pool1d adaptive_avg_pool1d conv1d conv1d.padding"),
@@ -72,11 +72,11 @@ _BATCH_NORMS = aten_operators("batch_norm _native_batch_norm_legit_no_training")
 
 
 def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str] | None:
-    """Return the first operator of a graph that may mix tokens and what it does, or None.
+    """Return the first operator that may mix tokens and what it does, or None.
 
     Args:
         tokens: symbol of the token count.
-        given: number of placeholders, at the end, that are not parameters or buffers.
+        given: number of inputs, the last placeholders.
     """
     rows: dict[fx.Node, Rows] = {}
     bounds = _bounds(graph, tokens, given)
@@ -85,7 +85,7 @@ def mixing(graph: fx.GraphModule, tokens: str, given: int = 0) -> tuple[str, str
         dims = token_dims(node, tokens)
         if node.op == "placeholder" and len(dims) == 1:
             rows[node] = Rows(dims[0], 1)
-        # Results, and values compared with labels, must be in batch order.
+        # Results and operands of losses must be in batch order.
         if node.op == "output" or node.target in LOSSES:
             teller = next((n for n in node.all_input_nodes if routing.tells(n) or rows.get(n, _FIRST).order != 1), None)
             if teller is not None:
@@ -115,7 +115,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 
 
 def _bounds(graph: fx.GraphModule, tokens: str, given: int) -> set[fx.Node]:
-    """Return values that depend on which sequences are packed together, but not on any token."""
+    """Return values that depend on the packing, but not on tokens."""
     placeholders = placeholders_of(graph)
     bounds = {n for n in placeholders[len(placeholders) - given :] if not token_dims(n, tokens)}
     for node in graph.graph.nodes:
@@ -137,7 +137,7 @@ def _problem(
     scaled = any(_is_size(n, tokens) for n in node.all_input_nodes)
     if scaled and (_is_pointwise(node) or node.target in (aten.full.default, aten.scalar_tensor.default)):
         return "computes with the number of tokens of a packed row"
-    if not with_tokens:  # a value as long as the row then counts through it
+    if not with_tokens:  # a value of size T then counts
         sized = bool(dims) or any(token_dims(n, tokens) for n in node.all_input_nodes)
         uniform = from_sizes or node.target in RESHAPES or node.target in _MOVES or _is_pointwise(node)
         return COUNTS if sized and not uniform else None
@@ -204,7 +204,7 @@ def keeps(node: fx.Node, with_tokens: list[fx.Node], dims: Mapping[fx.Node, int]
     if target is aten.index.Tensor:
         indices = [(d, i) for d, i in enumerate(arguments[1]) if i is not None]
         return first not in dims or all(d != dims[first] and i not in dims for d, i in indices)
-    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:] is
+    if target is aten.slice.Tensor and str(shape(node)) == str(shape(first)):  # all of it, as x[-T:]
         return bool(argument_of(node, "step") == 1)
     if target is aten.select_scatter.default:  # the second operand has no dimension `at`
         at = arguments[2] % ndim

@@ -34,7 +34,7 @@ def _remedy(operator: str) -> str:
 
 
 def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None:
-    """Raise Unsupported for other attention, options that read a whole batch, token pairs, and shifts.
+    """Raise Unsupported for other attention, whole-batch options, token pairs and shifts.
 
     Args:
         tokens: symbol of the token count; None: pairs and shifts pass.
@@ -54,14 +54,14 @@ def refuse_mixing(graph: fx.GraphModule, tokens: str | None, where: str) -> None
 
 
 def refuse_unproven(template: Template, tokens: str, where: str) -> None:
-    """Raise Unsupported for operators that are not known to keep tokens separate."""
+    """Raise Unsupported for operators that may mix tokens."""
     refuse_mixing(template.graph, tokens, where)
     mixer = mixing(template.graph, tokens, len(template.inputs))
     if mixer is not None:
         raise Unsupported(f"{mixer[0]} {mixer[1]}", where=where, remedy=_remedy(mixer[0]))
 
 
-# operator -> argument that uses a whole batch -> what it does, and a remedy
+# operator -> argument over a whole batch -> effect, and remedy
 _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
     aten.embedding.default: {
         "scale_grad_by_freq": (
@@ -77,7 +77,7 @@ _OPTIONS: Mapping[Any, Mapping[str, tuple[str, str]]] = {
 
 
 def refuse_other_bounds(template: Template, where: str, given: Mapping[str, str]) -> None:
-    """Raise Unsupported for attention with other bounds than the packed batch's; `given`: unmodified input -> field."""
+    """Raise Unsupported for attention with other bounds than the batch's; `given`: input -> field."""
     for node in template.graph.graph.nodes:
         if node.target in ALONG_SEQUENCES and given.get(field_of(operands(node)[3]) or "") != "cu_seqlens":
             what = "its attention takes sequence bounds that are not the packed batch's"
@@ -92,7 +92,7 @@ def field_of(node: fx.Node) -> str | None:
 
 
 def _pairs_or_shifts(node: fx.Node, tokens: str) -> bool:
-    """Return whether a value belongs to pairs of tokens, or to more or fewer tokens."""
+    """Return whether a value has pairs of tokens, or more or fewer tokens."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -1,4 +1,4 @@
-"""Order in which the rows of a value represent tokens: routing to experts permutes tokens and puts them back.
+"""Order of tokens in the rows of a value: routing to experts permutes tokens and puts them back.
 
 Orders, for 3 tokens a b c with 2 experts each:
 
@@ -8,8 +8,8 @@ Orders, for 3 tokens a b c with 2 experts each:
     b a c a c b     a sort     sorted by a value of the rows above, such as the chosen experts
 
 An operator that keeps rows separate also keeps tokens separate if its operands share one order. Positions of rows
-(`Points`) may only index rows: as data they would reveal other tokens. The number of rows with each sorted value
-(`histc`) may only be used to find where an expert's rows end.
+(`Points`) may only index rows: as data they would reveal other tokens. Numbers of rows per sorted value (`histc`) may
+only give the ends of experts' rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Copies:
     number: int
 
 
-# Number of rows per token, in token order; or the node that sorted the rows.
+# Rows per token, in token order; or the node that sorted them.
 Order = int | Copies | fx.Node
 
 
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Index [rows] in the order `along`; each points to a token's row in the order `to`."""
+    """Index [rows] in the order `along`, of rows in the order `to`."""
 
     along: Order
     to: Order
@@ -77,7 +77,7 @@ class Routing:
         self._sorted: dict[fx.Node, fx.Node] = {}  # sort keys of rows, in sorted order -> the sort
         self._counts: dict[fx.Node, fx.Node] = {}  # number of rows with each key -> the sort
         self._ends: dict[fx.Node, fx.Node] = {}  # index after the last row with each key -> the sort
-        # All except sort keys reveal positions or counts of other tokens.
+        # Sort keys do not reveal other tokens.
         self._tells: tuple[dict[fx.Node, Any], ...] = (self._points, self._counters, self._counts, self._ends)
 
         self._handlers: tuple[tuple[Collection[Any], Callable[[fx.Node], bool]], ...] = (
@@ -96,7 +96,7 @@ class Routing:
         )
 
     def follow(self, node: fx.Node) -> bool:
-        """Record the result of a node that is part of routing; return False for any other."""
+        """Record the result of a routing node; return False for others."""
         handler = next((handler for targets, handler in self._handlers if node.target in targets), None)
         if handler is not None:
             return handler(node)
@@ -155,7 +155,7 @@ class Routing:
         return True
 
     def _quotient(self, node: fx.Node) -> bool:
-        """Handle division of row positions by a divisor of the rows per token."""
+        """Handle division of positions by a divisor of rows per token."""
         first, by = operands(node)[:2]
         floors = node.target is aten.floor_divide.default or argument_of(node, "rounding_mode") == "floor"
         along, to = self._points.get(first, (None, None))
@@ -165,7 +165,7 @@ class Routing:
         return True
 
     def _inverse(self, node: fx.Node) -> bool:
-        """Handle inversion of an order by writing each row's number at its position."""
+        """Handle inversion of an order by writing row numbers at positions."""
         index: Any
         if node.target is aten.index_put.default:
             _, indices, values = operands(node)[:3]
@@ -277,7 +277,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
     """Return the rows of a reshaped value, or None if its tokens are split up.
 
     Args:
-        dim: dimension of the result whose size depends on the number of tokens.
+        dim: the result's dimension of tokens.
     """
     first = operands(node)[0]
     rows_before = rows[first]
@@ -295,7 +295,7 @@ def viewed(node: fx.Node, rows: Mapping[fx.Node, Rows], dim: int, tokens: str) -
         return Rows(dim, rows_before.order)
     if here is None or there is None or type(rows_before.order) is not int or above != 1:
         return None
-    # [T, 2, H] as [2T, H]: the rows of one token stay adjacent.
+    # [T, 2, H] as [2T, H]: a token's rows stay adjacent.
     return Rows(dim, there)
 
 

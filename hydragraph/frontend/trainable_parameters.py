@@ -19,14 +19,14 @@ from hydragraph.private.tracing import ancestors_of
 _LOG = logging.getLogger(__name__)
 _NAMED = 10
 
-# Dtypes whose values an fp32 master weight can hold.
+# Dtypes for fp32 master weights.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Operators whose results autograd treats as constants.
 _CONSTANT = aten_operators("detach zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 
 
 def refuse_other_dtypes(model: nn.Module) -> None:
-    """Raise Unsupported for parameters that are not floating-point, or have no shape or elements."""
+    """Raise Unsupported for parameters without floating-point dtype, shape or elements."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             remedy = "call the model once before, or build its layers with their sizes (nn.Linear for nn.LazyLinear)"
@@ -55,7 +55,7 @@ def reached(graph: fx.GraphModule) -> set[fx.Node]:
 def learning(
     blocks: Sequence[Block], templates: Mapping[str, Template], parameters: Mapping[str, Parameter]
 ) -> set[str]:
-    """Return the names of the parameters that get a gradient; warn about trainable ones that do not."""
+    """Return the parameters that get a gradient; warn about trainable others."""
     flows = {name: reached(templates[name].graph) for name in {block.template for block in blocks}}
     names: set[str] = set()
     for block in reversed(blocks):

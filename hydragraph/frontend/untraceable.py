@@ -1,4 +1,4 @@
-"""Rejection, before tracing, of features that a trace would not see or would freeze."""
+"""Rejection of features that a trace would miss or freeze."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hydragraph.private.module_internals import BATCH_NORMS
 
 
 def refuse_unseen(model: nn.Module) -> None:
-    """Raise Unsupported for hooks, wrappers, modules and tensors that no graph represents."""
+    """Raise Unsupported for hooks, wrappers, modules and tensors outside graphs."""
     for kind, hook in global_hooks():
         raise _hook(kind, hook, "every module (torch.nn.modules.module)")
     for name, module in model.named_modules():
@@ -57,7 +57,7 @@ def _refuse_common_memory(model: nn.Module) -> None:
         if shares_elements_with_itself(parameter):
             raise _in_common(name, "itself: it was expanded, so its elements are one")
     places = [(*place, n) for n, t in [*parameters, *model.named_buffers()] if (place := memory_of(t)) is not None]
-    # A tensor overlaps with an earlier one only if it overlaps with the one that ends last.
+    # It suffices to compare with the tensor that ends last.
     end, furthest = 0, ""
     for first, after, name in sorted(places):
         if first < end and (name in learnt or furthest in learnt):
@@ -99,7 +99,7 @@ def _hook(kind: str, hook: Any, where: str) -> Unsupported:
 
 
 def refuse_own_backward(result: Tensor, where: str) -> None:
-    """Raise Unsupported if a custom torch.autograd.Function computed a result."""
+    """Raise Unsupported for a result of a custom torch.autograd.Function."""
     name = own_backward_of(result)
     if name is not None:
         what, remedy = own_backward_refused(name)

@@ -1,4 +1,4 @@
-"""Files in the user's cache folder; unreadable files count as missing, and failed writes are ignored."""
+"""Files in the user's cache folder; failed reads and writes are ignored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read_packed(path: Path, build: Callable[[bytes], Built]) -> Built | None:
-    """Build an object from a file of `write_packed`; return None if it is missing or invalid."""
+    """Build an object from a file of `write_packed`, or return None."""
     packed = read(path)
     if packed is None:
         return None

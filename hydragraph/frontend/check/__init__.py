@@ -1,1 +1,1 @@
-"""Numeric checks of a captured program, and of a stage's graphs, before training."""
+"""Numeric checks of a program and of a stage's graphs."""

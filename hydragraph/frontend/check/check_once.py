@@ -11,7 +11,7 @@ from hydragraph.log import doing
 from hydragraph.passes.variants import Variants
 
 AUTO = "auto"  # the project's tests set it to "off"
-_latest: list[Variants] = []  # graphs of the last checked program, for its executable
+_latest: list[Variants] = []  # graphs of the last checked program
 
 
 def mode_of(asked: str | bool) -> str:
@@ -43,7 +43,7 @@ def check_here(subject: CheckedModel, asked: str | bool) -> str:
 
 
 def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> None:
-    """Check a captured program on one rank per host; all ranks must call this, and all raise its error."""
+    """Check a captured program on one rank per host; all ranks call this, and raise its error."""
     if mode_of(asked) == "off":
         return
     own: Exception | None = None
@@ -52,7 +52,7 @@ def check_on_hosts(subject: CheckedModel, asked: str | bool, world: World) -> No
             check_here(subject, asked)
         except Unsupported as error:
             own = error
-        except Exception as error:  # not every exception can be pickled
+        except Exception as error:  # others may not be picklable
             own = RuntimeError(f"check: {type(error).__name__}: {error}")
     for failure in (own, *world.gather(own)):
         if failure is not None:

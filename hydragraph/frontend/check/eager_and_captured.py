@@ -1,4 +1,4 @@
-"""The two sides of the comparison: the unmodified model, and the captured graphs."""
+"""The two sides of a comparison: model and captured graphs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _widened(batch: Mapping[str, Tensor], wide: torch.dtype | None) -> dict[str,
 
 @dataclass(frozen=True)
 class Common:
-    """Inputs shared by all blocks: the packed batch's fields, and aux's results."""
+    """Inputs of all blocks: fields, and aux's results."""
 
     fields: Mapping[str, Any]
     aux: Sequence[Tensor]
@@ -105,7 +105,7 @@ def add_captured(
     """Run blocks forward and backward on a packed batch; return the summed loss.
 
     Args:
-        ran: the program's first block, some blocks and the last block, with their variants.
+        ran: the first, some and the last block, with their variants.
         sums: gradient sums by parameter, each with its own memory.
     """
     with torch.no_grad(), default_dtype(wide):
@@ -142,7 +142,7 @@ def backward(
     sums: dict[str, Tensor],
     wide: torch.dtype | None,
 ) -> Tensor | None:
-    """Run one block backward, adding to `sums`; return the gradient of its hidden state, or None.
+    """Run one block backward, adding to `sums`; return its hidden state's gradient, or None.
 
     Args:
         local: the template's names -> those in `tensors` and `sums`.
@@ -157,7 +157,7 @@ def backward(
         arguments += [sums[local[name]], counts]
     before = None
     gradients = runner(variant.backward, wide)(*arguments)
-    # A gradient that views a saved value or another gradient must not become the sum.
+    # A sum must not view a saved value or another gradient.
     holders = Counter(map(_place, [*gradients, *(argument for argument in arguments if isinstance(argument, Tensor))]))
     for name, gradient in zip(variant.gradients, gradients, strict=True):
         if name == "hidden":

@@ -17,14 +17,14 @@ _END = "the end"
 
 
 class StageBarrier(threading.Barrier):
-    """Rendezvous of a stage's threads, which exchange a value in every call."""
+    """Rendezvous of a stage's threads."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._given: list[tuple[str, Any]] = [("", None)] * size
 
     def exchange(self, index: int, call: str, value: Any = None) -> list[Any]:
-        """Return the values of all ranks, in rank order; raise RuntimeError if their calls or shapes differ."""
+        """Return the values of all ranks, in order; raise RuntimeError if calls or shapes differ."""
         self._given[index] = call, value
         self.wait()  # all ranks have written
         contributions = list(self._given)
@@ -48,23 +48,18 @@ class EmulatedCollectives(StartsAtOnce):
         return self._barrier.exchange(self.index, call, x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the stage."""
         return torch.stack(self._all("all_reduce", x)).sum(0)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over the stage."""
         return torch.stack(self._all("all_reduce_max", x)).amax(0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Concatenation of the stage's parts along `dim`."""
         return torch.cat(self._all("all_gather", x), dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, along `dim`, of the sum over the stage."""
         return self.split(torch.stack(self._all("reduce_scatter", x)).sum(0), dim)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part along `dim`, without communication."""
         if x.shape[dim] % self.size:
             raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
         return x.chunk(self.size, dim)[self.index].clone(memory_format=torch.contiguous_format)
@@ -74,7 +69,7 @@ class EmulatedCollectives(StartsAtOnce):
 
 
 def generate_code(variants: Iterable[Variant]) -> None:
-    """Generate graphs' Python code: the first calls of several threads would interfere."""
+    """Generate graphs' Python code, so that threads do not interfere."""
     for variant in variants:
         for graph in (variant.forward, variant.backward):
             if isinstance(graph, fx.GraphModule):

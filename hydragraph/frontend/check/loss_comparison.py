@@ -15,8 +15,8 @@ class Bound:
     """Maximum difference between two correct computations.
 
     Attributes:
-        own: limit for a gradient relative to its norm, and for the loss relative to itself.
-        all: allowance relative to the norm of all gradients, since some true gradients are 0.
+        own: limit relative to a gradient's norm, or to the loss.
+        all: allowance relative to the norm of all gradients, since some are 0.
     """
 
     own: float
@@ -67,7 +67,7 @@ class GradientComparison:
         self._finite = norms is None or all(map(math.isfinite, norms.values()))
 
     def subtract(self, name: str, expected: Tensor) -> None:
-        """Subtract an expected gradient, or a summand of one, in place if possible."""
+        """Subtract an expected gradient, or a summand of one."""
         if name in self._told_apart:
             self._finite = self._finite and math.isfinite(_norm(expected))
         left = self._left.get(name)

@@ -1,6 +1,6 @@
-"""Narrow copies of library models; the numeric check of a copy replaces that of the model.
+"""Narrow copies of library models, checked instead of the models.
 
-Their graphs must have the same text, except for numbers that differ by powers of one factor.
+The text of their graphs must be equal, except for numbers that differ by powers of one factor.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from hydragraph.passes.differentiate import Variant
 _LOG = logging.getLogger(__name__)
 
 FACTORS = (16, 8, 4)
-# Settings that are numbers of features, or of rows of an embedding.
+# Settings with numbers of features or embedding rows.
 _WIDTH = re.compile(
     r"(hidden|intermediate|embedding|ffn|vocab)_size|(_|^)(dim|rank)$|^d_(model|ff|kv)$|^n_(embd|inner)$"
 )
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _LEAST = 4  # features: rotary tables pair the halves of a head
-# A number in a graph's text that is not part of a name.
+# A number that is not part of a name.
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?(?![\w])")
 _SYMBOL = re.compile(r"\bs\d+\b")
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The model's widths divided by its copy's, and special tokens outside the copy's vocabulary -> replacements."""
+    """The model's widths divided by its copy's; replacements of special tokens outside the copy's vocabulary."""
 
     factor: int
     tokens: frozenset[tuple[int, int]]
 
     def equal(self, text: str, narrow: str) -> bool:
-        """Return whether two texts differ only in numbers that the widths explain."""
+        """Return whether the widths explain the differences of two texts."""
         rest, narrow_rest = map(_NUMBER.split, (text, narrow))
         return rest == narrow_rest and all(map(self._explain, *map(_NUMBER.findall, (text, narrow))))
 
@@ -110,7 +110,7 @@ class LibraryModel:
         return cls(type(base), copy.deepcopy(base.config), Adapters.of(model), tensors, model.training, arguments)
 
     def narrowed(self, program: Program) -> NarrowModel | None:
-        """Return a copy whose program differs from this model's in widths only, if there is one."""
+        """Return a copy whose program differs in widths only, if any."""
         for factor in FACTORS:
             built = self.at(factor)
             if built is None:
@@ -118,7 +118,7 @@ class LibraryModel:
             model, widths = built
             try:
                 narrow = capture(model, *self.arguments)
-            except Exception as error:  # sizes that the library's own code does not expect
+            except Exception as error:  # unexpected sizes
                 _LOG.info("no copy at 1/%d of the widths: %s", factor, error)
                 continue
             if widths.equal(program_text(program), program_text(narrow)):
@@ -126,7 +126,7 @@ class LibraryModel:
         return None
 
     def at(self, factor: int) -> tuple[nn.Module, Widths] | None:
-        """Build a copy with widths divided by a factor; None if the config does not allow that."""
+        """Build a copy with widths divided by a factor, if possible."""
         config = copy.deepcopy(self.config)
         tokens = _divide(config, factor)
         if tokens is None:
@@ -148,7 +148,7 @@ class LibraryModel:
 
 
 def _divide(config: Any, factor: int) -> frozenset[tuple[int, int]] | None:
-    """Divide a config's widths; return the tokens that change (`Widths`), or None if a head would be too narrow."""
+    """Divide a config's widths; return the changed tokens, or None if a head would be too narrow."""
     values = vars(config)
     if values.get("head_dim") is None:
         hidden, heads = (next((values[n] for n in names if n in values), None) for names in (_HIDDEN, _HEADS))
@@ -187,5 +187,5 @@ def variant_text(variant: Variant) -> str:
 def _graph_text(graph: fx.GraphModule) -> str:
     values = [(node.name, value_of(node)) for node in graph.graph.nodes]
     shapes = str([(name, str(tuple(v.shape)), str(v.dtype)) for name, v in values if isinstance(v, Tensor)])
-    names: dict[str, str] = {}  # symbols differ between a trace and a program read from a file
+    names: dict[str, str] = {}  # symbols differ in a program read from a file
     return graph.code + _SYMBOL.sub(lambda match: names.setdefault(match[0], f"size_{len(names)}"), shapes)

@@ -33,7 +33,7 @@ from hydragraph.spec.stage_kind import StagePart
 log = logging.getLogger("hydragraph.frontend.check")
 
 MODES = ("auto", "full", "off")
-TOGETHER = 32_000_000  # maximum number of block parameters in memory at a time, beyond one block
+TOGETHER = 32_000_000  # maximum block parameters in memory at a time, beyond one block
 
 REMEDY = (
     "its graph differs from the model: look for things that a trace loses (hooks, Python state, masks or positions of "
@@ -62,7 +62,7 @@ class Attempt:
     """One way to compute both sides.
 
     Attributes:
-        copied: weights are a noisy copy of the model's; otherwise they are drawn at random.
+        copied: weights are a noisy copy of the model's, else random.
         widened: casts inside the model are widened to the dtype.
     """
 
@@ -136,10 +136,10 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
     """Compare packed batches with the model on each sequence alone, block by block.
 
     Args:
-        mode: "auto": each distinct block once, and a large library model at smaller widths; "full": every block.
+        mode: "auto": each distinct block once, a large library model at smaller widths; "full": every block.
 
     Raises:
-        Unsupported: both sides differ for all weights and dtypes tried, or the graphs do not run.
+        Unsupported: both sides differ in all attempts, or the graphs do not run.
     """
     began = time.perf_counter()
     if mode == "auto" and max(_size(subject, group) for group in _groups(subject, mode)) > LARGE:
@@ -153,7 +153,7 @@ def check(subject: CheckedModel, mode: str = "auto", variants: Variants | None =
 
 
 def _checked_narrow(subject: CheckedModel, narrow: NarrowModel) -> Checked | None:
-    """Check a copy; return None if the check at full size must decide."""
+    """Check a copy; None: the full size decides."""
     try:
         checked = _checked(replace(subject, model=narrow.model, program=narrow.program), "auto", None)
     except Unsupported as error:
@@ -176,7 +176,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
         if isinstance(result, str):
             return replace(checked, problem=result)
     done = [result for result in results if not isinstance(result, str)]
-    # A zero gradient's error is relative to the error that the total norm allows.
+    # A zero gradient's error is relative to the total norm's allowance.
     errors = [difference.ratio * attempt.bound.own for difference, attempt in done]
     worst, attempt = done[errors.index(max(errors))]
     return replace(
@@ -190,7 +190,7 @@ def _checked(subject: CheckedModel, mode: str, variants: Variants | None) -> Che
 
 
 def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield attempts: fp64 distinguishes rounding from errors, and new weights are for uninitialised models."""
+    """Yield attempts: fp64 rules out rounding, new weights uninitialised models."""
     first = torch.float64 if dtype is torch.float64 else torch.float32
     yield Attempt(first, copied=True, widened=dtype is torch.bfloat16, seed=0)
     yield Attempt(torch.float64, copied=True, widened=True, seed=1)
@@ -201,7 +201,7 @@ def attempts(dtype: torch.dtype) -> Iterator[Attempt]:
 def _groups(subject: CheckedModel, mode: str) -> list[tuple[int, ...]]:
     """Return the indices of the blocks to compare, grouped by what is in memory at a time.
 
-    "auto" chooses the first of each kind, and the last if small: gradual differences are largest there.
+    "auto" chooses the first of each kind, and the last if small.
     """
     _, layers = block_list(subject.model, subject.blocks)
     sizes = [sum(p.numel() for p in block.parameters()) for block in entries(layers)]
@@ -261,7 +261,7 @@ class _Comparer:
                 return difference, attempt
             failed.append((difference, attempt))
             if attempt.copied and attempt.dtype is torch.float64:
-                break  # fp64 excludes rounding, and the weights are the user's own
+                break  # no rounding, and the user's weights
         if not failed:
             return problem
         raise self._refusal(group, failed)
@@ -271,7 +271,7 @@ class _Comparer:
         weights = DrawnWeights(attempt.seed, attempt.dtype, attempt.copied)
         model = reduced(subject.model, subject.blocks, group, self.forms, weights)
         loss_function = wide_loss(subject.loss, wide)
-        buffers = model.named_buffers(remove_duplicate=False)  # a block that occurs twice has buffers by both names
+        buffers = model.named_buffers(remove_duplicate=False)  # a repeated block has buffers by both names
         tensors = dict([*model.named_parameters(), *buffers]) | loss_buffers(loss_function)
         ids = ids_of(subject.model, program)
         sequences = draw_sequences(self.lengths, ids, program, subject.example, attempt.seed)

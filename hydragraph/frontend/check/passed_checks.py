@@ -22,7 +22,7 @@ MOST = 4096  # files; those used longest ago are deleted
 
 
 def fingerprint(subject: CheckedModel, mode: str) -> str | None:
-    """Return the key of a check, or None if its outcome depends on hooks or closures."""
+    """Return the key of a check, or None with hooks or closures."""
     try:
         record = model_record(subject.model, subject.loss, subject.example, subject.blocks)
     except Unsupported:
@@ -34,13 +34,13 @@ def fingerprint(subject: CheckedModel, mode: str) -> str | None:
 
 
 def key_of(content: str) -> str:
-    """Return the key of a comparison: its description and the versions that made it."""
+    """Return the key of a comparison: its description and versions."""
     return repr((content, torch.__version__, __version__, _own_source()))
 
 
 @functools.cache
 def _own_source() -> str:
-    """Digest hydragraph's files: the version number stays the same during development."""
+    """Digest hydragraph's files, which change within a version."""
     root = Path(str(hydragraph.__file__)).parent
     stats = ((p.relative_to(root).as_posix(), p.stat()) for p in sorted(root.rglob("*.py")))
     return hashlib.sha256(repr([(n, s.st_size, s.st_mtime_ns) for n, s in stats]).encode()).hexdigest()

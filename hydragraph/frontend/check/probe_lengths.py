@@ -1,4 +1,4 @@
-"""Lengths of the compared sequences: beyond every window, chunk and cap in a model's settings."""
+"""Lengths of the compared sequences, beyond windows and chunks in a model's settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hydragraph.ir.program import Program
 from hydragraph.passes.graph_node import aten, operands
 from hydragraph.private.tracing import ancestors_of
 
-# Settings with a number of tokens beyond which attention may change.
+# Settings with a length beyond which attention may change.
 _LIMITS = re.compile(r"window|chunk|cap|block_size|original_max|floor_scale")
 _POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)$")
-# A comparison should take seconds: tokens, and approximate floating-point operations of one side.
+# Limits of tokens, and of one side's approximate operations.
 LONGEST = 512
 _WORK = 4e11
-# Lengths if no setting requires more: unequal, and none a power of two.
+# Default lengths: unequal, and none a power of two.
 _SHORT = (5, 11, 3)
 _FEW = (3, 7)
 _BEYOND = 3
@@ -29,14 +29,14 @@ LARGE = 100_000_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the compared sequences, and the settings whose limits none reaches."""
+    """Lengths, and the settings whose limits none reaches."""
 
     tokens: tuple[int, ...]
     untouched: tuple[tuple[str, int], ...]
 
 
 def lengths_of(model: nn.Module, program: Program, parameters: int) -> Lengths:
-    """Choose the lengths, given the number of parameters used at a time; the second exceeds all possible limits."""
+    """Choose the lengths, given the parameters used at a time; the second exceeds all possible limits."""
     settings = set(_settings(model))
     places = _places(settings, program)
     most = min([LONGEST, max(48, int(_WORK / (12 * max(parameters, 1)))), *places])

@@ -24,7 +24,7 @@ _TARGETS = 3  # one token in this many is a target, if labels are not the next t
 
 @dataclass(frozen=True)
 class Ids:
-    """Exclusive upper limits of token ids (`count`) and labels, and ids that are not drawn."""
+    """Exclusive upper limits of token ids (`count`) and labels; `special` ids are not drawn."""
 
     count: int
     special: frozenset[int]
@@ -42,7 +42,7 @@ class Ids:
 
 
 def ids_read(program: Program, otherwise: int = 2) -> Ids:
-    """Return the ids in a program's tables, by default `otherwise`, and the number of classes of its loss."""
+    """Return the ids of a program's tables and loss; `otherwise`: default count."""
     limits = [limit for limit in field_ranges_of(program) if limit.field == "input_ids"]
     rows = [rows for rows, read in embeddings(program) if read == {"input_ids"}]
     count = min([limit.high for limit in limits] or rows or [otherwise])
@@ -92,7 +92,7 @@ def _labels(tokens: Tensor, ids: Ids, causal: bool, generator: torch.Generator) 
 
 
 def _field(field: Field, length: int, example: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Draw a custom field, [length, ...], from rows of its example unless that is all zeros."""
+    """Draw a custom field, [length, ...], from its example's rows, unless all zeros."""
     if example is not None and (not field.dtype.is_floating_point or bool(example.any())):
         return example[0, torch.randint(0, example.shape[1], (length,), generator=generator)]
     if field.dtype.is_floating_point:

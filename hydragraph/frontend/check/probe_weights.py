@@ -1,6 +1,6 @@
 """Weights for the comparison: none zero or all equal, so that every gradient is informative.
 
-One vector of noise is repeated from an offset by the parameter's name: drawing billions of numbers takes a minute.
+One vector of noise is repeated, from an offset by the parameter's name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hydragraph.frontend.check import scratch_pages
 
-_LENGTH = 131_071  # a prime, so that no two rows of a matrix have the same noise
-_NOISE = 0.3  # standard deviation of the noise, relative to the parameter's own
-_LEAST = 0.05  # its minimum, as a fraction of a new matrix's standard deviation, or of 1 for vectors
-_VECTOR = 0.1  # standard deviation of a new vector around 1: most vectors are norm weights
+_LENGTH = 131_071  # a prime: rows of a matrix have different noise
+_NOISE = 0.3  # standard deviation of noise, relative to the parameter's own
+_LEAST = 0.05  # its minimum, relative to a new matrix's, or to 1 for vectors
+_VECTOR = 0.1  # standard deviation of a new vector around 1
 _SHARED = 1 << 22  # minimum elements of new matrices in shared memory
 
 
@@ -54,7 +54,7 @@ class DrawnWeights:
         return weights
 
     def _part(self, value: Tensor, name: str) -> Tensor:
-        """Return a part of the shared memory with about a new matrix's standard deviation."""
+        """Return shared values with about a new matrix's standard deviation."""
         exponent = round(math.log(value.shape[-1], 16))
         start = _start(name)
         end = start + value.numel()

@@ -1,4 +1,4 @@
-"""Copy of the user's model in which only a few blocks compute."""
+"""Copy of a model in which only a few blocks compute."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ANYWHERE = ("eager", "sdpa")
 
 
 class Forms:
-    """Form of a block's output, learned from a block that ran."""
+    """Form of a block's output, learned from one block."""
 
     _rebuild: Callable[[Tensor], Any] = staticmethod(lambda hidden: hidden)
 
     def learn(self, _module: nn.Module, _given: Any, output: Any) -> None:
-        """Record the form of an output, whose first tensor is the hidden state (a forward hook)."""
+        """Forward hook: record the form of an output, whose first tensor is the hidden state."""
         leaves, spec = tree_flatten(output)
         first = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # weights of eager attention
@@ -44,7 +44,7 @@ def reduced(
     """Copy a model, with new weights outside its blocks and in the `kept` ones, by index."""
     path, layers = block_list(model, blocks)
     left_out = tuple(f"{path}.{i}." for i in range(len(layers)) if i not in kept)
-    # A shared parameter is left out only if all of its names are.
+    # A shared parameter needs all names left out.
     names = model.named_parameters(remove_duplicate=False)
     used = {id(parameter) for name, parameter in names if not name.startswith(left_out)}
     memo = _tensors(model, lambda name, tensor: name.startswith(left_out) and id(tensor) not in used, weights)

@@ -1,4 +1,4 @@
-"""Memory for large tensors that are written once, the dominant cost of checking wide blocks."""
+"""Memory for large tensors that are written once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 24
-# Settings of glibc's malloc (man mallopt), and the values that it adapts to unless mallopt is called.
+# Settings of glibc's malloc (man mallopt), and the values that it adapts to.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ADAPTED = ((_MMAP_MAX, 65536), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 64 << 20))
 _KEEPING = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
@@ -31,7 +31,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def reused() -> Iterator[None]:
-    """Keep freed memory for later allocations, and release it at the end; glibc only."""
+    """Keep freed memory until the end, with glibc."""
     libc = _glibc()
     for option, value in _KEEPING if libc else ():
         libc.mallopt(option, value)

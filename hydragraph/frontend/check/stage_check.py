@@ -1,4 +1,4 @@
-"""Check of a multi-rank stage's graphs against the whole block's, before a strategy is first trained."""
+"""Check of a multi-rank stage's graphs against the whole block's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hydragraph.passes.variants import Library, Variants, local_parameters, voca
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-LARGEST = 1 << 28  # parameters of a block: both sides hold them and their gradients, 4 GiB in all
+LARGEST = 1 << 28  # parameters of a block: 4 GiB on both sides, with gradients
 _LENGTHS = Lengths((5, 11, 3), ())
 _OUT = "its output"
 
@@ -58,7 +58,7 @@ class StageCheck:
         model: of the program; large blocks are compared in its narrow copy.
 
     Attributes:
-        passed: comparisons that need not be repeated: key -> description.
+        passed: passed comparisons: key -> description.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StageCheck:
         return other
 
     def check(self, strategy: Strategy) -> None:
-        """Compare each block's graphs under each stage kind of a strategy; raise Unsupported if they differ."""
+        """Compare each block's graphs under each stage kind; raise Unsupported if they differ."""
         began = time.perf_counter()
         forms = set[StageKind]()
         errors = [0.0]
@@ -126,7 +126,7 @@ class StageCheck:
             log.info("checked what ranks run under %s: worst error %.1e, %.1f s", names, max(errors), seconds)
 
     def _work(self, strategy: Strategy) -> Iterator[tuple[Block, StageKind]]:
-        """Yield what was not compared with the model: all except plain unsharded blocks; with a library, all."""
+        """Yield all but plain unsharded blocks, which were compared with the model; with a library, all."""
         for stage in place(self._program.outline, strategy, [1] * len(strategy.pipelines)).stages:
             form = stage.kind
             for position in stage.positions:
@@ -242,7 +242,7 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _attempts(dtype: torch.dtype) -> Iterator[Attempt]:
-    """Yield several attempts: a router's near tie may be broken differently in one."""
+    """Yield several attempts, as routers break near ties differently."""
     if dtype is not torch.float64:
         yield Attempt(torch.float32, copied=False, widened=dtype is not torch.float32, seed=0)
     yield Attempt(torch.float64, copied=False, widened=True, seed=1)
@@ -263,7 +263,7 @@ def _run(variant: Variant, inputs: Mapping[str, Any], tangent: Tensor, wide: tor
 
 @dataclass(frozen=True)
 class _Stage:
-    """One block on a stage's ranks; `parameters` and `inputs` are the whole block's, by local name."""
+    """One block on a stage's ranks; parameters and inputs are the whole block's, by local name."""
 
     form: StageKind
     parameters: Mapping[str, Parameter]
@@ -286,7 +286,7 @@ class _Stage:
             return _run(self.variants[index], own, tangent, self.wide)
 
     def whole(self, name: str, like: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Combine the ranks' values of one name; each result should be the whole block's."""
+        """Combine the ranks' values of one name to the whole block's."""
         if name in (_OUT, "hidden"):
             split = self.form.sequence_parallel and like.dim() > 0
             return [torch.cat(list(parts), 1)] if split else parts

@@ -1,4 +1,4 @@
-"""Widening: both sides of a comparison run in one wide dtype, since rounding would hide errors."""
+"""Widening: both sides of a comparison run in one wide dtype."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Widened(fx.Interpreter):
 
 
 def runner(graph: fx.GraphModule, wide: torch.dtype | None) -> Callable[..., Any]:
-    """Return a function that runs a captured graph with its casts widened, within `default_dtype`; None: unchanged."""
+    """Return a captured graph with casts widened, to run within `default_dtype`; None: unchanged."""
     if wide is None:
         return graph
 

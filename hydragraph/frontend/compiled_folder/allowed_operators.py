@@ -1,7 +1,4 @@
-"""Allow-list of the operators that graphs of a compiled folder may call.
-
-They do not access files, draw random numbers, or mutate their inputs.
-"""
+"""Allow-list of a compiled folder's operators: none accesses files, draws random numbers or mutates inputs."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ what is made anew
 """
 # as_strided and _reshape_alias are absent: they can access memory outside their inputs.
 
-# hydragraph's operators, and transformers' grouped product of experts (`private.experts`).
+# Operators of hydragraph and transformers (`private.experts`).
 _OTHERS = """
     hydragraph::attention_dropout hydragraph::attention_dropout_backward hydragraph::causal_convolution
     hydragraph::causal_convolution_backward hydragraph::dropout hydragraph::gated_delta_rule
@@ -76,7 +73,7 @@ ALLOWED = frozenset(
     | set(_OTHERS.split())
 )
 
-# Methods of collectives, of a gradient's running sum, of a started collective -> number of arguments.
+# Methods of collectives, running sums and started collectives -> number of arguments.
 ON_COLLECTIVES: Mapping[str, int] = {
     **dict.fromkeys(("all_reduce", "all_reduce_max", "start_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "split", "start_all_gather", "start_reduce_scatter"), 3),
@@ -99,7 +96,7 @@ def check_call(name: str, given: Sequence[object], by_name: Collection[str]) -> 
     Args:
         name: target as in graph data, such as "aten::mm.default" or "operator.floordiv".
         given: positional arguments, as data.
-        by_name: keyword arguments, or their names if values are unknown.
+        by_name: keyword arguments, or only their names.
     """
     if name in PYTHON:
         takes = 1 if name in _OF_ONE or name.startswith("math.") else 2

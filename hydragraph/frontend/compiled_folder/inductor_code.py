@@ -27,7 +27,7 @@ def load_code(content: bytes, folder: Path, arch: str | None = None) -> None:
     """Put the code of a trusted folder into Inductor's cache.
 
     Args:
-        arch: GPU architecture that it was compiled for without a GPU, such as sm_90.
+        arch: GPU architecture, such as sm_90, if compiled without a GPU.
     """
     if arch is not None:
         share_cache(arch)

@@ -1,4 +1,4 @@
-"""Reading of a compiled folder: all files and data are validated; none of it is executed."""
+"""Reading of a compiled folder: data is validated, and never executed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CompiledFolder:
     _files: Mapping[str, bytes] = field(repr=False)
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant, or None if it is missing; an invalid one raises Refused."""
+        """Return a spec's variant, if any; an invalid one raises Refused."""
         entry = self.manifest.variants.get(spec.key)
         if entry is None:
             return None
@@ -85,10 +85,10 @@ def load(
     """Read a compiled folder.
 
     Args:
-        model: record of the model that the folder must belong to; None: any.
+        model: record of the required model; None: any.
         dtype: required compute dtype; None: the folder's.
         ranks: required number of ranks; None: any.
-        trust: pass the code in the folder to Inductor; it can do anything that this process may.
+        trust: pass the folder's code to Inductor; it can do anything that this process may.
 
     Raises:
         Refused: the folder is stale, damaged, or belongs to something else.

@@ -27,8 +27,8 @@ NAME = "manifest.json"
 LARGEST_FILE = 1 << 30  # bytes
 ALWAYS = ("hydragraph", "python", "torch")
 _LIBRARIES = ("transformers", "peft")
-GPU = "the GPU architecture"  # among the versions of a folder that was compiled for one
-_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders of hydragraph whose code determines the graphs
+GPU = "the GPU architecture"  # among the versions of a folder compiled for one
+_MAKERS = ("frontend", "ir", "kernels", "passes", "private")  # folders whose code determines graphs
 
 
 class Refused(ValueError):  # noqa: N818
@@ -46,7 +46,7 @@ class Refused(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class VariantEntry:
-    """File of a variant, and its blocks and kind of stage, such as tp2s, for people."""
+    """File of a variant; blocks and kind of stage, such as tp2s, are informative."""
 
     file: str
     blocks: tuple[str, ...]
@@ -66,7 +66,7 @@ class Check:
     """Results of the numeric check.
 
     Attributes:
-        model: line about the captured program and its model, if they were compared.
+        model: line about the comparison with the model, if any.
         stages: key of a stage's comparison -> its description.
     """
 
@@ -85,8 +85,8 @@ class FolderManifest:
 
     Attributes:
         versions, code: of what makes graphs (`versions`, `own_code`).
-        ranks: number of ranks that the folder's strategies are for; None: it has none.
-        model: None in a folder that a process shares with others on its machine.
+        ranks: number of ranks of the strategies, if any.
+        model: None in a folder shared between processes.
         variants, files: by `VariantSpec.key`, and by path in the folder.
     """
 
@@ -106,9 +106,9 @@ class FolderManifest:
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """Read a folder's manifest; raise Refused if it is missing, was changed, or has another format."""
+    """Read a folder's manifest; raise Refused if it is missing, changed, or of another format."""
     try:
-        # A link may lead anywhere, and reading a pipe may block forever.
+        # A link may lead anywhere, and a pipe may block.
         if (folder / NAME).is_symlink() or ((folder / NAME).exists() and not (folder / NAME).is_file()):
             raise Refused(folder, f"its {NAME} is a link or not a plain file")
         written = (folder / NAME).read_bytes()
@@ -141,7 +141,7 @@ def _expected(content: bytes) -> ExpectedFile:
 
 
 def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> bytes:
-    """Return the content of a file; raise Refused if it does not match the manifest or lies outside the folder."""
+    """Return a file's content; raise Refused if it does not match the manifest or lies outside the folder."""
     expected = files.get(path)
     if expected is None:
         raise Refused(folder, f"{NAME} does not name {path:.200}")
@@ -163,7 +163,7 @@ def read_file(folder: Path, path: str, files: Mapping[str, ExpectedFile]) -> byt
 
 
 def read_json(content: bytes, where: str) -> Any:
-    """Parse JSON without NaN, infinities or duplicate names; raise Malformed for anything else."""
+    """Parse JSON without NaN, infinities or duplicate names, or raise Malformed."""
     try:
         return json.loads(content.decode(), parse_constant=_no_number, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -182,14 +182,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def versions(arch: str | None = None) -> dict[str, str]:
-    """Return the versions of imported packages that graphs depend on; `arch`: GPU of the folder's kernels."""
+    """Return the versions of packages that graphs depend on; `arch`: GPU of the kernels."""
     names = [*ALWAYS, *(name for name in _LIBRARIES if name in sys.modules)]
     kernels = {} if arch is None else {GPU: arch, "triton": version_of("triton")}
     return {name: version_of(name) for name in names} | kernels
 
 
 def version_of(name: str) -> str:
-    """Return the version of a package, or the name of this machine's `GPU`; "" if there is none."""
+    """Return the version of a package, or the name of this machine's `GPU`; "": none."""
     if name == GPU:
         return "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
     if name == "python":

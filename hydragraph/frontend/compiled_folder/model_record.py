@@ -1,4 +1,4 @@
-"""Record of a model at capture time, in parts, to report how another model differs.
+"""Record of a captured model, in parts, to report how another model differs.
 
     model       class, loss, list of blocks, fields of the packed batch, and tensors
     config      setting -> value, as JSON
@@ -6,7 +6,7 @@
     code        Python module -> SHA-256 of its file and of the current methods of its classes; place of a replaced
             library function -> SHA-256 of the function in its place
 
-Weights do not count, nor do settings that only text generation uses.
+Weights and settings of text generation do not count.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hydragraph.frontend.packed_inputs import Loss, fields_of, token_cross_entro
 
 ModelRecord = Mapping[str, Mapping[str, str]]
 
-# Settings about a config's origin, or only for text generation.
+# Settings about origin or text generation.
 _APART = frozenset({"_name_or_path", "architectures", "bos_token_id", "eos_token_id", "transformers_version"})
 _ATTRIBUTES_APART = frozenset(
     {"training", "name_or_path", "generation_config", "warnings_issued", "_is_hf_initialized", "_weight_conversions"}
 )
-_DEFAULTS = frozenset({("_use_kernels", "False")})  # set by only some of transformers' ways to make a model
+_DEFAULTS = frozenset({("_use_kernels", "False")})  # set only sometimes by transformers
 _TENSORS = "names, shapes or frozenness of its tensors"
 PARTS = ("model", "config", "modules", "code")
 
@@ -39,7 +39,7 @@ PARTS = ("model", "config", "modules", "code")
 def model_record(
     model: nn.Module, loss: Loss | None = None, example: Mapping[str, Tensor] | None = None, blocks: str | None = None
 ) -> ModelRecord:
-    """Return a model's record, or raise Unsupported if a part cannot be described; arguments as for `capture`."""
+    """Return a model's record, or raise Unsupported; arguments as for `capture`."""
     tensors = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     fields = fields_of(example, tensors, type(model).__name__)
     try:

@@ -1,6 +1,6 @@
-"""Cache of captured programs, of library models with hydragraph's losses.
+"""Cache of captured programs of library models with hydragraph's losses.
 
-Versions determine these unless something is patched (`library_code`), while custom modules may read anything.
+Versions determine these, unless something is patched (`library_code`).
 """
 
 from __future__ import annotations

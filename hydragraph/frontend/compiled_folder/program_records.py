@@ -1,4 +1,4 @@
-"""Conversion of programs and variants to data and back, checking every field."""
+"""Conversion of programs and variants to data and back, with checks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _template_of(value: object) -> Template:
     takes = len(template.parameters) + len(template.buffers) + len(template.inputs)
     if len(placeholders_of(graph)) != takes:
         raise Malformed(f"{where}: its graph has {len(placeholders_of(graph))} placeholders for {takes} names")
-    # The rebuilt graph's text names size symbols differently.
+    # The rebuilt graph names symbols differently.
     digest = record_schema.text(data["digest"], where)
     traced = record_schema.wholes(data["traced"], where)
     vars(template)["content"] = (digest, template.parameters, template.buffers, template.inputs, traced)
@@ -130,7 +130,7 @@ def variant_data(variant: Variant) -> Data:
 
 
 def variant_of(value: object, spec: VariantSpec, where: str) -> Variant:
-    """Build a variant from data, which must match its spec; raise Malformed, which names the wrong field."""
+    """Build a variant of a spec from data; raise Malformed, which names the wrong field."""
     kinds = get_type_hints(Variant)
     plain = ("inputs", "outputs", "needs", "gradients", "added", "vocabulary", "kinds")
     data = record_schema.fields(value, (*plain, "graphs"), where)
@@ -181,6 +181,6 @@ def _check_shapes(forward: Sequence[Any], spec: VariantSpec, where: str) -> None
 def _built(data: Mapping[str, Any], where: str) -> list[fx.GraphModule]:
     try:
         return decode(data)
-    except Exception as error:  # FX raises it for a graph that it cannot print
+    except Exception as error:  # for a graph that FX cannot print
         first = (str(error).splitlines() or [""])[0]
         raise Malformed(f"{where}: no graph can be built from it ({type(error).__name__}: {first:.200})") from error

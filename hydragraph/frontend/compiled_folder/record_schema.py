@@ -1,4 +1,4 @@
-"""Schema of a compiled folder's data; all functions raise Malformed for anything else."""
+"""Schema of a compiled folder's data; functions raise Malformed otherwise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MOST: Mapping[type, float] = {bool: 1, int: 1 << 63, float: sys.float_info.max}
 
 
 class Malformed(ValueError):  # noqa: N818
-    """Data that does not match the schema of a compiled folder."""
+    """Data that does not match the schema."""
 
 
 def _refuse(where: str, what: str) -> NoReturn:
@@ -149,7 +149,7 @@ _SCALARS: Mapping[object, Callable[[object, str], object]] = {str: text, int: wh
 def check_graphs(value: object, count: int, where: str) -> Mapping[str, Any]:
     """Return the data of the `count` graphs of one trace.
 
-    Nodes are [name, kind, target, args, kwargs, value] (`ir.graph_data`) and may depend only on earlier nodes.
+    Nodes are [name, kind, target, args, kwargs, value] (`ir.graph_data`), and use only earlier nodes.
     """
     data = fields(value, ("hints", "graphs"), where)
     # PyTorch specialises on 0 and 1.
@@ -246,7 +246,7 @@ class _Graph:
             raise Malformed(f"it calls the method {target!r:.80}, which is not on the list")
         if len(args) != takes or set(kwargs) != ({"beta"} if target == "addmm_" else set()):
             raise Malformed(f"it calls the method {target} with arguments that it does not take")
-        # The runtime's objects are the reserved placeholders, and what their start methods return.
+        # Runtime objects are reserved placeholders, and results of start methods.
         on = args[0].get("node") if isinstance(args[0], dict) else None
         if on is None or (on == COLLECTIVES, on in self._started) != (target in ON_COLLECTIVES, target in ON_STARTED):
             raise Malformed(f"it calls the method {target} of {on or args[0]!r:.80}")

@@ -1,4 +1,4 @@
-"""Writing of a captured program and its variants as data that `load` reads."""
+"""Writing of a program and its variants as data."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hydragraph.spec.strategy import Strategy
 
 PROGRAM = "program.json"
 GRAPHS = "graphs"
-_ON_A_LINE = 3  # maximum depth of a mapping that is written on one line
+_ON_A_LINE = 3  # maximum depth of a mapping on one line
 
 
 @dataclass(frozen=True, eq=False)
 class NamedVariant:
-    """Variant, before compilation by a backend, to be written to `graphs/{name}.json`.
+    """Variant, before compilation, to be written to `graphs/{name}.json`.
 
     Attributes:
         keys: of all specs that it implements (`VariantSpec.key`).
@@ -84,14 +84,14 @@ def save(
     ranks: int | None = None,
     arch: str | None = None,
 ) -> None:
-    """Write a program, variants, and finally a manifest of all files in the folder, including those there before.
+    """Write a program, variants, and finally a manifest of all files in the folder.
 
     Args:
         model, check, ranks: as in `FolderManifest`.
-        arch: GPU architecture that the folder's kernels were compiled for, such as sm_90.
+        arch: GPU architecture of the kernels, such as sm_90.
 
     Raises:
-        ValueError: a graph cannot be represented as data, or calls an operator that is not allowed.
+        ValueError: a graph cannot be represented, or calls a forbidden operator.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ class VariantCache:
     """Variants in the user's cache folder, by spec, versions and own sources."""
 
     def variant(self, spec: VariantSpec) -> Variant | None:
-        """Return a spec's variant before backend compilation, or None if none can be read."""
+        """Return a spec's variant before compilation, if readable."""
         path = _path(spec)
         return user_cache.read_packed(path, lambda content: variant_of(read_json(content, path.name), spec, path.name))
 
