@@ -1,4 +1,1 @@
-"""Text files to mini-batches of tokens: readers of formats, chat templates, the tokenizer, the token file, sampling.
-
-It is independent of strategies, ranks and models.
-"""
+"""Text files to mini-batches of tokens, independently of strategies, ranks and models."""

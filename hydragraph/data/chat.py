@@ -33,7 +33,7 @@ _BASE_CHATML = (
 
 
 def chatml(special: Collection[str], end: str) -> str:
-    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with its own end-of-text token."""
+    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with `end`."""
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
 
@@ -43,7 +43,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: without truncation and padding.
-        end: id that ends texts, and answers without a special token at their end.
+        end: id that ends texts, and answers without a special token.
     """
 
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class DocumentEncoder:
 
     @cached_property
     def _exact(self) -> Tokenizer:
-        """The tokenizer without its post-processor, which may trim blanks from offsets."""
+        """The tokenizer without its post-processor, which may trim offsets."""
         exact = Tokenizer.from_str(self.tokenizer.to_str())
         exact.post_processor = None
         return exact
@@ -68,7 +68,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens; a ValueError refuses one without a target, or that its template rejects."""
+        """Return a document as tokens; a ValueError refuses one without targets or rejected by its template."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):
@@ -98,7 +98,7 @@ class DocumentEncoder:
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode the texts separately: for generation, the model gets only the prompt."""
+        """Encode the texts separately, as for generation."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:
@@ -119,7 +119,7 @@ class DocumentEncoder:
         if not any(targets):
             raise ValueError(f"{place}: the assistant's text has no token: leave the conversation out")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # The end directly follows the model's output, without blanks of the template.
+            # The end directly follows the model's output.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)
@@ -134,9 +134,9 @@ class DocumentEncoder:
 
 
 def _within(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it contains a character of the spans, which are in order and disjoint.
+    """Return whether each token contains a character of the ordered, disjoint spans.
 
-    A token without characters, which a normalizer may have added, belongs to the following character.
+    A token without characters belongs to the following character.
     """
     starts = [start for start, _ in spans]
     within = []

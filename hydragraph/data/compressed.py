@@ -1,4 +1,4 @@
-"""Readers of compressed files: gzip by the standard library, Zstandard by pyarrow."""
+"""Readers of gzip and Zstandard files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
     Raises:
         ValueError: the file is damaged.
-        ImportError: it is compressed by Zstandard, and pyarrow is not installed.
+        ImportError: Zstandard, and pyarrow is not installed.
     """
     if not is_compressed(path):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Documents from files and directories of text, .jsonl, CSV, Parquet and Arrow, in a fixed order."""
+"""Documents from files and directories, in a fixed order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CorpusReport:
     """Counts that `documents` fills in while it is consumed.
 
     Attributes:
-        empty: number of documents without text, which are left out.
-        unread: non-empty fields that are not read, by first occurrence.
-        bytes, read: size of the corpus, and bytes read so far; a table counts at its end.
+        empty: omitted documents without text.
+        unread: non-empty fields that are not read.
+        bytes, read: size of the corpus, and bytes read so far.
     """
 
     documents: int = 0
@@ -56,13 +56,13 @@ def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> lis
     """List a corpus's files: paths in the order given, directories in sorted order.
 
     Args:
-        paths: files and directories. Hidden entries, `__pycache__`, links to directories, and other files than Arrow in
-            directories saved by `datasets` are skipped.
-        suffixes: suffixes of files to take from directories, such as `(".py", ".md")`; None: files of records (.jsonl,
-            .parquet, ...), without evaluation splits if there are training splits, or else all readable as text.
+        paths: files and directories, without hidden entries, `__pycache__` and links to directories; of directories
+            saved by `datasets`, only Arrow files.
+        suffixes: of files to take from directories, such as `(".py", ".md")`; None: records (.jsonl, .parquet, ...),
+            without evaluation splits if there are training splits, or else all texts.
 
     Raises:
-        ValueError: a path does not exist, a file is reached twice, a suffix has no dot, or no file is found.
+        ValueError: a path or suffix is wrong, a file is reached twice, or there is none.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
@@ -104,20 +104,20 @@ def documents(
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
     A pair of answers is two documents, the preferred one first. Texts keep their line ends, but not a byte-order mark.
-    Documents without text and undecodable ones are left out, counted in `report` and logged.
+    Documents without text and undecodable ones are omitted, counted in `report` and logged.
 
     Args:
         limit: yield at most this many records; None: all.
 
     Raises:
-        ValueError: as for `files`, at once; while drawing: a missing field, or a broken file.
+        ValueError: as for `files`, at once; later, a missing field or a broken file.
         ImportError: a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return the formats of a corpus's files, from the first record of each, which must be usable."""
+    """Return the formats of a corpus's files, from the first record of each."""
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
@@ -142,7 +142,7 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether these may be the first bytes of a UTF-8 text; the last character may be cut off."""
+    """Return whether a UTF-8 text may start like this; the last character may be cut off."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -153,7 +153,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def fingerprint(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> str:
-    """Hash the absolute paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
+    """Hash absolute paths, sizes and modification times (ns) of a corpus's files: 64 hexadecimal digits."""
     digest = hashlib.sha256(json.dumps(["corpus", 2, asdict(fields)]).encode())
     for path in files(paths, suffixes):
         stat = path.stat()
@@ -172,7 +172,7 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Refused if named; inside a directory, for example of code, they are read as text.
+# Refused if named; read as text in directories.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
     ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
@@ -181,8 +181,8 @@ _NO_TEXTS: dict[str, str] = {
 }
 
 
-_ABOUT = ("README", "LICENSE")  # no data by themselves, if there are other files
-# Splits in the names of files and folders, as `datasets` finds them.
+_ABOUT = ("README", "LICENSE")  # no data if there are other files
+# Names of splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
 
@@ -212,7 +212,7 @@ def _walk(root: Path, suffixes: tuple[str, ...] | None) -> Iterator[Path]:
 
 
 def _of_training(paths: list[Path], root: Path) -> list[Path]:
-    """Leave out the splits for evaluation if there is one for training."""
+    """Omit evaluation splits if there are training splits."""
     names = {path: str(path.relative_to(root)) for path in paths}
     evaluated = [path for path in paths if _EVALUATION.search(names[path]) and not _TRAIN.search(names[path])]
     trained = [path for path in paths if path not in evaluated]
@@ -220,7 +220,7 @@ def _of_training(paths: list[Path], root: Path) -> list[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files in directories that are not read: of other types, or splits for evaluation."""
+    """Return the files in directories that are not read."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
@@ -234,7 +234,7 @@ def unread(
     """Return the non-empty fields that are not read, from the first records of each file.
 
     Args:
-        template: text of the chat template, which reads those fields of messages that it names.
+        template: text of the chat template, which reads the fields that it names.
     """
     report = CorpusReport()
     for path in files(paths, suffixes):

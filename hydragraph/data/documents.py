@@ -1,4 +1,4 @@
-"""Documents of a corpus (texts, conversations, pairs of answers, token ids), and their construction from records."""
+"""Documents of a corpus, made from records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROLES = ("user", "assistant", "system", "tool")  # whatever their letters' case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
-# Other names of prompts and their completions in published data.
+# Other names of prompts and completions.
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("input", "output"))
 PROMPTS = ("question", "query", "input")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
@@ -34,7 +34,7 @@ _IDS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 ASSISTANT = "assistant"
 _NO_LABEL = -100  # ignored by PyTorch's cross entropy
 _UNTRAINED = ("weight", "train", "training")  # fields that exclude a message from training
-# Fields of messages that are read, and names of calls, which some templates leave out.
+# Fields of messages that are read, or that templates may omit.
 OF_MESSAGES = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "id"})
 
 # Stanford's Alpaca prompt, for models without a chat template.
@@ -46,7 +46,7 @@ _ALPACA = (
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion; only the tokens of the completion are targets."""
+    """A prompt and its completion, whose tokens are targets."""
 
     prompt: str
     completion: str
@@ -54,7 +54,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: mappings with a role and, usually, a content; with `weight` 0 not trained."""
+    """Messages for a chat template: mappings with role and content; `weight` 0: not trained."""
 
     messages: Messages
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -67,7 +67,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """Alpaca record: a conversation if there is a chat template, else a completion with Alpaca's own prompt."""
+    """Alpaca record: a conversation for a chat template, else a completion of Alpaca's prompt."""
 
     completion: Completion = Completion("", "")
 
@@ -91,13 +91,13 @@ Document = str | Completion | Conversation | TokenIds
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the fields of a .jsonl object or a table's row.
+    """Field names of a .jsonl object or a row.
 
     Attributes:
         format: one of `Format`, or "auto": derived from a file's first record.
         messages: a list of {role, content}, or of ShareGPT's {from, value}.
         prompt, completion: both texts or both lists of messages.
-        chosen, rejected: two answers to a prompt: texts, messages, or conversations that begin alike.
+        chosen, rejected: answers to a prompt: texts, messages, or conversations with a common beginning.
     """
 
     format: str = "auto"
@@ -132,7 +132,7 @@ class Fields:
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with these fields; errors name the first record's place and a kind of fields."""
+        """Return the format of records with these fields; `place` and `kind` are for errors."""
         needed: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages,),
@@ -155,7 +155,7 @@ class Fields:
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
         possible = [format for format, fields in needed.items() if all(name in names for name in fields)]
-        # A pair of fields that the user named takes precedence.
+        # Fields named by the user take precedence.
         if "alpaca" in possible and "completion" in possible and self.prompt == _INSTRUCTION:
             possible.remove("alpaca")
         if len(possible) > 1:
@@ -212,7 +212,7 @@ class Fields:
     def _compared(
         self, record: Mapping[str, Any], chosen: Messages, rejected: Messages, place: str
     ) -> list[Conversation]:
-        """Return a pair of conversations in which their common first messages are not trained."""
+        """Return conversations whose common first messages are not trained."""
         before = self._before(record, place)
         system = self._system(record)
         if not before and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield two conversations whose common first messages, except the last of either, are not trained."""
+    """Yield conversations whose common first messages, except the last of either, are not trained."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -397,7 +397,7 @@ def _messages(value: object, name: str, place: str) -> Messages:
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
-    # Tables fill absent fields with null, which templates would write out.
+    # Templates would write the nulls of absent fields.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         converted["role"] = converted.pop("from")
@@ -424,7 +424,7 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
         raise ValueError(f"{where}: a message of {role} without content or tool_calls: give it a content")
-    converted.setdefault("content", "")  # templates concatenate it with other texts
+    converted.setdefault("content", "")  # templates concatenate it
     return converted
 
 
@@ -440,7 +440,7 @@ def _parts(parts: Sequence[object], where: str) -> str:
 
 
 def _calls(calls: object, where: str) -> list[Mapping[str, Any]]:
-    """Check tool calls; their arguments stay as in the file: a mapping, or text in JSON."""
+    """Check tool calls; arguments stay a mapping, or JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: tool_calls is a {type(calls).__name__}: give a list of {{function: ...}}")
     checked: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Endless mini-batches by a token budget, a pure function of file, settings, epoch and position."""
+"""Endless mini-batches by a token budget."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Cut documents into chunks of `max_length` tokens and a tail of at least two: one token has no target."""
+    """Cut documents into chunks of `max_length` tokens and a tail of at least two."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -52,7 +52,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return one split of the pieces of a single document; the last ones are held out."""
+    """Return one split of a single document's pieces; the last ones are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
@@ -61,7 +61,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
-    """Return the documents of one split, in file order; the last ones of a seeded shuffle are held out.
+    """Return the documents of one split, in file order; the last of a seeded shuffle are held out.
 
     Args:
         heldout: fraction of documents, rounded, but at least one on each side; 0: none.
@@ -84,20 +84,20 @@ def length_of(drawn: Drawn) -> int:
 class MiniBatches(Iterator[list[Drawn]]):
     """Endless mini-batches of every chunk once per epoch, in an order drawn from (seed, epoch).
 
-    A mini-batch takes chunks, also across epochs, until the next one would exceed the budget. The stream depends only
-    on the file and the settings.
+    A mini-batch takes chunks, even across epochs, until the next would exceed the budget. The stream depends
+    only on the file and the settings.
 
     Args:
         tokens: budget of one mini-batch, at least one chunk or pair.
-        heldout: fraction of documents held out; for a single document, of its pieces.
-        split_seed: seed of the held-out documents; keep it when `seed` changes, or training would see them.
+        heldout: fraction of documents, or of a single document's pieces, held out.
+        split_seed: seed of the held-out documents; keep it when `seed` changes.
         overlong: "cut" or "drop" documents longer than `max_length`.
-        pairs: whether every two documents are a pair of answers, which stay together; "cut" keeps only the first
-            `max_length` tokens of an answer, and "drop" leaves out the pair.
+        pairs: whether every two documents are a pair of answers, which stay together; "cut" keeps the first
+            `max_length` tokens of an answer, "drop" omits the pair.
 
     Attributes:
-        chunks: chunks of one epoch; answers of a pair are neighbours.
-        scores: a number for each chunk, which its sequence then holds as "reference".
+        chunks: of one epoch; answers of a pair are neighbours.
+        scores: by chunk, the "reference" of its sequence.
 
     Raises:
         ValueError: the split has no document of two tokens.
@@ -156,16 +156,16 @@ class MiniBatches(Iterator[list[Drawn]]):
         self._order = self._epoch_order(0)
 
     def __next__(self) -> list[Drawn]:
-        """Return the next mini-batch: int64 [length] per sequence, with labels if some tokens are not targets."""
+        """Return the next mini-batch: int64 [length] per sequence, with labels unless all tokens are targets."""
         return [self.read(chunk) for chunk in self._fill()]
 
     def skip(self) -> tuple[int, ...]:
-        """Skip the next mini-batch without reading it; return the lengths of its sequences."""
+        """Skip the next mini-batch; return the lengths of its sequences."""
         self._fill()
         return self.lengths
 
     def single_pass(self) -> Iterator[list[Drawn]]:
-        """Yield every chunk once, in file order, with the same budget; the endless stream does not advance."""
+        """Yield every chunk once, in file order; the endless stream does not advance."""
         return ([self.read(chunk) for chunk in chunks] for chunks in self.single_pass_chunks())
 
     def single_pass_chunks(self) -> Iterator[list[int]]:
@@ -221,11 +221,11 @@ class MiniBatches(Iterator[list[Drawn]]):
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return the position of the next mini-batch, and the settings that it depends on."""
+        """Return the next mini-batch's position, and the settings."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; a ValueError refuses one of another file or other settings."""
+        """Continue where `state` was taken; a ValueError refuses another file or settings."""
         for name, mine in self._settings.items():
             theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # default of earlier versions
             if theirs != mine:
@@ -261,7 +261,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return the answers of pairs (documents 2i and 2i + 1) in which both keep a target."""
+    """Return the answers of pairs (documents 2i, 2i + 1) in which both keep a target."""
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)

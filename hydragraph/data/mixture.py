@@ -11,10 +11,10 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 class Mixture(Iterator[list[Drawn]]):
     """Endless mini-batches in which each corpus has its share of the tokens, to within a sequence.
 
-    The next sequence comes from the corpus that is furthest below its share.
+    The corpus that is furthest below its share is next.
 
     Args:
-        members: streams of the corpora; their own budgets are ignored.
+        members: streams of the corpora; their budgets are ignored.
         weights: shares of the tokens, above 0, in any unit.
     """
 
@@ -42,7 +42,7 @@ class Mixture(Iterator[list[Drawn]]):
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; a ValueError refuses one of other corpora, weights or settings."""
+        """Continue where `state` was taken; a ValueError refuses other corpora, weights or settings."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(

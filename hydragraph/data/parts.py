@@ -1,4 +1,4 @@
-"""Encoded documents on disk in parts, so that an interrupted preparation can continue."""
+"""Encoded documents in parts, so that preparation can continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EncodedParts:
     def encoded(
         self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the missing documents; yield the number of finished ones after each part.
+        """Encode the missing documents; yield the number done after each part.
 
         Args:
             documents: the whole corpus, always in the same order.

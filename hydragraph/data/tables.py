@@ -1,4 +1,4 @@
-"""Rows of Parquet, Arrow and CSV files, read with pyarrow, and of directories that `datasets` saved."""
+"""Rows of Parquet, Arrow and CSV files, and of directories by `datasets`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield the wanted columns of each row, None for a row that is not UTF-8; errors as for `columns`."""
+    """Yield columns of each row, None for a row that is not UTF-8; errors as for `columns`."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -46,7 +46,7 @@ def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a directory written by `Dataset.save_to_disk`, in order; None for other directories."""
+    """Return the Arrow files of a `Dataset.save_to_disk` directory, in order; None for others."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = read_object(splits, _REMEDY).get("splits", [])
@@ -64,7 +64,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a table: its column names, and a function from chosen columns to batches of rows."""
+    """Open a table: column names, and a function from columns to batches of rows."""
     kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow

@@ -1,4 +1,4 @@
-"""Chat templates: the text of a conversation, and the spans of its trained messages."""
+"""Chat templates: texts, and spans of trained messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Special tokens, if the tokenizer's are not known.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
-# Placeholder for a message's content, to find the content's position in the text.
+# Placeholder for a message's content, to find its position.
 _PROBE = "\ue000\ue001\ue002"
 _AFTER_THOUGHTS = "</think>"
 
@@ -27,7 +27,7 @@ class ChatTemplate:
     """A Jinja chat template of Hugging Face.
 
     Attributes:
-        text: its `{% generation %}` blocks, if any, are trained; else whole turns, without the generation prompt.
+        text: `{% generation %}` blocks, if any, are trained; else turns without the generation prompt.
         special: tokens by name, such as {"bos_token": "<s>"}.
         train_on: "assistant": its messages; "last": only the last of them; "all": every token.
     """
@@ -44,7 +44,7 @@ class ChatTemplate:
             marks: the tokenizer's special tokens, which no span may cut.
 
         Raises:
-            ValueError: the template rejects the conversation or leaves a message out, or no message is trained.
+            ValueError: the template rejects the conversation or a message, or trains no message.
         """
         trained = [] if self.train_on == "all" else self._trained(conversation, place)
         written = self._written(conversation, place, marks)
@@ -69,10 +69,7 @@ class ChatTemplate:
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
-        """Render a conversation in the first form in which every message appears in the text.
-
-        Some templates take contents as lists of parts, and some the arguments of tool calls as text.
-        """
+        """Render a conversation in the first form (`_Way`) in which every message appears."""
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True)))) if marks else _MARKS
         refusal: ValueError | None = None
         for way in _ways(conversation.messages):
@@ -94,7 +91,7 @@ class ChatTemplate:
         prompt: bool = False,
         mask: bool = False,
     ) -> tuple[str, list[Span]]:
-        """Return the template's text for messages; with `mask`, also the spans that it marks as generated."""
+        """Return the text for messages; with `mask`, also the spans marked as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -242,12 +239,10 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Find a turn that is rendered differently when it ends the conversation.
-
-        The turn is its content in the final text, extended by the generation prompt's header and by its ending.
+        """Find a turn that is rendered differently at the conversation's end: content, extended by header and ending.
 
         Args:
-            before, after: text of the messages before it, with the generation prompt; text up to and including it.
+            before, after: text before it, with the generation prompt; text up to its end.
         """
         messages = self._messages
         content = self._region(messages, i)
@@ -274,7 +269,7 @@ class _Written:
         return start + header, content[1] + ending
 
     def _common(self, first: str, second: str) -> int:
-        """Return the length of the common beginning of two texts, without cutting a special token."""
+        """Return the length of two texts' common beginning, without cutting a special token."""
         size = shared_length(first, second)
         for mark in self._pattern.finditer(first):
             if mark.start() < size < mark.end():
@@ -282,10 +277,7 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the position of a message's content in the text of `messages`, or None if it is not written.
-
-        It is where the text changes when the content does.
-        """
+        """Return the position of a message's content, where the text changes with it; None: it is not written."""
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
         try:
@@ -321,7 +313,7 @@ def _said(message: Message) -> str:
 
 
 def _probed(message: Message) -> Message:
-    """Replace a message's content, or its first tool call if it has no content."""
+    """Replace a message's content, or else its first tool call."""
     if message["content"] or not message.get("tool_calls"):
         content = message["content"]
         return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}

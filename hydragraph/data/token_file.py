@@ -8,7 +8,7 @@ Little-endian, in this order:
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
-Tokens come first because they are written before the number of documents is known.
+Tokens come first, as the number of documents is known last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Documents are encoded in parallel, so a batch needs many; both bounds limit memory.
+# Parallel encoding needs many documents; both bounds limit memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -79,7 +79,7 @@ class _Header:
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Documents of token ids, memory-mapped and read-only; open it with `TokenFile.open`.
+    """Memory-mapped, read-only documents of token ids; use `TokenFile.open`.
 
     Attributes:
         lengths: tokens of each document, int64 [documents], with the end-of-text token.
@@ -100,7 +100,7 @@ class TokenFile:
     def open(cls, path: Path) -> TokenFile:
         """Map a file, checking everything except the tokens (see `verify`)."""
         header = _read_header(path)
-        # asarray: results computed from a memmap would have its type.
+        # asarray: results of a memmap would be memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -111,7 +111,7 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read the whole file, and compare its checksum; a ValueError refuses a damaged file."""
+        """Compare the file's checksum; a ValueError refuses a damaged file."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:
@@ -142,7 +142,7 @@ class TokenFile:
     def counts(
         self, documents: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the number of targets in each piece, not counting its first token."""
+        """Return the number of targets in each piece after its first token."""
         if not self.targeted:
             return lengths - 1
         first = self._offsets[documents] + starts
@@ -169,7 +169,7 @@ class TokenFile:
         return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
-        """Pickle as the path: pickling a memory map would copy its tokens."""
+        """Pickle as the path, without tokens."""
         return TokenFile.open, (self.path,)
 
 

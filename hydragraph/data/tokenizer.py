@@ -1,4 +1,4 @@
-"""Byte-level BPE: train it on a corpus, load one that exists, save one for Hugging Face's classes."""
+"""Byte-level BPE: trained, loaded, or saved for Hugging Face."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 
-# End-of-text tokens of GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" comes late: it can also be the HTML
-# tag.
+# End-of-text tokens of GPT-2 and Qwen, Llama 3, Gemma, Llama 2 and T5, BERT. "</s>" may be an HTML tag.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
-    """Train a byte-level BPE; the result does not depend on the order of the texts.
+    """Train a byte-level BPE, independently of the texts' order.
 
     Args:
-        vocab_size: number of tokens, with special ones and the 256 bytes; fewer if no pairs are left to merge.
+        vocab_size: number of tokens, with special ones and 256 bytes; fewer if no pairs are left.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
@@ -48,7 +47,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or the one in a directory, without its truncation and padding."""
+    """Load a tokenizer.json, or a directory's, without truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
@@ -88,7 +87,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
-    """Return the token that ends a document: the declared one, or else the first well-known one."""
+    """Return the token that ends a document: the declared or first well-known one."""
     candidates = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
@@ -103,13 +102,13 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
 
 
 def end_id(tokenizer: Tokenizer, directory: Path) -> int:
-    """Return the id that ends a text for a tokenizer from `directory`."""
+    """Return the end-of-text id of a tokenizer from `directory`."""
     declared = special_tokens(directory).get("eos_token")
     return tokenizer.get_vocab()[end_of_text_token(tokenizer, declared)]
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Return the special tokens that a directory's configuration declares, by names such as "eos_token"."""
+    """Return a directory's special tokens, by names such as "eos_token"."""
     tokens_by_name: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in _configuration(directory / name).items():
