@@ -1,1 +1,1 @@
-"""Checkpoints of a run, their pieces in memory, on disk and in a store, and (`weights/`) pretrained files."""
+"""Checkpoints of a run, whole and in pieces, and (`weights/`) pretrained files."""

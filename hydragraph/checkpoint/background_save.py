@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
 Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). The thread
-has its own communicators. It is not a daemon: a process that exits normally waits for it.
+has its own communicators, and is not a daemon: a normal exit waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed and its error was not raised yet; other ranks may learn of it later."""
+        """Whether a save failed and its error was not raised yet; ranks may differ."""
         return self._error is not None
 
     def start(
@@ -49,7 +49,7 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Wait for an earlier save, copy the state and start writing it; arguments as for `save_and_load.save`."""
+        """Wait for an earlier save, copy the state and start writing; arguments as for `save_and_load.save`."""
         self.wait()
         if self._groups is None:
             world = replace(self._world, backend="gloo")  # objects and names only

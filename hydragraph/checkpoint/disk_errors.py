@@ -1,4 +1,4 @@
-"""File system errors with their cause, which libraries that write files often hide."""
+"""File system errors with the cause, which libraries often hide."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes: more than a full disk may have left after truncating a file
+_PROBE = 4 << 20  # bytes: more than a full disk may have left
 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Raise errors of writing files inside the block as an OSError with cause and path.
+    """Raise errors of writing files in the block as an OSError with cause and path.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # on a full disk the error has no path
+        if error.errno is not None and error.filename is None:  # as on a full disk
             error.filename = str(shown)
         raise
     except Exception as error:
@@ -40,7 +40,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # a write that reaches the end of the disk only returns a smaller count
+        while left:  # at the end of the disk, a write returns a smaller count
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

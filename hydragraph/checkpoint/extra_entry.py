@@ -1,4 +1,4 @@
-"""The single non-tensor entry of a checkpoint: `extra`, and the unsharded state of the optimizer."""
+"""The non-tensor entry of a checkpoint: `extra` and the optimizer's unsharded state."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep` complete checkpoints `step-N`, except `spared`, and leftovers of crashed saves.
+    """Delete all but the newest `keep` complete checkpoints and `spared`, and leftovers of crashed saves.
 
     Only one rank calls it, while no rank saves or loads there.
     """
@@ -56,7 +56,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
     checkpoints = complete(directory)
     for step, path in checkpoints[:-keep]:
         if step != spared:
-            shutil.rmtree(set_aside(path, "old"))  # remains after a crash must not look complete
+            shutil.rmtree(set_aside(path, "old"))  # after a crash it must not look complete
             _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
     for path in directory.iterdir() if checkpoints else ():
         leftover = _LEFTOVER.fullmatch(path.name)
@@ -65,7 +65,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Create the directory to write into, next to the checkpoint's path; `commit` renames it."""
+    """Create the directory to write into; `commit` renames it."""
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "

@@ -78,7 +78,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, shared with the ranks that read the same copy; raise Damaged on all ranks if any is."""
+    """Hash all files, together with ranks `sharing` the copy; raise Damaged on all ranks if any is."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]
@@ -89,7 +89,7 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 def check_model(
     path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
 ) -> None:
-    """Raise a ValueError unless a checkpoint belongs to this model, and to this optimizer (None: any)."""
+    """Raise a ValueError unless a checkpoint belongs to this model and optimizer (None: any)."""
     stored = manifest.parameters
     different = [
         f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"

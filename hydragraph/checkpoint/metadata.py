@@ -1,4 +1,4 @@
-"""Safe reader of a checkpoint's metadata: PyTorch pickles `.metadata`, and a pickle can call anything it names."""
+"""Safe reader of a checkpoint's metadata, as a pickle can call anything."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), (
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's directory; metadata that names other files than `files` is rejected."""
+    """Reads a checkpoint's directory; metadata may name only `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata; raise Damaged if it names an object or a file that does not belong to the checkpoint."""
+        """Read the metadata; raise Damaged for foreign objects or files."""
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:

@@ -24,7 +24,7 @@ class Plain:
     Attributes:
         groups: parameter names by group.
         hyperparameters: by group.
-        scalars: parameter -> state -> value; on a rank, only for parameters that it owns a part of.
+        scalars: parameter -> state -> value; on a rank, for parameters that it owns in part.
     """
 
     groups: list[list[str]]
@@ -33,7 +33,7 @@ class Plain:
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the class name that identifies the optimizer in a checkpoint."""
+    """Return the optimizer's class name in a checkpoint."""
     return None if optimizer is None else type(optimizer).__name__
 
 
@@ -50,7 +50,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return this rank's parts of the states with one value per element, by name in the checkpoint."""
+    """Return this rank's parts of per-element states, by name in the checkpoint."""
     states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
@@ -59,7 +59,7 @@ def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None)
 
 
 def merged(parts: Sequence[Plain]) -> Plain:
-    """Merge the parts of all ranks; owners of the same parameter must have equal scalars."""
+    """Merge the parts of all ranks; a parameter's owners must have equal scalars."""
     scalars: dict[str, dict[str, Any]] = {}
     for rank, part in enumerate(parts):
         for name, values in part.scalars.items():

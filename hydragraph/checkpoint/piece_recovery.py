@@ -1,7 +1,6 @@
 """Recovery from a checkpoint in pieces, each read from the nearest place.
 
-Threads read what a rank needs only for itself. Meanwhile all ranks exchange, in windows of bounded size, what some read
-for others.
+Threads read what a rank needs itself; meanwhile ranks exchange, in windows of bounded size, what they read for others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hydragraph.runtime.state_movement import CHUNK, Columns, OwnedState, dtypes
 _LOG = logging.getLogger(__name__)
 
 _WHAT = "read checkpoint pieces"
-_AHEAD = 3  # windows read ahead of their exchange: disks have different shares of each
+_AHEAD = 3  # windows read ahead of their exchange
 _READERS = 4
 
 
@@ -38,7 +37,7 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        read, received: bytes that this rank has read, by tier, and received from others.
+        read, received: bytes read by tier, and received from others.
     """
 
     kept: Kept
@@ -59,11 +58,11 @@ def recover(
     """Read the newest checkpoint that is complete, without unreadable pieces; all ranks call it.
 
     Args:
-        chunk: bytes that all ranks together read and exchange at a time.
-        least: earliest step to read; if there is none, return None on all ranks. None: any step.
+        chunk: bytes that ranks together exchange at a time.
+        least: earliest step; without one, all ranks return None. None: any step.
 
     Raises:
-        ValueError: on all ranks: no place has a checkpoint, or parts of the newest are missing.
+        ValueError: on all ranks: no checkpoint exists, or parts of the newest are missing.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
@@ -153,7 +152,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
+            if tier in pieces.shelves and min(ranks) == rank:  # one of the sharing ranks lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 for kept, shelf_pieces in pieces.held(tier).items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
@@ -198,7 +197,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return the data of a fetch as bytes, 1-D, on the CPU; record its piece if it is unreadable."""
+        """Return a fetch's bytes, 1-D, on the CPU; record an unreadable piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:

@@ -6,7 +6,7 @@
     on another node          memory before disk, by a rank there                          node that needs it
     only in the store        the store, by one rank that needs it, for all of the node    node
 
-Among equally near readers, the one with the least to read so far is chosen.
+Among equally near readers, the one with the least to read is chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class StatePiece:
-    """Elements [lo, hi) of a bucket, with all per-element columns, as written by one owner."""
+    """Elements [lo, hi) of a bucket in all columns, as written by one owner."""
 
     bucket: str
     lo: int
@@ -63,15 +63,15 @@ class Fetch:
 def fetch_plan(
     held: Mapping[PiecePlace, Sequence[StatePiece]], nodes: Sequence[int], needed: Mapping[str, Layout]
 ) -> list[Fetch]:
-    """Plan which rank reads what from where; deterministic, so all ranks compute the same plan.
+    """Plan which rank reads what from where, equally on all ranks.
 
     Args:
-        held: pieces of one checkpoint, by the places that hold them.
+        held: pieces of one checkpoint, by place.
         nodes: the node of each rank.
         needed: elements of each rank, by bucket.
 
     Returns:
-        Reads in the order of buckets and elements; each rank receives each element once.
+        Reads in order of buckets and elements; ranks receive each element once.
     """
     load = [0] * len(nodes)
     places: dict[StatePiece, list[PiecePlace]] = {}
@@ -85,7 +85,7 @@ def fetch_plan(
     open_at: dict[tuple[object, ...], int] = {}  # index of a read that may be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
-        # Within two neighbouring marks, all elements are needed by the same ranks and lie in the same pieces.
+        # Between neighbouring marks, elements share the ranks that need them and the pieces.
         marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
         for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
@@ -110,7 +110,7 @@ def _fetches(
     hi: int,
     needing: Sequence[int],
 ) -> Iterator[Fetch]:
-    # The nearest place that each rank can read from, and the piece there.
+    # Nearest place of each rank, and the piece there.
     reach: dict[int, tuple[Tier, StatePiece]] = {}
     for piece, places in having.items():
         for place in places:
@@ -120,7 +120,7 @@ def _fetches(
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # Nodes with a copy come first: they read it in any case, and can send it to others.
+    # Nodes with a copy come first, as they can send it to others.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]
@@ -128,7 +128,7 @@ def _fetches(
         def cost(rank: int, node: int = node, receivers: Sequence[int] = receivers) -> tuple[int, ...]:
             tier = reach[rank][0]
             near = nodes[rank] == node
-            # Prefer a rank that needs the data for reading the node's disk or the store.
+            # For the node's disk or the store, prefer a rank that needs the data.
             helps = rank not in receivers if tier is not Tier.MEMORY and (near or tier is Tier.STORE) else False
             return (tier is Tier.STORE, not near, tier, helps, rank not in reads, load[rank], rank)
 

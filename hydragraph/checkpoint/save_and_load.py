@@ -1,8 +1,8 @@
 """Checkpoints of the home state and the optimizer of all ranks, which any number of ranks can load.
 
-A checkpoint is a directory of torch.distributed.checkpoint (DCP): one tensor per parameter under its name, and one per
-elementwise optimizer state under `optimizer.{state}.{parameter}`, unsharded, so DCP's own tools can read it.
-Hyperparameters, step counts and the caller's `extra` are one further entry.
+A checkpoint is a directory of torch.distributed.checkpoint (DCP), readable by DCP's tools: one unsharded tensor per
+parameter under its name, and one per elementwise optimizer state under `optimizer.{state}.{parameter}`.
+Hyperparameters, step counts and `extra` are one further entry.
 
 All ranks call `save` and `load` together, and an error on one of them is raised on all.
 """
@@ -57,10 +57,10 @@ BUFFERS = "buffers"  # key of `extra`: persistent buffers by name
 def save(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> None:
-    """Save weights, optimizer and `extra`; the previous content of `path` is kept until everything is written.
+    """Save weights, optimizer and `extra`; `path` keeps its content until all is written.
 
     Args:
-        path: a directory visible to all ranks; only an existing checkpoint there is replaced.
+        path: a directory visible to all ranks; only a checkpoint is replaced.
         optimizer: None: only weights are saved.
         extra: rank 0's; numbers, strings, tensors, and containers of them.
 
@@ -74,7 +74,7 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class PendingCheckpoint:
-    """One rank's part of a checkpoint to write into a scratch directory.
+    """One rank's part of a checkpoint to write.
 
     Attributes:
         contents: this rank's part of every entry.
@@ -106,7 +106,7 @@ def prepare(
 ) -> PendingCheckpoint:
     """Check that a checkpoint can be saved, and create its scratch directory; arguments as for `save`.
 
-    The tensors of the result are those of the state, not copies.
+    The result's tensors are not copies.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -129,7 +129,7 @@ def prepare(
 
 
 def write(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Write a prepared checkpoint and move it to its path, on any thread that owns the groups."""
+    """Write a prepared checkpoint and move it to its path, on the thread that owns the groups."""
     what = prepared.what
     rank = groups.world.rank
     scratch = prepared.scratch
@@ -155,18 +155,18 @@ def write(prepared: PendingCheckpoint, groups: Groups) -> None:
 
 
 def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, groups: Groups) -> dict[str, Any]:
-    """Load a checkpoint into this rank's weights and optimizer; every file is checked before any state changes.
+    """Load a checkpoint into weights and optimizer; files are checked before any state changes.
 
     Args:
-        path: a directory that all ranks share, or that is copied to every host.
+        path: a directory shared by all ranks, or copied to every host.
         optimizer: None: only weights are loaded.
 
     Returns:
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: it differs from what was written; some ranks may raise a ValueError of the same text.
-        ValueError: on all ranks: the checkpoint is missing or incomplete, or belongs to another model or optimizer.
+        Damaged: it differs from what was written; some ranks may raise a plain ValueError.
+        ValueError: on all ranks: it is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"
     path = Path(path)
@@ -189,7 +189,7 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
 
 def read_steps(path: Path) -> int:
-    """Read the number of steps that a checkpoint includes, in a single process."""
+    """Read a checkpoint's number of steps, in a single process."""
     contents: dict[str, OwnedBoxes | bytes] = {ENTRY: b""}
     read_entries(contents, Reader(path, read_manifest(path).files))
     steps: int = decoded(cast(bytes, contents[ENTRY]))["extra"]["steps"]
@@ -197,7 +197,7 @@ def read_steps(path: Path) -> int:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Perform DCP's save step by step: DCP's own uses the default process group."""
+    """Perform DCP's save, which uses the default process group, step by step."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)

@@ -1,4 +1,4 @@
-"""Checks whether hosts see the same directory at a path: saves need it; for reading, every host may have a copy."""
+"""Checks whether hosts see the same directory at a path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file for other ranks to look for, with a name that no network file system has cached."""
+    """Create a file for other ranks to look for, under an uncached name."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
@@ -46,7 +46,7 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
 
 
 def same_copy(path: Path, groups: Groups, what: str) -> tuple[int, ...]:
-    """Return the ranks that read the same copy of a checkpoint as this one, ascending."""
+    """Return the ranks that read this rank's copy of a checkpoint, ascending."""
     seen = together(groups, what, lambda: _identity(path / MARKER))
     return tuple(rank for rank, identity in enumerate(seen) if identity == seen[groups.world.rank])
 

@@ -1,13 +1,13 @@
 """Checkpoints in pieces in several places: memory, a disk of the node, a store.
 
-A piece is one rank's interval of a bucket in all columns (weights, and the optimizer's per-element state), in a
-safetensors file:
+A piece is one rank's interval of a bucket in all columns (weights and per-element optimizer state), in a safetensors
+file:
 
     step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
-A rank may be lost before its piece reaches the store, so readers take the newest complete checkpoint. The series, which
-ends a directory's name, changes when training returns to an earlier step.
+Readers take the newest complete checkpoint. The series, which ends a directory's name, changes when training returns
+to an earlier step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
-_HEAD = 8  # bytes that hold the length of a file's header
+_HEAD = 8  # bytes with the header's length
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +59,7 @@ class Kept:
 
     @staticmethod
     def of(folder: str) -> Kept | None:
-        """Parse the name of a directory; return None if it is something else."""
+        """Parse a directory's name; None: something else."""
         match = _STEP.fullmatch(folder)
         return None if match is None else Kept(int(match[1]), match[2])
 
@@ -70,7 +70,7 @@ class Shelf(Protocol):
     def put(self, name: str, data: bytes) -> None: ...
 
     def get(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [begin, end) of a file; raise a FileNotFoundError if it does not exist."""
+        """Return bytes [begin, end) of a file; raise a FileNotFoundError if it is missing."""
 
     def names(self) -> Iterable[str]: ...
 
@@ -154,7 +154,7 @@ class StoreShelf:
         if "file" in protocols:  # partial files would be visible
             DiskShelf(Path(self._root)).put(name, data)
             return
-        if not protocols & _OBJECT_STORES:  # they have no directories, and making one could create a misspelt bucket
+        if not protocols & _OBJECT_STORES:  # makedirs could create a misspelt bucket
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._files.pipe_file(path, data)
 
@@ -188,11 +188,10 @@ class Pieces:
     """Places where this process keeps checkpoints in pieces.
 
     Args:
-        disk: a directory shared by the ranks of this node.
-        store: a path or fsspec URL ("s3://bucket/run") that all nodes can access.
+        disk: a directory shared by this node's ranks.
+        store: a path or fsspec URL ("s3://bucket/run") for all nodes.
         keep: number of checkpoints; one complete checkpoint is always kept.
-        run: lower-case letters and digits; pieces under another name are not read, and are deleted as new ones arrive.
-            "": read all.
+        run: lower-case letters and digits; pieces of other runs are not read, and are deleted in time. "": read all.
     """
 
     def __init__(
@@ -231,14 +230,14 @@ class Pieces:
 
     @property
     def busy(self) -> frozenset[Tier]:
-        """Places to which an earlier checkpoint is still being written."""
+        """Places where a checkpoint is still being written."""
         if self._preparing is not None and self._preparing.is_alive():
             return frozenset(self.shelves)
         return frozenset(tier for tier, thread in self._writing.items() if thread.is_alive())
 
     @property
     def written(self) -> Mapping[Tier, Kept]:
-        """Last checkpoint that this rank has written to each place."""
+        """Last checkpoint that this rank wrote to each place."""
         return dict(self._written)
 
     def put(
@@ -252,12 +251,12 @@ class Pieces:
         whole: Mapping[Tier, Kept] | None = None,
         tidies: bool = True,
     ) -> None:
-        """Copy what this rank owns to CPU memory, and write it to all places in the background.
+        """Copy this rank's state to CPU memory, and write it to all places in the background.
 
         Args:
             columns: of every parameter.
-            without: places to leave out, the same on all ranks: those to which any rank is still writing.
-            whole: the last checkpoint that all ranks have written to each place.
+            without: places to omit, equal on all ranks: those that are `busy` on any rank.
+            whole: by place, the last checkpoint of all ranks.
             tidies: delete old checkpoints from the store; one rank is enough.
         """
         self.last = kept
@@ -279,7 +278,7 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints in memory, on disk, and (if `store`) in the store."""
+        """Wait for pending writes, then delete all checkpoints; in the store, if `store`."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
@@ -290,7 +289,7 @@ class Pieces:
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List the pieces of this run in a place, also unreadable ones, for checkpoints whose common part is there."""
+        """List this run's pieces in a place, even unreadable ones, for checkpoints with a common part there."""
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
@@ -348,7 +347,7 @@ class Pieces:
                 self._writing[tier] = self._begin(write)
 
     def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
-        """Write files, and delete checkpoints that `whole`, the last complete one in this place, replaces."""
+        """Write files, and delete checkpoints that `whole`, the last complete one here, replaces."""
         shelf = self.shelves[tier]
         try:
             for name, data in files.items():
@@ -388,7 +387,7 @@ class PieceFile:
         """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: they differ from what was written; the checksum is verified only for a whole column.
+            ValueError: they differ from what was written; only whole columns have a checksum.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]

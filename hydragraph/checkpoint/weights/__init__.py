@@ -1,1 +1,1 @@
-"""Weights of Hugging Face directories: read by the ranks that own them, and written in the same format."""
+"""Weights of Hugging Face directories: read by their owners, and written."""

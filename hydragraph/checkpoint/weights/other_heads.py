@@ -1,4 +1,4 @@
-"""Detection of tensors in a file that are heads of other classes of a model's family, which may be left unread.
+"""Detection of heads of other classes of a model's family, which may be left unread.
 
 A directory of `BertForPreTraining` holds a pooler, which `BertForMaskedLM` does not have.
 """
@@ -24,7 +24,7 @@ class Family:
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Collect the classes of the modules that define a transformers model's class and base classes."""
+        """Collect the classes of the Python modules of a transformers model's class and its bases."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
@@ -33,7 +33,7 @@ class Family:
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the names that are tensors of a class of the family."""
+        """Return the names that belong to the family."""
         recognised: set[str] = set()
         for own in self._names():
             recognised |= names & own
@@ -47,5 +47,5 @@ class Family:
                 with torch.device("meta"):
                     model = kind(copy.deepcopy(self.config))
             except Exception:
-                continue  # not buildable with this config, so the directory has no head of it
+                continue  # not buildable with this config
             yield frozenset(model.state_dict())

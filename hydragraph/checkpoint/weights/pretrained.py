@@ -1,4 +1,4 @@
-"""Loader of a Hugging Face directory of safetensors files: each rank reads all headers, but only elements that it owns.
+"""Loader of safetensors directories: each rank reads all headers, and elements that it owns.
 
 `transformers.conversion_mapping` maps names in files to names of the model.
 """
@@ -39,7 +39,7 @@ class Names:
     Attributes:
         sources: key of the model's state dict -> canonical parameter or buffer.
         conversions: of transformers, in order.
-        prefix: of the base model, present only in files of a model with a head; None for a custom module.
+        prefix: of the base model, in files of a model with a head; None for a custom module.
     """
 
     sources: Mapping[str, str]
@@ -50,14 +50,14 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Collect the names from a model, which may be on the meta device; without one, use the keys."""
+        """Collect the names from a model, even on meta; without one, use the keys."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         buffers = [name for name, _ in model.named_buffers()]
         ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-        # Buffers that older versions of transformers saved.
+        # Buffers saved by older versions of transformers.
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):
@@ -67,12 +67,12 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the tensors in the files by their names in the model, which may not have all of them."""
+        """Return the files' tensors by names in the model, which may not have all."""
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        conversions = copy.deepcopy(self.conversions)  # some store state about renamed keys
+        conversions = copy.deepcopy(self.conversions)  # some are stateful
         renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
         wholes_by_name: list[tuple[str, Whole]] = []
@@ -96,14 +96,14 @@ class Names:
 
 
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
-    """Read this rank's shard of the weights, and all persistent buffers, from the files of a directory.
+    """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call it together. All headers are checked before any weight changes. A tensor stored under several tied
-    names must be equal under all of them. Heads of other classes, and keys that transformers ignores, stay unread.
+    All ranks call it together. All headers are checked before any weight changes. A tensor must be equal under all its
+    tied names. Heads of other classes, and keys that transformers ignores, stay unread.
 
     Raises:
-        ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
-        Unsupported: tensors that transformers computes from others, quantised ones, or pickled files.
+        ValueError: on all ranks: files are missing or damaged, or keys missing, unknown or of another shape.
+        Unsupported: computed or quantised tensors, or pickled files.
     """
     what = f"load pretrained {path}"
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
@@ -116,7 +116,7 @@ def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Name
 def _matched(
     path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names
 ) -> tuple[Mapping[str, tuple[Whole, ...]], list[str]]:
-    """Return the stored tensors of each parameter or buffer, one per tied name, and keys that may be ignored."""
+    """Return the stored tensors of each parameter or buffer, one per tied name, and ignored keys."""
     places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -134,7 +134,7 @@ def _matched(
 
 
 def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
-    """Return the keys that belong to no class of the model's family; `unplaced`: key -> name in the model."""
+    """Return the keys outside the model's family; `unplaced`: key -> name in the model."""
     other = {k: n for k, n in unplaced.items() if names.unexpected is None or not names.unexpected.search(n)}
     heads = names.family.heads(frozenset(other.values()))
     return [key for key, name in other.items() if name not in heads]
@@ -209,7 +209,7 @@ def _read(path: Path, stored: Mapping[str, tuple[Whole, ...]], home: HomeState, 
 def _meetings(
     held: Mapping[str, Mapping[torch.Size, Tensor]], wholes: Iterable[tuple[str, Whole]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, values read, destination) for the parts of the tensors in this rank's boxes."""
+    """Yield (name, values, destination) for the parts in this rank's boxes."""
     requests = (((name, piece), piece.stored) for name, whole in wholes if held[name] for piece in whole.pieces)
     for (name, piece), read in readers(requests):
         for offsets, box in held[name].items():

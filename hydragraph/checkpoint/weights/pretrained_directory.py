@@ -21,7 +21,7 @@ from hydragraph.frontend.repeated_blocks import meta_copy
 
 @dataclass(frozen=True, eq=False)
 class Shell:
-    """A `PreTrainedModel`, or a peft model around one, on the meta device, to write its directory."""
+    """A `PreTrainedModel`, or a peft model around one, on the meta device."""
 
     model: Any
 
@@ -46,8 +46,8 @@ class Shell:
 
         Args:
             state: full CPU tensors of `keys`.
-            merged: write a peft model's base model with its active adapters merged in.
-            dtype: of floating-point tensors, except those that the model's classes keep in fp32.
+            merged: write the base model with active adapters merged in.
+            dtype: of floating-point tensors, except `fp32_keys`.
         """
         if self.keys(merged) is not None:
             adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
@@ -79,11 +79,11 @@ def published_keys(shell: Shell) -> frozenset[str] | None:
 
 
 def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under the names and in the shapes that `save_pretrained` would write.
+    """Return tensors with the names and shapes of `save_pretrained`.
 
     Args:
         shell: the model; None: not from transformers, so its names stay.
-        state: tensors by state-dict key; groups that transformers splits or merges, such as experts, are complete.
+        state: tensors by state-dict key; groups such as experts are complete.
     """
     if shell is None:
         return dict(state)
@@ -97,7 +97,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of a model's state dict that its classes list as fp32, or build in it."""
+    """Return the state-dict keys that a model's classes list as fp32, or build so."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -114,7 +114,7 @@ def _built_in_fp32(model: Any) -> Iterator[str]:
         with torch.device("meta"):
             built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     except Exception:
-        return  # needs more than its config, so from_pretrained cannot build it either
+        return  # from_pretrained cannot build it either
     yield from (key for key, tensor in built.state_dict().items() if tensor.dtype == torch.float32)
 
 
@@ -126,11 +126,10 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
-    """Return the base model with the active adapters merged into its weights.
-
-    If an adapter makes the head differ from the embeddings that it is tied to, the head is written untied.
+    """Return the base model with the active adapters merged in; a head that then differs from its tied embeddings is
+    untied.
     """
-    # Merging adds in place, so tied weights need memory of their own.
+    # Merging adds in place, so tied weights are copied.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})

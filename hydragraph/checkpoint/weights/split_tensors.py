@@ -1,4 +1,4 @@
-"""Tensors of a model that files store in pieces, or several in one, as in original-format directories of the hub.
+"""Tensors that files store in pieces, or several in one, as in original directories of the hub.
 
 gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
 the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
@@ -21,8 +21,8 @@ class StoredPiece:
     """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: its start in the whole tensor; negative if the whole tensor is a later part of this piece.
-        lacks: dimensions of the whole tensor that this piece does not have.
+        at: its start in the whole; negative if the whole is a later part of this piece.
+        lacks: dimensions that this piece does not have.
     """
 
     stored: Stored
@@ -35,7 +35,7 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return the part's overlap with a box of the whole tensor, or None."""
+        """Return the overlap with a box of the whole tensor, or None."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -68,7 +68,7 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model and the pieces that cover it, usually one."""
+    """A tensor of the model and its pieces, usually one."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
@@ -90,7 +90,7 @@ class Whole:
 
 
 def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
-    """Return the tensors that a transformers converter builds from stored ones; None if it computes new values.
+    """Return the tensors that a converter builds from stored ones; None if it computes values.
 
     Args:
         stored: by the converter's pattern, in the order of their names.
