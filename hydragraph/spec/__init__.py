@@ -1,1 +1,1 @@
-"""What users write: strategies, clusters, homes, sequences and workloads, as frozen dataclasses with text or YAML."""
+"""Strategies, clusters, homes, sequences and workloads, as frozen dataclasses with text or YAML."""

@@ -13,7 +13,7 @@ class Assignment:
 
     Attributes:
         micro_batches: per pipeline, per micro-batch, the indices of its sequences.
-        lengths: tokens of each sequence, needed for pricing.
+        lengths: tokens of each sequence.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -55,6 +55,6 @@ class Assignment:
 
     @property
     def one_by_one(self) -> Assignment:
-        """The assignment with one sequence per micro-batch, in the same order."""
+        """The assignment with one sequence per micro-batch."""
         alone = tuple(tuple((i,) for m in pipeline for i in m) for pipeline in self.micro_batches)
         return Assignment(alone, self.lengths)

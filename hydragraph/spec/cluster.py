@@ -1,9 +1,9 @@
-"""The devices and links that a plan is priced on.
+"""Devices and links of a plan.
 
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11, host_bytes_per_s: 25e9}   # optional
-nodes:                                  # ranks are numbered through them in order
+nodes:                                  # numbers ranks in order
   - {type: h100, devices: 8, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
   - {type: l4, devices: 4, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5},
      outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e6, 1e9], [1e8, 3e9]]}}
@@ -37,7 +37,7 @@ class Interconnect:
 
     Attributes:
         points: measured (bytes, bytes/s), interpolated over the logarithm of the size; `bytes_per_s` then limits
-            several messages together.
+            messages together.
     """
 
     bytes_per_s: float
@@ -50,7 +50,7 @@ class Interconnect:
         object.__setattr__(self, "points", _points(self.points))
 
     def bandwidth(self, size: float) -> float:
-        """Return the bandwidth for a message of `size` bytes, in bytes/s."""
+        """Return the bandwidth for `size` bytes, in bytes/s."""
         if not self.points:
             return self.bytes_per_s
         sizes = [at for at, _ in self.points]
@@ -62,15 +62,15 @@ class Interconnect:
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
-        """Return the seconds for a message of `size` bytes."""
+        """Return the seconds for `size` bytes."""
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
-        """Return the link with `rate` times the latency, for a slow rank."""
+        """Return the link with `rate` times the latency."""
         return self if rate == 1 else replace(self, latency_s=rate * self.latency_s)
 
     def times(self, factor: float) -> Interconnect:
-        """Return a link with the bandwidth multiplied by a factor."""
+        """Return the link with `factor` times the bandwidth."""
         points = tuple((size, speed * factor) for size, speed in self.points)
         return Interconnect(self.bytes_per_s * factor, self.latency_s, points)
 
@@ -165,7 +165,7 @@ class Pair:
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
     def times(self, factor: float) -> Pair:
-        """Return the pair with its bandwidth multiplied by a factor."""
+        """Return the pair with `factor` times the bandwidth."""
         return Pair(self.types, **vars(self.link.times(factor)))
 
 
@@ -174,9 +174,9 @@ class Cluster:
     """Devices, one per rank in rank order, and the links between them.
 
     Attributes:
-        within_node, between_nodes: links that each rank has for itself; None if `nodes` define the links.
+        within_node, between_nodes: each rank's own links; None with `nodes`.
         nodes: by number; `of` builds such a cluster.
-        pairs: links between types, in either direction.
+        pairs: links between types.
     """
 
     devices: tuple[Device, ...]
@@ -210,7 +210,7 @@ class Cluster:
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
-        """Return a cluster of nodes; ranks are numbered through them in order.
+        """Return a cluster of nodes, with ranks in their order.
 
         Args:
             types: by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
@@ -274,7 +274,7 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node; if the cluster has no `nodes`, it has one card per device."""
+        """Return a node; without `nodes`, it has one card per device."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
@@ -288,7 +288,7 @@ class Cluster:
         return self.link_between(self.node_of(a), self.node_of(b))
 
     def link_between(self, one: int, other: int) -> Interconnect:
-        """Return the link between devices of two nodes, or within one."""
+        """Return the link between or within nodes."""
         a = self._machines[one]
         b = self._machines[other]
         if one == other:
@@ -299,7 +299,7 @@ class Cluster:
         return a.outer if a.outer == b.outer else _slower(a.outer, b.outer)
 
     def resources(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """Return the ports and network cards that a message between two ranks uses.
+        """Return the ports and network cards between two ranks.
 
         Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
         """
@@ -311,7 +311,7 @@ class Cluster:
         return (*ports, ("card out", one, self.card_of(a)), ("card in", other, self.card_of(b)))
 
     def scaled(self, what: str, factor: float) -> Cluster:
-        """Return the cluster with its `within_node` or `between_nodes` bandwidths times a factor."""
+        """Return the cluster with `factor` times the `within_node` or `between_nodes` bandwidths."""
         if what not in ("within_node", "between_nodes"):
             raise ValueError(f"{what!r} is not a link: scale within_node or between_nodes")
         within = what == "within_node"
@@ -423,7 +423,7 @@ class _Nodes:
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:
-    """Return the type of device that a datasheet describes."""
+    """Return a datasheet's type of device."""
     return DeviceType(**{field.name: getattr(sheet, field.name) for field in fields(DeviceType)})
 
 

@@ -11,11 +11,11 @@ class Elastic:
 
     Attributes:
         min_ranks: the run ends with fewer.
-        spares: processes that wait, ready, for a rank to be lost.
-        rejoin: whether a process is started in place of a lost one.
-        grace_s: seconds for a rank that is asked to end (SIGTERM) to hand over its state.
-        progress_s: seconds that ranks wait, after a loss, for one that does not join the rendezvous; then its process
-            is ended. A joining process, for which no rank waits, has three times as long to get ready.
+        spares: processes ready to replace a lost rank.
+        rejoin: start a process in place of a lost one.
+        grace_s: seconds for a rank to hand over its state after SIGTERM.
+        progress_s: seconds that ranks wait, after a loss, for one to join the rendezvous; then its process is ended. A
+            new process has three times as long to get ready.
     """
 
     min_ranks: int = 1

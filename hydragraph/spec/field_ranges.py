@@ -1,4 +1,4 @@
-"""Valid values of a mini-batch's fields; `passes.find_field_ranges` finds them in a model's graphs."""
+"""Valid values of a mini-batch's fields, found by `passes.find_field_ranges`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 @dataclass(frozen=True, order=True)
 class FieldRange:
-    """The valid values of a field where a model looks it up in a table, or in its loss.
+    """Valid values of a field in a model's table or loss.
 
     Attributes:
         low, high: range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: value of positions without a target (for labels, -100 as well); None for a table.
+        ignored: value without a target (for labels, -100 as well); None for a table.
     """
 
     field: str

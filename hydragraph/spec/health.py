@@ -15,7 +15,7 @@ class Health:
     """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite if it is lost; absent if it is healthy.
+        rates: by rank, at least 1; infinite: lost; absent: healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Health:
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
-        """Return the health of some ranks, renumbered in this order."""
+        """Return the health of some ranks, renumbered in order."""
         return Health({new: self.rate(old) for new, old in enumerate(ranks)})
 
     @classmethod

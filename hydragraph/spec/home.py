@@ -1,4 +1,4 @@
-"""Home: each rank's share of the model's state under every strategy, and the number of copies."""
+"""Home: each rank's share of the model's state, and the number of copies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Home:
         return self.buckets.get(bucket, self.shares)
 
     def reordered(self, ranks: Sequence[int]) -> Home:
-        """Return the home for another order of the ranks."""
+        """Return the home for reordered ranks."""
 
         def of(each: Sequence[T] | None) -> tuple[T, ...] | None:
             return None if each is None else tuple(each[rank] for rank in ranks)
@@ -84,7 +84,7 @@ class Home:
         return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
-        """Raise a ValueError unless the home fits this number of ranks and these buckets."""
+        """Raise a ValueError unless the home fits these ranks and buckets."""
         for name, numbers in self._lists():
             if len(numbers) != ranks:
                 raise ValueError(
@@ -100,7 +100,7 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return the home with its nodes, else the given ones of all ranks; on one node, each rank counts as a node."""
+        """Return the home with nodes, by default the given ones; on one node, each rank counts as one."""
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
             return self

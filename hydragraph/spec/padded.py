@@ -28,7 +28,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
         given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
             mapping may also hold a batch [B, L, ...] or lists of token ids, with an `attention_mask` for padding on the
             right.
-        own: user-defined fields, which are kept unchanged.
+        own: user-defined fields, kept unchanged.
 
     Raises:
         Unsupported: a mask with other padding.
@@ -47,7 +47,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch whose ids are [B, L] or lists, or a single row."""
+    """Yield a batch's rows, or the single row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):

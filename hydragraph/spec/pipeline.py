@@ -18,15 +18,15 @@ class Stage:
     """Consecutive layers on one group of devices, tensor-parallel over all.
 
     Attributes:
-        sequence_parallel: also split the tokens over the devices between the tensor-parallel regions.
-        recompute: True: save only each layer's input and run its forward again in the backward. A memory budget between
-            0 and 1, in hundredths: save about this fraction, and always results of attention and collectives. False:
+        sequence_parallel: split the tokens over the devices between tensor-parallel regions.
+        recompute: True: save only each layer's input and repeat its forward in the backward. A memory budget between 0
+            and 1, in hundredths: save about this fraction, and always results of attention and collectives. False:
             save what the backward needs, except what is cheap to compute.
         stream: True: pull weights before each use of a block, free them after it, and push gradients after each
-            backward; "gradients": only push gradients like this. False: pull and push once per iteration.
-        offload: keep what forwards save in host memory until shortly before their backwards.
-        sums_in_pieces: compute products whose results are summed over the devices in `PIECES` pieces of the tokens, and
-            sum each piece while the next is computed. Not with sequence_parallel, whose sums are scattered.
+            backward; "gradients": only push gradients like this. False: once per iteration.
+        offload: keep what forwards save in host memory until their backwards.
+        sums_in_pieces: compute products that devices sum in `PIECES` pieces of the tokens, and sum each while the next
+            is computed. Not with sequence_parallel.
     """
 
     devices: tuple[int, ...]
@@ -99,7 +99,7 @@ class Pipeline:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Number of each stage's group of devices: 0, 1, 0, 1 if two groups take turns."""
+        """Number of each stage's devices: 0, 1, 0, 1 if two groups take turns."""
         number: dict[tuple[int, ...], int] = {}
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
@@ -131,7 +131,7 @@ def is_whole(value: object) -> bool:
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a list or tuple as a tuple; a ValueError names the field for other values."""
+    """Return a sequence as a tuple; a ValueError names the field otherwise."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} is {value!r}: give a list")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from YAML that mirrors them, and back; errors name the path of the field."""
+"""Frozen dataclasses from YAML, and back; errors name the field's path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_yaml(path: str | Path) -> object:
 
 
 def parse_yaml(text: str) -> object:
-    """Parse YAML text, by the rules of `load_yaml`."""
+    """Parse YAML text, as `load_yaml`."""
     try:
         data: object = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -37,7 +37,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Pattern of PyYAML's message -> what is wrong, and what to do. FOUND is the character there.
+# Pattern of PyYAML's message -> mistake and remedy; FOUND: the character.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -88,12 +88,12 @@ def from_record(
     name: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
-    """Build a dataclass and nested ones (also in tuples and mappings) from mappings and lists.
+    """Build a dataclass, with nested ones, from mappings and lists.
 
     Args:
-        path: place of `data` in the whole record, such as "pipelines[0].stages[1]".
-        name: name of the whole in messages; default: the class.
-        hints: remedies for unknown fields by name; default: the most similar field.
+        path: place of `data`, such as "pipelines[0].stages[1]".
+        name: of the whole, in messages; default: the class.
+        hints: remedies for unknown fields; default: the most similar field.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
@@ -132,12 +132,12 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
-    """Build a field's value; scalars are left to the dataclass."""
+    """Build a field's value, except scalars."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # the hint of an optional section
     if is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, str) and hasattr(hint, "parse"):  # this value can also be written as a text
+        if isinstance(value, str) and hasattr(hint, "parse"):  # written as a text
             record: object = hint.parse(value)
             return record
         return from_record(hint, value, path, hints=hints)
@@ -177,7 +177,7 @@ def flow_yaml(value: object) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but 1e9 is a number (as in YAML 1.2), and a field given twice is an error."""
+    """PyYAML's safe loader, but 1e9 is a number (YAML 1.2), and a repeated field an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

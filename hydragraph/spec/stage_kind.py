@@ -1,4 +1,4 @@
-"""Kinds of stages, and parts of their ranks, which determine the graphs of a block."""
+"""Kinds of stages and of ranks' parts, which determine a block's graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """How a stage's ranks compute: stages of one kind run equal graphs.
+    """How a stage's ranks compute; equal kinds run equal graphs.
 
     Attributes:
         tp: the tensor-parallel degree.
@@ -38,7 +38,7 @@ class StageKind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> StageKind:
-        """Parse a name such as tp2sr; raise a ValueError for another form."""
+        """Parse a name such as tp2sr, or raise a ValueError."""
         match = re.fullmatch(r"tp([1-9]\d*)(s?)(r?)(0\.\d\d?)?(p?)", text)
         budget = float(match[4]) if match and match[4] else None
         if match is None or (budget is not None and not (match[3] and is_budget(budget))):
@@ -53,20 +53,20 @@ class StageKind(NamedTuple):
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Pieces of each sum of a stage with `sums_in_pieces`. More would hide more of a sum, but each takes the latency of all
-# its messages, and products of few tokens are less efficient.
+# Pieces of sums with `sums_in_pieces`. More would hide more, but each has the latency of all its messages, and
+# products of few tokens are inefficient.
 PIECES = 2
-# Proposed memory budgets. Few, because the graphs of each are compiled to know its memory.
+# Proposed memory budgets; few, because each is compiled.
 BUDGETS = (0.75, 0.5, 0.25)
 
 
 def is_budget(value: object) -> bool:
-    """Return whether a value is a memory budget: hundredths between 0 and 1, both excluded."""
+    """Return whether a value is a memory budget: hundredths in (0, 1)."""
     return isinstance(value, float) and 0 < value < 1 and round(value, 2) == value
 
 
 def recompute_flag(recompute: bool | float) -> str:
-    """Return the flag of recomputation in a strategy's text, such as r or r0.5; "" if off."""
+    """Return the flag of recomputation, such as r or r0.5; "": off."""
     return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 

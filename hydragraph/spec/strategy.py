@@ -31,14 +31,14 @@ class Place:
 class Strategy:
     """Pipelines that each hold the whole model and divide a mini-batch; other ranks are idle.
 
-    Pipelines may share a stage: the same devices in the same order, layers and flags. It holds its weights and summed
-    gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
+    Pipelines may share a stage: the same devices in order, layers and flags. It holds weights and gradients once. In
+    `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
     `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5.
 
     Attributes:
-        pipelines: with equal numbers of layers; stages have different devices, except as above.
+        pipelines: with equal numbers of layers and, except as above, different devices.
         schedule: one of `SCHEDULES`.
     """
 
@@ -72,7 +72,7 @@ class Strategy:
                     f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
                     "out: the other can run its micro-batches too"
                 )
-        # device -> (its place in words, its pipeline, its first layer and its stage)
+        # device -> (place in words, pipeline, first layer and stage)
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
         for i, j, first, stage in self._placed_stages():
             where = f"pipeline {i}, stage {j}"
@@ -96,7 +96,7 @@ class Strategy:
                     )
 
     def _placed_stages(self) -> Iterator[tuple[int, int, int, Stage]]:
-        """Yield every stage with its pipeline, its index and its first layer."""
+        """Yield every stage with pipeline, index and first layer."""
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
                 yield i, j, first, stage
@@ -143,7 +143,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether a stage offloads activations to host memory."""
+        """Whether a stage offloads activations."""
         return any(stage.offload for pipeline in self.pipelines for stage in pipeline.stages)
 
     @property
@@ -153,7 +153,7 @@ class Strategy:
 
     @property
     def fingerprint(self) -> str:
-        """Six hexadecimal digits, different for strategies of the same name and different models."""
+        """Six hexadecimal digits, different for equal names and different models."""
         content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -161,7 +161,7 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return a rank's place, the first if it has several; None if it is idle."""
+        """Return a rank's first place; None if it is idle."""
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
@@ -181,7 +181,7 @@ class Strategy:
         return replace(self, pipelines=tuple(Pipeline(tuple(map(moved, p.stages))) for p in self.pipelines))
 
     def check(self, layers: int, ranks: int, heads: tuple[int, ...] = ()) -> None:
-        """Raise a ValueError unless the strategy fits a model of `layers` layers on `ranks` ranks.
+        """Raise a ValueError unless the strategy fits `layers` layers and `ranks` ranks.
 
         Args:
             heads: counts of query heads that every tensor-parallel degree must divide.
@@ -210,10 +210,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Strategy:
-        """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text` has the grammar) for a number of layers.
-
-        A fingerprint, as in a strategy's `str`, is compared.
-        """
+        """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`); a fingerprint is compared."""
         if not isinstance(text, str):
             raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
@@ -233,7 +230,7 @@ class Strategy:
 
     @classmethod
     def read(cls, text: str, layers: int) -> Strategy:
-        """Read a strategy in a config: the path of a YAML file, YAML on one line, or a text for `parse`."""
+        """Read a config's strategy: a YAML file's path, YAML on one line, or a text for `parse`."""
         if isinstance(text, str) and text.endswith((".yaml", ".yml")):
             return cls.load(text)
         if isinstance(text, str) and text.startswith("{"):
@@ -266,7 +263,7 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leave out options that are off and newer than fingerprints."""
+    """Omit options that are off and newer than fingerprints."""
     newer = ("stream", "offload", "sums_in_pieces")
     return {name: value for name, value in items if name not in newer or value is not False}
 

@@ -47,7 +47,7 @@ def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
     """Parse a text for a model of `layers` layers; return pipelines and schedule.
 
     Raises:
-        ValueError: with the offending piece of the text underlined.
+        ValueError: underlines the wrong part of the text.
     """
     reader = _TokenReader(text)
     pipelines = list(_parse_term(reader, layers, first=0))
@@ -73,7 +73,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders to the last stages."""
+    """Return `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders last."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
@@ -150,7 +150,7 @@ class _TokenReader:
         return int(token.text), token
 
     def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
-        """Make an error that underlines `token`, or everything from it to `last`."""
+        """Make an error that underlines `token`, or all up to `last`."""
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
         shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, columns kept

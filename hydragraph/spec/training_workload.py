@@ -10,7 +10,7 @@ from operator import index
 
 @dataclass(frozen=True)
 class Workload:
-    """A global mini-batch of equal sequences, or samples of varying lengths.
+    """A mini-batch of equal sequences, or samples of varying lengths.
 
     Attributes:
         sequences, length: number and tokens of equal sequences.
@@ -25,7 +25,6 @@ class Workload:
 
     def __post_init__(self) -> None:
         try:
-            # Integers of any kind, including NumPy's.
             object.__setattr__(self, "lengths", tuple(tuple(map(index, batch)) for batch in self.lengths))
         except TypeError:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Sequences of one iteration, checked and with aligned labels."""
+"""Checked sequences with aligned labels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Sequence:
     """One sequence.
 
     Attributes:
-        ids, labels: token ids and label of each position [L] (-100: no target).
+        ids, labels: token ids and labels, [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: positions by which labels were shifted, for error messages.
+        moved: positions by which labels were shifted.
         padding: value of user-defined fields in padding, if not 0.
     """
 
@@ -48,7 +48,7 @@ class Field:
 
     Attributes:
         sizes: after the token dimension.
-        padding: value in padding; for targets, the one that the loss ignores.
+        padding: value in padding; for targets, ignored by the loss.
     """
 
     dtype: torch.dtype
@@ -65,10 +65,10 @@ def sequence_of(
         given: 1-D integer ids; or a mapping of input_ids, labels (-100 does not count) or shift_labels, and
             user-defined fields [L, ...], or a number for all tokens of a field without sizes. position_ids 0, 1, 2, ...
             are ignored.
-        causal: labels are shifted by one; otherwise they must be given and are not shifted, as shift_labels never are.
+        causal: shift labels by one; else they must be given. shift_labels are never shifted.
 
     Returns:
-        The sequence, with contiguous CPU tensors; ids and labels are int64.
+        The sequence, with contiguous CPU tensors; int64 ids and labels.
     """
     own = fields or {}
     brought = dict(given) if isinstance(given, Mapping) else {"input_ids": given}
