@@ -13,8 +13,8 @@ def test_show_lists_the_passes() -> None:
     lines = result.stdout.splitlines()
     passes = [line.split()[1] for line in lines if line[0].isdigit()]
     assert passes[:4] == ["shard", "fuse_head", "differentiate", "accumulate"]
-    assert passes[4:6] == ["overlap_collectives", "compile"]
-    assert passes[6:9] == ["order", "stream", "overlap"]
+    assert passes[4:7] == ["sums_in_pieces", "overlap_collectives", "compile"]
+    assert passes[7:10] == ["order", "stream", "overlap"]
     assert [line.partition(":")[0] for line in lines if not line[0].isdigit()] == ["graph passes", "program passes"]
     assert all(len(line.split()) > 4 for line in lines), "each says what it does"
 
