@@ -88,13 +88,16 @@ def value_of(node: Any) -> Any:
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return (storage number, form) of each tensor that a node makes; views share their number."""
-    if isinstance(node, fx.Node) and "forms" in node.meta:
-        # A decoded graph's fake tensors share no storage.
-        return list(zip(node.meta["storages"], node.meta["forms"](), strict=True))
+    """Return (storage number, form) for each tensor that a node makes; views share their number."""
+    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
+    meta = node.meta if isinstance(node, fx.Node) else {}
+    if "forms" in meta:
+        return list(zip(meta["storages"], meta["forms"](), strict=True))
     value = value_of(node)
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-    return [(storage_of(tensor), TensorForm(tensor.dtype, tuple(tensor.shape))) for tensor in tensors]
+    numbers = meta.get("storages") or list(map(storage_of, tensors))
+    forms = (TensorForm(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    return list(zip(numbers, forms, strict=True))
 
 
 def _node(node: fx.Node, graph: fx.GraphModule, values: ValueEncoder) -> list[Any]:

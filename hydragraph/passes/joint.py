@@ -6,7 +6,8 @@ trace, and 16 for degree 2.
 
 Numbers of the model are less than P, and shares are multiples of P, also through sums and products (Kronecker's
 substitution). A degree gets its own trace if a number is not provably one or the other, if it does not divide a share,
-if a share becomes 1, which PyTorch specialises on, or under sequence parallelism.
+if a share becomes 1, which PyTorch specialises on, or under sequence parallelism. Stages that recompute share the trace
+of those that do not.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hydragraph.ir.graph_data import decode, encode, placeholders_of, results_of
 from hydragraph.ir.parameter import Parameter, ShardRule
 from hydragraph.ir.program import Template
 from hydragraph.passes.prove_sizes import prove_sizes
+from hydragraph.passes.recently_used import LRU
 from hydragraph.passes.shard import ShardedTemplate, shard
 from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.private.tracing import TensorSpec, assumptions, hint_of, symbol_name, trace_joint
@@ -37,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 SHARE = 268_435_399  # P, a prime: numbers in models are smaller, and P times the elements of a weight fits 64 bits
 _UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # of a slice
 _KEPT = 16  # traces
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # as data, since later passes may change a trace's sizes
 _WIDE = StagePart(StageKind(2))  # or any higher degree
 
 
@@ -66,14 +69,42 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
         wide = _wide_trace(template, template.content, local, spec.dtype, spec.learning, spec.fused_head)
         if wide is not None:
             try:
-                joint = _at(wide, sharded, spec.part.tp)
+                joint, values = _at(wide, sharded, spec.part.tp)
                 prove_sizes(joint, proven)
-                return joint, [value_of(node) for node in placeholders_of(joint)], outputs
+                return joint, values, outputs
             except (_NotProvenError, Unsupported) as error:
                 _LOG.debug("%s is traced for tp %d by itself: %s", spec.where, spec.part.tp, error)
-    joint, values = _traced(spec, sharded)
-    prove_sizes(joint, proven)
-    return joint, values, outputs
+    made: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
+
+    def make() -> Mapping[str, Any] | None:
+        made.append(_traced(spec, sharded))
+        joint, values = made[0]
+        prove_sizes(joint, proven)
+        try:
+            return None if assumptions(values) else encode(joint)
+        except ValueError:  # graph data cannot represent it
+            return None
+
+    data = _traces.get(_plain(spec).key, make)
+    if not made:
+        if data is None:
+            make()
+        else:
+            made.append(_decoded(data))
+    return (*made[0], outputs)
+
+
+def _plain(spec: VariantSpec) -> VariantSpec:
+    """Return the spec without recomputation and sums in pieces, which leave the joint graph as it is."""
+    kind = StageKind(spec.part.tp, spec.part.sequence_parallel)
+    return replace(spec, part=StagePart(kind, spec.part.index))
+
+
+def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    (joint,) = decode(data)
+    for node in joint.graph.nodes:
+        value_of(node)  # stored where partitioners expect it
+    return joint, [value_of(node) for node in placeholders_of(joint)]
 
 
 @dataclass(frozen=True)
@@ -112,18 +143,15 @@ def _widened(parameter: Parameter) -> Parameter:
     return replace(parameter, rule=_WideRule(rule.dim, rule.segments, rule.unit, rule.heads))
 
 
-def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> fx.GraphModule:
-    """Return the joint graph of a degree; raise _NotProvenError if it needs its own trace."""
+def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Return the joint graph of a degree and its placeholders' values, or raise _NotProvenError."""
     # The forward must equal the degree's own; inputs count, because shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
             raise _NotProvenError(f"{node[2]}{node[3]} is {narrowed[2]}{narrowed[3]} in the trace for all degrees")
     nodes = list(_narrowed(wide.joint["graphs"][0], tp))
-    (joint,) = decode({"graphs": [nodes], "hints": wide.joint["hints"]})
-    for node in joint.graph.nodes:
-        value_of(node)  # stored where partitioners expect it
-    return joint
+    return _decoded({"graphs": [nodes], "hints": wide.joint["hints"]})
 
 
 def _narrowed(nodes: list[list[Any]], tp: int) -> Iterator[list[Any]]:

@@ -47,8 +47,9 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes.keys() - set(dropped)}
-        cheapest = min(sorted(costs), key=lambda key: (costs[key] - cost) / sizes[key])
+        # In the order of the graph, so that equally cheap ones are dropped alike in every process.
+        costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
+        cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):
             break
         cost = costs[cheapest]

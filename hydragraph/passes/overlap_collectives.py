@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from hydragraph.ir.graph_data import value_of
+from hydragraph.ir.graph_data import storages_of, value_of
 from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.sums_in_pieces import SUMMED
 
@@ -64,7 +64,11 @@ def _needed(collective: fx.Node, since: Sequence[fx.Node]) -> Collection[fx.Node
 
 def _start(call: fx.Node, collective: fx.Node) -> fx.Node:
     call.target = STARTS[str(collective.target)]
-    call.meta = {"val": (value_of(collective), value_of(collective.all_input_nodes[1]))}
+    both = (collective, collective.all_input_nodes[1])
+    call.meta = {
+        "val": tuple(map(value_of, both)),
+        "storages": [number for node in both for number, _ in storages_of(node)],
+    }
     return call
 
 

@@ -30,6 +30,7 @@ from hydragraph.ir.program import Program
 from hydragraph.passes import joint
 from hydragraph.passes.graph_passes import make_variant
 from hydragraph.passes.joint import SHARE
+from hydragraph.passes.recently_used import LRU
 from hydragraph.passes.variant_spec import VariantSpec
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.stage_kind import StageKind, StagePart
@@ -64,6 +65,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return traced(spec, sharded)
 
     monkeypatch.setattr(joint, "_traced", counted)
+    monkeypatch.setattr(joint, "_traces", LRU(8))
     joint._wide_trace.cache_clear()
     return found
 
@@ -117,6 +119,21 @@ def test_a_trace_that_fails_is_no_error(traces: list[int], monkeypatch: pytest.M
     embed, *_ = specs(capture(MODELS["llama"]()), StagePart(StageKind(2)))
     make_variant(embed)
     assert traces == [0, 2]
+
+
+@pytest.mark.parametrize("kind", [StageKind(1), StageKind(2, sequence_parallel=True)])
+def test_stages_that_recompute_share_the_trace(
+    kind: StageKind, traces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = capture(MODELS["llama"]())
+    kinds = [kind, kind._replace(recompute=True), kind._replace(recompute=0.5)]
+    layers = [specs(program, StagePart(each))[1] for each in (*kinds, *kinds)]
+    shared = list(map(said, layers))
+    assert traces == [kind.tp]
+    assert shared[:3] == shared[3:], "a variant leaves the trace as it is"
+    for layer, expected in zip(layers, shared[:3], strict=False):
+        monkeypatch.setattr(joint, "_traces", LRU(8))
+        assert said(layer) == expected
 
 
 @given(st.integers(1, SHARE - 1), st.sampled_from([2, 3, 4, 8]))
