@@ -53,7 +53,7 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
 
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
-    """Return the error of a rank that cannot reach the first host's store."""
+    """Return the message "could not connect to the first host", with the reason and what to do."""
     return f"rank {rank} on {socket.gethostname()} could not connect to {first_host(error, address, port)}"
 
 
