@@ -23,7 +23,7 @@ class Plain:
 
     Attributes:
         groups: parameter names by group.
-        hyperparameters: by group.
+        hyperparameters: those of each group.
         scalars: parameter -> state -> value; on a rank, for parameters that it owns in part.
     """
 

@@ -59,7 +59,7 @@ class Kept:
 
     @staticmethod
     def of(folder: str) -> Kept | None:
-        """Parse a directory's name; None: something else."""
+        """Parse a directory's name; return None if it is not that of a checkpoint."""
         match = _STEP.fullmatch(folder)
         return None if match is None else Kept(int(match[1]), match[2])
 
@@ -191,7 +191,8 @@ class Pieces:
         disk: a directory shared by this node's ranks.
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
         keep: number of checkpoints; one complete checkpoint is always kept.
-        run: lower-case letters and digits; pieces of other runs are not read, and are deleted in time. "": read all.
+        run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
+            deleted. "": read the pieces of all runs.
     """
 
     def __init__(
@@ -409,8 +410,8 @@ class PieceCopy:
     """Copy of one interval that a rank owns.
 
     Attributes:
-        tensors: by "parameter|column".
-        firsts: by parameter, its first element in the interval.
+        tensors: "parameter|column" -> values in the interval.
+        firsts: parameter -> its first element in the interval.
     """
 
     piece: StatePiece

@@ -29,15 +29,15 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; a `ValueError`, the caller's mistake, keeps its message."""
+        """Describe an error; a `ValueError` is the caller's mistake, so its message is kept as it is."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank, and return all results; if it fails on one, all raise.
+    """Run a function on every rank, and return all results; if it fails on one rank, all ranks raise.
 
-    A rank raises its own error, else the first rank's; a ValueError remains one.
+    A rank that has an error raises it; the others raise the first failed rank's error. A ValueError stays a ValueError.
     """
     error: Exception | None = None
     try:

@@ -54,7 +54,7 @@ class MovingStore:
         threading.Thread(target=self._follow, name="hydragraph-store", daemon=True).start()
 
     def connect(self) -> Any:
-        """Return a new client of the current store; it is cut when the store moves."""
+        """Return a new client of the current store; the client is disconnected when the store moves."""
         host, port = json.loads(self._text)
         socket.create_connection((host, port), timeout=_CONNECT_S).close()  # fails fast, unlike the client
         before = open_sockets()

@@ -1,7 +1,7 @@
 """Results that one rank of each machine computes for all, such as a captured model.
 
-The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. It shares the path and
-hash of a file in a private folder. A rank that cannot read it computes its own.
+The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. That rank shares the path
+and hash of a file in a private folder. A rank that cannot read the file computes its own result.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ class VariantRecord:
 
     Attributes:
         name: its files are `graphs/{name}.forward.py` and `.backward.py`.
-        blocks: the model's blocks that it serves.
+        blocks: the model's blocks that use the template.
         indices: places in the stage whose ranks run it, as shards of a parameter may differ.
         saved_values: number of values saved for the backward.
-        saved_bytes_per_token: of those that are neither an input nor the output.
+        saved_bytes_per_token: bytes of the saved values that are neither an input nor the output.
     """
 
     name: str
@@ -65,10 +65,10 @@ class StrategyRecord:
     """Result of compiling one strategy.
 
     Attributes:
-        strategy: its text with its fingerprint; the user's text if it does not fit.
-        folder: of its files; "" if it does not fit.
-        pull_bytes, push_bytes: between ranks in one iteration.
-        problem: why it does not fit; "" if all programs are proven complete and free of deadlocks.
+        strategy: the strategy's text with its fingerprint; the user's text if the strategy does not fit.
+        folder: folder of the strategy's files; "" if the strategy does not fit.
+        pull_bytes, push_bytes: bytes sent between ranks in one iteration.
+        problem: why the strategy does not fit; "" if all programs are proven complete and free of deadlocks.
     """
 
     strategy: str

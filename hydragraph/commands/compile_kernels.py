@@ -38,8 +38,8 @@ class KernelRecord:
     """One kernel of a graph.
 
     Attributes:
-        launches: in one run of the graph.
-        configurations: number that a GPU chooses from; other fields are of the first.
+        launches: number in one run of the graph.
+        configurations: number that a GPU chooses from; other fields describe the first.
         spilled_bytes: per thread.
         shared_bytes: per block of threads.
         bytes: device memory read and written by one launch.

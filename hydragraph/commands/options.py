@@ -181,7 +181,7 @@ def chosen_home(text: str | None, configured: Home) -> Home:
 def chosen_strategies(
     named: Sequence[str] | None, configured: Sequence[str], ranks: int | None = None
 ) -> tuple[str, ...]:
-    """Return the strategies of the command line, or else the config's.
+    """Return the strategies of the command line, or those of the config if the command line has none.
 
     Args:
         ranks: to replace the config's "auto" by plain data parallelism.

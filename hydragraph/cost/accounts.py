@@ -62,8 +62,9 @@ class TimeAccount:
     """How one rank spent an iteration.
 
     Attributes:
-        seconds: by kind; their sum is the rank's iteration.
-        transfers: by message, seconds since its last participant started it; traces have only awaited messages.
+        seconds: kind -> seconds; their sum is the rank's iteration.
+        transfers: message -> seconds since its last participant started it; traces have only messages that a rank
+            waited for.
     """
 
     seconds: Mapping[TimeKind, float]

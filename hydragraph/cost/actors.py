@@ -26,7 +26,7 @@ class StageMessage(NamedTuple):
     """A message between stages: a hidden state (ahead) or its gradient (back).
 
     Attributes:
-        position: of the block that made the hidden state.
+        position: position of the block that made the hidden state.
     """
 
     ahead: bool
@@ -45,7 +45,7 @@ class ActorProgram:
     """Instructions of one rank of an actor, by index.
 
     Attributes:
-        needs: instructions of other queues that must end before each.
+        needs: for each instruction, those of other queues that must end before it.
         compute, pulls, pushes, sends, receives, copies: queues, in order, without free instructions.
         messages: of each send, and its number of earlier sends.
         before: computation before each free instruction; -1: none.
@@ -122,9 +122,9 @@ class Actor:
 
     Attributes:
         ranks: in tensor-parallel order; a rank without work is alone.
-        roles: of its stage in every pipeline, or of its interleaved stages.
+        roles: roles of the ranks' stage in every pipeline, or of their interleaved stages.
         layers: half-open range of each stage.
-        program: of one rank.
+        program: program of one rank.
         of: returns the instructions of a rank.
     """
 

@@ -91,7 +91,7 @@ class PricedDevice:
 
     Attributes:
         memory: bytes for a rank, without the margin.
-        elements: of the model's parameters.
+        elements: number of elements of the model's parameters.
         itemsize: bytes in the compute dtype.
         frozen: elements without gradient and moments.
     """

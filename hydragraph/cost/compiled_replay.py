@@ -75,13 +75,13 @@ def scratch_of(stages: int, count: int) -> Scratch:
 
 @partial(compiled, quick=True, shared=True)
 def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: int, scratch: Scratch) -> float:
-    """Return when the last action of a pipeline ends; infinite if the schedule deadlocks.
+    """Return the time at which the last action of a pipeline ends; infinite if the schedule deadlocks.
 
     Args:
         table: for `stages` stages and at least `count` micro-batches.
         rows: seconds by micro-batch number [M, S, 5].
         order: micro-batch number at each position.
-        scratch: buffers for at least as many.
+        scratch: buffers for at least `count` micro-batches.
     """
     work, micro_batch, skip, stage = table
     actions = work.shape[1]

@@ -44,7 +44,7 @@ class Corrections:
     """Correction factors from the samples of past steps.
 
     Attributes:
-        types: of each rank's device; empty without measurements.
+        types: type of each rank's device; empty without measurements.
         samples: measured / predicted seconds, the newest last.
     """
 

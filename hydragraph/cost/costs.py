@@ -48,8 +48,8 @@ class Costs(Pricing):
     """Costs of strategies on a cluster.
 
     Args:
-        profile: of the model, for every type of the cluster.
-        health: None: that of the corrections.
+        profile: measurements of the model on every device type of the cluster.
+        health: health of the ranks; None: the health in `corrections`.
         home: owners of the state, possibly chosen by a rule for the priced strategy (`of_strategies`); None: the rule
             "auto". Copies use the cluster's nodes by default.
         blocks: exact memory of graphs; None: the profile's lines.
@@ -115,10 +115,11 @@ class Costs(Pricing):
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return the costs under the home that its rule, if any, chooses for strategies.
+        """Return the costs under the home that the home's rule, if any, chooses for the strategies.
 
         Args:
-            tokens: of the largest micro-batch, for which memory is reserved; default: as many as use a device well.
+            tokens: size of the largest micro-batch, for which memory is reserved; default: as many tokens as use a
+                device well.
         """
         if self.home.rule is None:
             return self
@@ -154,7 +155,7 @@ class Costs(Pricing):
         """Return the cost of a pipeline.
 
         Args:
-            limit: of a micro-batch's tokens; None: as many as fit.
+            limit: most tokens of a micro-batch; None: as many as fit.
 
         Raises:
             Unsupported: a stage is of a kind that was not measured, or has a lost rank.
@@ -232,7 +233,7 @@ class Costs(Pricing):
         """Return the bytes that each rank needs besides its state.
 
         Args:
-            tokens: of each pipeline's longest micro-batch.
+            tokens: size of each pipeline's longest micro-batch.
         """
         return self._longest.beside(strategy, tokens)
 

@@ -32,8 +32,8 @@ class PathStep:
 
     Attributes:
         kind: "computing", "pulling weights", ...
-        begin_s, end_s: from the iteration's start.
-        op: of its first instruction.
+        begin_s, end_s: seconds after the iteration's start.
+        op: op of the step's first instruction.
     """
 
     kind: str

@@ -43,10 +43,10 @@ class HomeQuestion:
     """Inputs of a choice, which is deterministic.
 
     Attributes:
-        home: its shares, nodes, copies and fixed buckets are kept.
+        home: a home whose shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of strategies; None: equal.
-        health: slow ranks own less, lost ones none.
+        health: slow ranks own less, and lost ranks own nothing.
         room: elements per rank; None: unlimited.
     """
 
@@ -66,7 +66,7 @@ class BucketClass:
     """Buckets of equal form and users, which share a choice.
 
     Attributes:
-        users: by strategy number.
+        users: strategy number -> the stages that use the buckets.
     """
 
     buckets: tuple[Bucket, ...]
@@ -74,7 +74,7 @@ class BucketClass:
 
 
 def choose_home(question: HomeQuestion) -> Home:
-    """Return a home without a rule; one without a rule is returned unchanged.
+    """Return a home without a rule; if the given home has none, it is returned unchanged.
 
     Raises:
         ValueError: the home is for other ranks, or needs a second node that does not exist.

@@ -28,7 +28,7 @@ class LongestMicroBatch:
     """Maximum tokens that fit the ranks of a cluster.
 
     Args:
-        other: for the same profile, types and number of ranks; its peaks are reused.
+        other: an instance for the same profile, types and number of ranks, whose peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:

@@ -141,7 +141,7 @@ class Blocks(Protocol):
         ...
 
     def adds(self, block: str, part: StagePart) -> bool:
-        """Return whether products accumulate gradients in place."""
+        """Return whether a block's products add weight gradients directly to the sums of earlier micro-batches."""
         ...
 
     def aux_bytes(self, batch: MicroBatch) -> int:

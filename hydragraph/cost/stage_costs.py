@@ -38,7 +38,7 @@ class Ring:
 
     @property
     def exposed(self) -> Ring:
-        """These sums if they do not overlap with weight gradients."""
+        """The same sums, if they did not overlap with weight gradients."""
         return replace(self, hidden=0.0)
 
     def slower(self, factor: float) -> Ring:
@@ -75,7 +75,7 @@ class Hop:
     """Concurrent messages from one stage to the next.
 
     Attributes:
-        links: of the slowest rank's consecutive messages.
+        links: links of the slowest rank's consecutive messages.
         sharing: most messages through one card.
         part: sent fraction of a hidden state.
     """
@@ -166,7 +166,7 @@ def stages_end(
     schedule: str = DEFAULT_SCHEDULE,
     rows: tuple[int, ...] = (),
 ) -> float:
-    """Return the end of micro-batches in this order.
+    """Return the time at which micro-batches in this order end.
 
     Args:
         rows: of each stage (`Pipeline.rows`); empty: its own.

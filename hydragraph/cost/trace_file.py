@@ -32,8 +32,8 @@ class TracedStep:
     """A traced iteration that can be simulated.
 
     Attributes:
-        step: number in its events.
-        seconds: of the step on rank 0, without waiting for a plan.
+        step: the step's number in its events.
+        seconds: time of the step on rank 0, without waiting for a plan.
     """
 
     step: int
@@ -58,7 +58,7 @@ def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Se
     """Write all ranks' events, a process per rank and a thread per stream, from 0 on.
 
     Args:
-        steps: of a real run; other readers ignore them.
+        steps: traced steps of a real run; other programs that read the file ignore them.
     """
     streams = [stream.value for stream in Stream]
     records: list[dict[str, Any]] = []

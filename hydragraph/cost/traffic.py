@@ -58,7 +58,7 @@ class Passage:
     """An exchange between groups.
 
     Attributes:
-        seconds: of each group without other traffic, 0 if it takes no part [G].
+        seconds: time of each group without other traffic, 0 if the group takes no part [G].
         partners: whether groups exchange data; a participant is its own partner [G, G].
         occupied: (resource, fraction of seconds) of each group.
     """

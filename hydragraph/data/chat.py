@@ -42,7 +42,7 @@ class DocumentEncoder:
     """Converts documents to tokens.
 
     Attributes:
-        tokenizer: without truncation and padding.
+        tokenizer: a tokenizer that neither truncates nor pads.
         end: id that ends texts, and answers without a special token.
     """
 

@@ -52,7 +52,7 @@ def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
 
 
 def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
-    """Return one split of a single document's pieces; the last ones are held out."""
+    """Return one split of a single document's pieces; the last pieces are held out."""
     count = len(chunks)
     if count < 2:
         raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
@@ -61,7 +61,7 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
 
 
 def split_documents(count: int, split: Split, heldout: float, split_seed: int = 0) -> _Indices:
-    """Return the documents of one split, in file order; the last of a seeded shuffle are held out.
+    """Return the documents of one split, in file order; the last documents of a seeded shuffle are held out.
 
     Args:
         heldout: fraction of documents, rounded, but at least one on each side; 0: none.

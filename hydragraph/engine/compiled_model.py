@@ -220,7 +220,10 @@ class CompiledModel:
 def of_least_cut(
     profile: Profile | Costs, among: Callable[[Profile | Costs], tuple[Strategy, ...]]
 ) -> tuple[Strategy, ...]:
-    """Return strategies whose stages all have one cut, of the least degree that fits, for it also fits fewer ranks."""
+    """Return strategies whose stages all have the same tensor-parallel degree and sequence parallelism.
+
+    The degree is the least that fits, because it also fits fewer ranks.
+    """
     measured = profile.profile if isinstance(profile, Costs) else profile
     refused: Unsupported | None = None
     for cut in measured.cuts:

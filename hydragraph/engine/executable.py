@@ -75,7 +75,7 @@ class Executable(Membership):
             divide_by: divisor of the sum of losses: the "targets" or "sequences" of the whole mini-batch, or a number.
 
         Raises:
-            Unsupported: no optimizer was given, or the strategy cannot cut the model.
+            Unsupported: no optimizer was given, or the model cannot be split as the strategy says.
             FloatingPointError: the loss or a gradient is not finite; weights are unchanged.
             RankFailure: another rank failed; weights are unchanged.
             Stopped: a rank has set `stopping`.
@@ -93,11 +93,11 @@ class Executable(Membership):
     def promise(
         self, sequences: Batches, strategy: Strategy | str | None = None, divide_by: DivideBy = "targets"
     ) -> None:
-        """Promise the step that follows the next one; optional, but all ranks must make the same promise.
+        """Promise the step after the next; promising is optional, but all ranks must make the same promise.
 
-        Ranks agree on it during the step before, which saves a synchronisation. A promise applies to the next call of
-        `step` only, even if that is rejected. Once ranks agree, only `close`, `leave` and `move` may come before the
-        promised step, and a request to stop takes effect one step later.
+        Ranks agree on the promised step during the step before, which saves a synchronisation. A promise applies to the
+        next call of `step` only, even if that call is rejected. Once ranks agree, only `close`, `leave` and `move` may
+        come before the promised step, and a request to stop takes effect one step later.
 
         Args:
             sequences: the same object that `step` will receive, iterable twice and not changed.
@@ -246,7 +246,7 @@ class Executable(Membership):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return `model.state_dict()` as full CPU tensors on rank 0, {} elsewhere; all ranks call it.
 
-        It has tied aliases and persistent buffers. Parameters are the fp32 master weights.
+        The dict includes tied aliases and persistent buffers. Parameters are the fp32 master weights.
         """
         self._holding.begin()
         return state_dict(self._compiled, self._session)
@@ -291,7 +291,7 @@ class Executable(Membership):
     def adapter_off(self) -> Iterator[None]:
         """Compute `score` and `evaluate` without the adapters of a peft model, as its `disable_adapter` does.
 
-        It gives the reference of DPO or of a KL penalty. All ranks enter it together::
+        The model without adapters is the reference of DPO or of a KL penalty. All ranks enter this context together::
 
             with exe.adapter_off():
                 reference = exe.score(sequences)

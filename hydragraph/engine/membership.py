@@ -149,7 +149,8 @@ class Membership(IterationRunner):
     def leave(self) -> None:
         """Close the communicators and keep the state, before ranks meet again.
 
-        This local call waits only for a save that is being written. Call it before destroying the process group.
+        This call is local and waits only for a save that is being written. Call `leave` before destroying the process
+        group.
         """
         if self._holding.held is not None:
             try:

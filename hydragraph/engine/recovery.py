@@ -73,7 +73,7 @@ class Survived:
 def survive(exe: Executable, failure: BaseException | None = None, restore: Restore | None = None) -> Survived:
     """Meet the surviving and new ranks, and move the state to them; all call it.
 
-    This updates `exe.world`, `exe.strategies` and `exe.steps`.
+    `exe.world`, `exe.strategies` and `exe.steps` are updated.
 
     Args:
         exe: on a newcomer, one compiled with `joining=True`.
@@ -102,7 +102,8 @@ def meet_again(
     """Recover as `survive` does, but also return if too few ranks are left.
 
     Args:
-        newest: returns the checkpoint to restore if state is lost; the first rank's that has one is used.
+        newest: returns the checkpoint to restore if state is lost; ranks use that of the first rank that has a
+            checkpoint.
         soon: use the first good strategy instead of searching for the best.
         rates: rates of slow members, on the rank that monitors them.
         pieces: this rank's, if all ranks have some; read instead of that checkpoint if newer.
@@ -215,7 +216,7 @@ def strategies_for(
     past: Past | None = None,
     seats: Sequence[int] = (),
 ) -> tuple[Strategy, ...]:
-    """Return the given strategies that fit, else planned or similar ones.
+    """Return the given strategies that fit; if none does, return planned or similar strategies.
 
     Args:
         past, seats: earlier strategies, and the seats of the current ranks, to find a planned strategy immediately.

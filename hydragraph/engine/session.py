@@ -154,7 +154,7 @@ class Session:
         """Return full natural CPU tensors by parameter name on rank 0, {} elsewhere; all ranks call it.
 
         Args:
-            shards: by bucket, this rank's part of the weights or gradients.
+            shards: bucket -> this rank's part of its weights or gradients.
             names: parameters to return; None: all.
         """
         buckets = self.gather_by_bucket(shards, names)

@@ -25,7 +25,7 @@ class StepReport:
         planning_s, planning_hidden_s: seconds of planning that this step waited for, and that overlapped with training.
         preparing_s: seconds spent compiling new graphs and building programs.
         expected_s: step time predicted by the profile; 0 without a profile.
-        ranks: by rank, its time and its waits for communication.
+        ranks: each rank's time and its waits for communication.
         assignment: which pipeline computed which sequences in which micro-batch.
     """
 

@@ -210,7 +210,7 @@ def _refuse_random(graph: fx.GraphModule, where: str) -> None:
 
 
 def _write_concatenations(graph: fx.Graph) -> None:
-    """Write tensors filled in parts as concatenations, which can be cut."""
+    """Write tensors filled in parts as concatenations, which tensor parallelism can split."""
     for node in graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
         parts = None if any(u.target is node.target for u in node.users) else _parts_written(node)
         if parts is not None:
@@ -238,7 +238,7 @@ def _parts_written(last: fx.Node) -> list[fx.Node] | None:
 
 
 def _write_linears(graph: fx.Graph) -> None:
-    """Write `x @ weight.T` as a linear layer, which can be cut."""
+    """Write `x @ weight.T` as a linear layer, which tensor parallelism can split."""
     for node in graph.find_nodes(op="call_function", target=aten.matmul.default):
         x, turned = operands(node)
         weight = operands(turned)[0] if _turns(turned) else turned

@@ -74,7 +74,7 @@ class Planned:
     """Planning times of an assignment, in seconds.
 
     Attributes:
-        exposed_s, hidden_s: planning time waited for, and not.
+        exposed_s, hidden_s: planning time that the step waited for, and planning time that it did not wait for.
         expected_s: predicted compute time of the iteration; 0 without measurements.
     """
 

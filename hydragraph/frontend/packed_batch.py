@@ -19,7 +19,7 @@ class Draws:
 
     Attributes:
         key: of the step (`kernels.philox.key_of`).
-        numbers: of each sequence in its mini-batch; -1: without dropout.
+        numbers: number of each sequence in its mini-batch; -1: without dropout.
     """
 
     key: int

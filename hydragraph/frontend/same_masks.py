@@ -26,7 +26,7 @@ def same_masks(model: nn.Module, program: Program, keys: Tensor, blocks: str | N
     """Draw a program's masks while an equal model computes one sequence.
 
     Args:
-        keys: of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
+        keys: dropout keys of the sequence's tokens, [1, L, 2] (`kernels.philox.keys_of`).
     """
     if not program.drops:
         yield

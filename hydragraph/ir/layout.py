@@ -116,7 +116,7 @@ class Layout:
 
     @cached_property
     def second(self) -> Layout:
-        """The second owners' rows, likewise."""
+        """The rows of the second owners."""
         return self._where(self.copy != 0)
 
     @property
@@ -141,9 +141,9 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket: a copy is cut into one interval per rank, in order.
+    """Make the home layout of a bucket: a copy is divided into one interval per rank, in order.
 
-    Equal shares of a divisible size are exactly equal, as native collectives require. Other cuts are multiples of
+    Equal shares of a divisible size are exactly equal, as native collectives require. Other boundaries are multiples of
     `align`, so a small bucket may leave ranks without elements. A second copy is shifted by half a bucket.
 
     Args:

@@ -1,7 +1,7 @@
 """Links: the slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
-The source's interval ends cut a line into *cells*, which a rank holds entirely or not at all. Each target interval, cut
-at the same ends, chooses its senders cell by cell (Hydraulis, section 5.2, for uneven shards).
+The ends of the source's intervals divide a line into *cells*, which a rank holds entirely or not at all. Each target
+interval is divided at the same ends, and chooses its senders cell by cell (Hydraulis, section 5.2, for uneven shards).
 
 Symbols, with the lengths of arrays:
 
@@ -74,9 +74,10 @@ class Slices:
 
 
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values: cover every target interval exactly once, by its own rank if that holds it.
+    """Link values, covering every target interval exactly once, by its own rank if that rank holds the values.
 
-    Otherwise the nearest replica sends: on the same node, if known, then the closest rank. Equally near ones alternate.
+    Otherwise the nearest replica sends them: a replica on the same node, if nodes are known, then the closest rank.
+    Equally near replicas alternate.
 
     Args:
         rank: return only the slices that this rank sends or receives, at a lower cost.

@@ -168,8 +168,8 @@ class Bucket:
     A block's own parameters form a bucket; tied parameters and those without a gradient have separate ones.
 
     Attributes:
-        blocks: that use it; may be empty.
-        learns: its parameters are trainable and contribute to the loss.
+        blocks: blocks that use the bucket; may be empty.
+        learns: whether the bucket's parameters are trainable and contribute to the loss.
     """
 
     name: str

@@ -99,7 +99,7 @@ class Program:
         unplaced: a token id without a position (-1): RoBERTa's padding id.
         positions: maximum tokens of a sequence, and the name of the config's setting.
         origin: digest of the model's modules and config.
-        push_dtype: of gradients sent to their owners.
+        push_dtype: dtype of gradients sent to their owners.
         window: maximum elements of weights, and of gradients, in flight.
     """
 

@@ -46,7 +46,7 @@ class RankProgram:
     """All instructions of one rank in one iteration.
 
     Attributes:
-        strategy: its text with its fingerprint.
+        strategy: the strategy's text with its fingerprint.
         roles: one per pipeline or interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
         layers: half-open range of each interleaved stage.

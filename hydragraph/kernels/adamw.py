@@ -129,7 +129,7 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Run PyTorch's fused operator on a CPU, so that a weight's bits depend only on its values.
 
-    It rounds a vector's last elements differently, so those of all shards are updated in one longer vector.
+    The operator rounds a vector's last elements differently, so those of all shards are updated in one longer vector.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []

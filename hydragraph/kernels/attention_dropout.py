@@ -25,7 +25,7 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
     """Return the factor of each probability, [heads, L, length] fp32: 0 if dropped, else 1 / (1 - p).
 
     Args:
-        keys: of the queries' tokens, [L, 2].
+        keys: dropout keys of the queries' tokens, [L, 2].
         heads: increasing, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:

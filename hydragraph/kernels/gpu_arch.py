@@ -13,7 +13,7 @@ class GpuArch:
         gpu: the GPU with these figures, as its driver names it.
         shared_bytes: maximum per block of threads.
         flops_per_s: dense bf16 products.
-        link_bytes_per_s: of NVLink in each direction.
+        link_bytes_per_s: bandwidth of NVLink in each direction.
     """
 
     name: str

@@ -146,7 +146,7 @@ def loss_and_gradients(
 def token_losses(
     logits: Tensor, labels: Tensor, ignored: int, first: int, exchange: Exchange | None, target: Target = ONE_HOT
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's losses, 0 if ignored, and lse."""
+    """Return a chunk's losses (0 for ignored labels) and the log-sum-exp of its logits."""
     statistics = statistics_of(logits, labels, first, target)
     if exchange is not None:
         statistics = exchange(statistics)

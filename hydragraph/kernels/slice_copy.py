@@ -1,7 +1,7 @@
 """Copy of thousands of ranges between two flat buffers in one launch, with cast and sum.
 
-Ranges are cut into tiles that no two programs share; some allow 16-byte accesses. Ranges with the same target are
-summed in the order of the table, so results are bitwise reproducible.
+Ranges are divided into tiles that no two programs share; some tiles allow 16-byte accesses. Ranges with the same target
+are summed in the order of the table, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SliceTable:
         Args:
             source, target, length: [R] int64 on the CPU, in elements; ranges may be empty.
             sums: target ranges may overlap, for `slice_copy(..., accumulate=True)`.
-            device: of the buffers.
+            device: device of the buffers.
 
         Raises:
             Unsupported: other tensors, negative numbers, or overlapping target ranges without `sums`.

@@ -72,7 +72,8 @@ def _pulled(instruction: Instruction) -> set[Value]:
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
     """Return the first index in a rank's work after which no rank waits for it, so it may wait for pushes.
 
-    On a first stage, that is after its last message; elsewhere after its work, since not all ranks of a stage send.
+    On a first stage, this is the index after its last message. On other stages it is the end of the rank's work, since
+    not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

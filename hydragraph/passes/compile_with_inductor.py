@@ -1,7 +1,7 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that stay unchanged.
 
-Collectives stay as they are. So do operators that sum rows in thread-arrival order, because Inductor's are not
-deterministic, and runs without enough to fuse, such as views and a matrix product.
+Some operators are not compiled: collectives; operators that sum rows in thread-arrival order, because Inductor's
+versions are not deterministic; and runs of operators with too little to fuse, such as views and one matrix product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mean seconds of a device by cause.
+"""How an average device spends an iteration, in seconds for each cause.
 
 computation  products are smaller, or their sums travel, at a higher tensor-parallel degree
 traffic      exposed pulls, pushes and messages, and the update

@@ -25,7 +25,7 @@ class Rival:
     """A strategy that lost.
 
     Attributes:
-        seconds: of an iteration; infinite if it does not fit.
+        seconds: time of an iteration; infinite if the strategy does not fit.
     """
 
     strategy: Strategy

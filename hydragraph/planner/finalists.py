@@ -4,7 +4,7 @@ pipeline recurrence         every proposal              lower bound of an iterat
 traffic of each card        every proposal              another lower bound
 with its traffic            while the bounds are below the best time
 with fewer pipelines        the best of these, while that helps
-with its own micro-batches  those that may then be best: cut as in a run
+with its own micro-batches  those that may then be best: formed as in a run
 memory and owners           those that may still be best
 a simulation                the best, and any that may end before it
 """
@@ -232,9 +232,9 @@ def finalists(
 
 
 class _Queue:
-    """Proposals, the most promising first, with micro-batches cut as in a run if that is faster.
+    """Proposals, the most promising first, with micro-batches formed as in a run if that is faster.
 
-    An optimistic time (`promised`) orders these expensive cuts.
+    Forming them is expensive, so an optimistic time (`promised`) says which proposal comes next.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class Estimate:
     """A strategy that fits.
 
     Attributes:
-        assignment: of one mini-batch.
-        seconds: of that iteration.
+        assignment: assignment of one mini-batch.
+        seconds: time of an iteration with that mini-batch.
     """
 
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""Micro-batches of equal sequences, cut for each pipeline as in a run."""
+"""Micro-batches of equal sequences, formed for each pipeline as in a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pipeline_costs(costs: Costs, strategy: Strategy, limit: int | None = None) -
 
 
 def cut(costs: Costs, strategy: Strategy, lengths: Sequence[int]) -> tuple[Assignment, float]:
-    """Return equal sequences cut as in a run, and the last pipeline's end.
+    """Return equal sequences in micro-batches formed as in a run, and the last pipeline's end.
 
     Raises:
         Unsupported: sequences are too long for all pipelines.

@@ -90,12 +90,12 @@ class Plan:
         home: owners of the state.
         strategies: candidates for varying lengths, `strategy` first.
         seconds: mean time of an iteration.
-        choosing_s: the same if each mini-batch runs the fastest strategy.
+        choosing_s: mean time of an iteration if each mini-batch runs the fastest strategy.
         memory: peak bytes of each rank.
         limits: bytes that each rank may use.
-        bound: lower bound of seconds.
+        bound: a lower bound on `seconds`.
         rivals: rejected strategies, the closest first.
-        assignment: of the first mini-batch.
+        assignment: assignment of the first mini-batch.
         moved_bytes: state that changes owner relative to the running plan.
         simulated: whether the seconds were simulated; otherwise traffic is estimated.
         text: `explain` without rivals and idle devices.

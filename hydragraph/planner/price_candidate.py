@@ -43,7 +43,7 @@ class SearchCandidate:
 
     Attributes:
         together: sequences per micro-batch.
-        layout: of each kind of pipeline; default: the bench's.
+        layout: layout of each kind of pipeline; default: the bench's layout.
     """
 
     bench: Bench
@@ -86,7 +86,7 @@ class Settled:
     """A runnable strategy.
 
     Attributes:
-        assignments: of each mini-batch.
+        assignments: assignment of each mini-batch.
         by_batch: seconds of each mini-batch, infinite if it does not fit.
         memory: peak bytes of every rank.
         simulated: whether the seconds were simulated, or traffic estimated.

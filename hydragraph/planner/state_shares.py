@@ -181,7 +181,7 @@ def home_by_block(costs: Costs, strategy: Strategy, given: Home, room: Sequence[
     """Return a home chosen by block (`cost.home_choice`).
 
     Args:
-        given: its copies and nodes are kept; returned without a rule if too few nodes are left.
+        given: a home whose copies and nodes are kept; it is returned without a rule if too few nodes are left.
         room: elements per rank; None: unlimited, and users own their blocks.
     """
     nodes = _nodes(costs, given)

@@ -164,7 +164,7 @@ def _any_convolution() -> Iterator[None]:
 def decided() -> Iterator[None]:
     """Make decisions at once that are the same for all sizes, which torch.export leaves open.
 
-    Otherwise min(64, 64 * T) stays in a view's strides, and attention rejects `is_causal=T > 1`.
+    If they were left open, a view's strides would keep min(64, 64 * T), and attention would reject `is_causal=T > 1`.
     """
     attention = F.scaled_dot_product_attention
 

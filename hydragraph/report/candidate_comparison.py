@@ -137,7 +137,7 @@ class PlanReport:
     """Candidates for a model, its data and its devices.
 
     Attributes:
-        candidates: the best static one first; those that cannot take the context length last.
+        candidates: the best static candidate first; those that cannot take the context length last.
         dynamic: mean seconds with the best candidate for every mini-batch.
         sync: most seconds besides computing.
         cut: number of sequences longer than `context`.
@@ -181,7 +181,7 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: longer ones count as cut at `context`.
+        lengths: tokens of the data's sequences; those longer than `context` count as truncated to it.
         tokens: minimum per mini-batch.
         strategies: default: proposals for the data, all homogeneous ones, and improvements of them.
 

@@ -55,7 +55,7 @@ def line_chart(
     """Return a chart over steps, with a legend.
 
     Args:
-        label: for screen readers.
+        label: text for screen readers.
         series: at least one point in total.
         show: formats y.
         zero: whether the y axis begins at 0.

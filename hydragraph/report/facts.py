@@ -136,8 +136,8 @@ class Contender:
     """A strategy in the comparison.
 
     Attributes:
-        seconds: of an iteration; None if it does not fit.
-        micro_batches: by pipeline; empty: unknown.
+        seconds: time of an iteration; None if the strategy does not fit.
+        micro_batches: number in each pipeline; empty: unknown.
         shares: (name, fraction of the iteration).
         why: why it lost; "" for the winner.
         origin: search that found it.

@@ -82,7 +82,7 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        source: of the computation times.
+        source: where the computation times come from.
         types: device type of each rank.
         before: corrections that the model already includes.
         warming: excluded steps: the first under each strategy.

@@ -241,7 +241,10 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield strategies that stream more and more: gradients, then weights, then with recomputation."""
+    """Yield variants of the strategy that stream more and more.
+
+    First they stream gradients only, then weights too, then both again with recomputation.
+    """
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
         streamed = True if stage.stream is True else stream

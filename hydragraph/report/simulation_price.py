@@ -55,8 +55,8 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
     """Distribute equal micro-batches to pipelines by `spread`.
 
     Args:
-        tokens: of one sequence.
-        sequences: of one micro-batch.
+        tokens: length of one sequence.
+        sequences: number in one micro-batch.
     """
     strategy.check(costs.outline.layers, costs.ranks, costs.sizes.heads)
     slowest = [max(sum(stage.seconds([tokens] * sequences)) for stage in p.parts) for p in costs.pipelines(strategy)]

@@ -1,8 +1,9 @@
 """Constraints of deterministic runs, whose bits depend only on the model and the data.
 
 Sequences are computed alone, and gradients and losses are added exactly, in any order (`kernels.exact_sums`). All
-stages have one tensor-parallel degree, as a product that is cut in two has other sums than a whole one. There is one
-kind of device, and one thread on a CPU, as libraries choose the order of sums by both.
+stages have one tensor-parallel degree, because a product split over two ranks is summed in another order than a whole
+product. All devices are of one kind, and a CPU uses one thread, because libraries choose the order of sums by processor
+and thread count.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Deterministic:
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all stages are cut alike, in these and all other strategies.
+        """Check that all stages split products alike, in these and all other strategies.
 
         Raises:
             Unsupported: two differ, a stage streams or has sums in pieces, or more than two devices of one are not in

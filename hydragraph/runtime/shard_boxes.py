@@ -1,4 +1,4 @@
-"""This rank's weights, cut into boxes for a checkpoint.
+"""This rank's weights, divided into boxes for a checkpoint.
 
 A rank owns intervals of a flattened parameter; each becomes a few axis-aligned boxes of its shape (`ir.boxes`).
 """

@@ -22,7 +22,7 @@ from hydragraph.spec.home import Home
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Position of a rank's state in the whole.
+    """Which part of the whole training state a rank holds.
 
     Attributes:
         generation: number of earlier moves.
@@ -109,8 +109,8 @@ class AgreedState:
     """Agreement of ranks that meet.
 
     Attributes:
-        generation: that of the agreed state; -1: no rank has any.
-        before: by new rank, its number in that state; None: it has no valid state.
+        generation: generation of the agreed state; -1: no rank has any state.
+        before: each new rank's number in that state; None: the rank has no valid state.
         updates: after all ranks have finished their step.
         leader: the first rank without an unfinished step, whose hyperparameters count.
     """
@@ -128,8 +128,8 @@ def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> 
     """Agree on the state of the model, by a pure function of the same arguments on all ranks.
 
     Args:
-        standings: by new rank; None: it never had any state.
-        before: by new rank, its number in the world before; None: a newcomer.
+        standings: standing of each new rank; None: the rank never had any state.
+        before: each new rank's number in the world before; None: a newcomer.
 
     Raises:
         ValueError: `before` does not fit the ranks, or gives a rank another's number.

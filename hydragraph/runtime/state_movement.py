@@ -1,8 +1,8 @@
 """Movement of weights and optimizer state from one home to another.
 
-A bucket's two home layouts are linked (`ir.link.move`). Data are cut into windows of the whole state of at most CHUNK
-bytes, in the order of buckets, each with one message per pair of ranks. The old state stays unchanged until the new one
-is complete.
+A bucket's two home layouts are linked (`ir.link.move`). The whole state, in the order of buckets, is divided into
+windows of at most CHUNK bytes. In each window, a pair of ranks exchanges one message. The old state stays unchanged
+until the new one is complete.
 """
 
 from __future__ import annotations

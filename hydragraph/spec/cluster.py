@@ -81,7 +81,7 @@ class DeviceType:
 
     Attributes:
         flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
-        host_bytes_per_s: of copies to and from host memory; default: 16 lanes of PCIe 4.
+        host_bytes_per_s: bandwidth of copies to and from host memory; default: 16 lanes of PCIe 4.
     """
 
     flops_per_s: float

@@ -15,7 +15,7 @@ class Health:
     """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
 
     Attributes:
-        rates: by rank, at least 1; infinite: lost; absent: healthy.
+        rates: rank -> slowdown, at least 1; infinite: the rank is lost; absent: the rank is healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)

@@ -100,7 +100,11 @@ class Home:
             raise ValueError(f"home {self}: two copies on {ranks} rank: start more ranks, or use copies 1")
 
     def on(self, nodes: Sequence[int]) -> Home:
-        """Return the home with nodes, by default the given ones; on one node, each rank counts as one."""
+        """Return this home with the node of each rank filled in.
+
+        Nodes that are already set are kept, otherwise `nodes` is used; if all ranks are on one node, each rank counts
+        as a node of its own. A home with one copy or a rule is returned unchanged.
+        """
         self.check(len(nodes))
         if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
             return self

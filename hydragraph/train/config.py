@@ -148,8 +148,9 @@ class SourceConfig(CheckedFields):
     Attributes:
         paths: files and directories of text, .jsonl, CSV, Parquet or Arrow, and directories that `datasets` saved.
             Text, .jsonl and CSV may be compressed (.gz, .zst). "python-stdlib" is this Python's standard library.
-        suffixes: suffixes of the files to read from a directory; None: records, without test and validation files, or
-            else all texts.
+        suffixes: suffixes of the files to read from a directory; None: read the record files (.jsonl, .parquet, ...),
+            skipping test and validation files if there are training files; if there are no record files, read all text
+            files.
         format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
             its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
             that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
@@ -301,10 +302,10 @@ class ScheduleConfig:
     """The learning rate over the steps.
 
     Attributes:
-        warmup: number of steps in which it rises linearly to its peak.
-        decay: its decrease after the warm-up: "cosine", "linear", "constant" (none), or "wsd" (warm-up, stable,
-            decay), which stays at the peak and falls linearly at the end.
-        min_lr_ratio: its last value as a fraction of the peak.
+        warmup: number of steps in which the learning rate rises linearly to its peak.
+        decay: how the learning rate falls after the warm-up: "cosine", "linear", "constant" (none), or "wsd" (warm-up,
+            stable, decay), which stays at the peak and falls linearly at the end.
+        min_lr_ratio: last learning rate, as a fraction of the peak.
         warmup_ratio: length of the warm-up as a fraction of all steps, instead of `warmup`.
         decay_ratio: length of the decay of "wsd" as a fraction of all steps; None: 0.1.
     """
@@ -405,7 +406,8 @@ class ElasticConfig:
         copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: all
             ranks then return to the newest checkpoint.
         spares: number of processes that wait to replace a lost rank.
-        min_ranks: with fewer ranks the run saves and ends; 0: a lost rank ends it; null: 1 if the run survives losses.
+        min_ranks: with fewer ranks the run saves and ends; 0: a lost rank ends the run; null: 1 if the run survives
+            losses.
         rejoin: start a process to replace a lost one; it joins between two steps.
         monitor: measure every rank, and write to `events.jsonl` which are slow, by how much and since when.
         replan: plan again in the background when ranks become slow or steps take other times than expected, and switch

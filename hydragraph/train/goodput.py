@@ -23,7 +23,7 @@ class WallTime:
     """Parts of the wall time of a run, whose sum is `seconds`.
 
     Attributes:
-        seconds: from the end of the first step to the end of the last, without stops.
+        seconds: time from the end of the first step to the end of the last, without stops.
         rate: tokens per second of undisturbed steps; 0: unknown.
         lost_s: repeated work, and time until failures were noticed.
         slower_s: extra time of steps; negative if they were faster.

@@ -39,7 +39,7 @@ def export_checkpoint(
     """Write the model and tokenizer of a run's checkpoint; return the checkpoint.
 
     Args:
-        dtype: of the weights, except those that the model keeps in float32.
+        dtype: dtype of the weights, except those that the model keeps in float32.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or the directory is not empty.

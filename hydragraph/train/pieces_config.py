@@ -9,7 +9,7 @@ from hydragraph.train.field_checks import check_fields
 
 @dataclass(frozen=True)
 class PiecesConfig:
-    """Places near the ranks where the state is also kept, in pieces, in addition to the checkpoints in the run folder.
+    """Where the state is also kept close to the ranks, in pieces, besides the checkpoints in the run folder.
 
     After a loss each rank reads its part from the nearest place that has it: its memory, its machine's disk, another
     machine, then the shared place (AutoHet, "accelerated recovery").

@@ -38,8 +38,8 @@ class Names:
 
     Attributes:
         sources: key of the model's state dict -> canonical parameter or buffer.
-        conversions: of transformers, in order.
-        prefix: of the base model, in files of a model with a head; None for a custom module.
+        conversions: transformers' conversions, in order.
+        prefix: prefix of the base model's names, in files of a model with a head; None for a custom module.
     """
 
     sources: Mapping[str, str]

@@ -21,7 +21,7 @@ class StoredPiece:
     """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: its start in the whole; negative if the whole is a later part of this piece.
+        at: start of the piece in the whole tensor; negative if the whole is a later part of the piece.
         lacks: dimensions that this piece does not have.
     """
 
@@ -90,10 +90,10 @@ class Whole:
 
 
 def assemble(converter: Any, stored: Mapping[str, Sequence[Stored]], name: str) -> dict[str, Whole] | None:
-    """Return the tensors that a converter builds from stored ones; None if it computes values.
+    """Return the tensors that a converter builds from stored tensors; None if the converter computes values.
 
     Args:
-        stored: by the converter's pattern, in the order of their names.
+        stored: pattern of the converter -> stored tensors, in the order of their names.
     """
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 

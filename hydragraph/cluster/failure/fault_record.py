@@ -16,9 +16,10 @@ class Fault:
     """The single failure that all ranks agree on.
 
     Attributes:
-        instruction: its instruction or call; "" if unknown, as is `host`.
-        stalled: whether it is alive but makes no progress.
-        index: of the instruction, if the writer cannot describe it.
+        instruction: the failed rank's instruction or call; "" if unknown.
+        host: the failed rank's host; "" if unknown.
+        stalled: whether the rank is alive but makes no progress.
+        index: index of the instruction, if the writer cannot describe the instruction.
     """
 
     rank: int

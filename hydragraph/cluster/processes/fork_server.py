@@ -1,7 +1,7 @@
 """Fork server of the ranks that cleans up however its launcher ends.
 
-multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process
-group, or a failed fork, ends it and every rank, even during a save. This one continues.
+multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group,
+or a failed fork, ends that server and every rank, even during a save. The server of this module continues.
 
 The server imports this module first (`launch.PRELOAD`); an environment variable marks it as a server.
 """

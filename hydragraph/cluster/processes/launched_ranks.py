@@ -45,7 +45,7 @@ from hydragraph.errors import RankFailure
 
 _GRACE_S = 8.0  # for peers to fail on their own
 _CULPRIT_S = 2.0  # for the rank at fault, which may hang
-_EXIT_S = 5.0  # for a finished rank to end its process
+_EXIT_S = 5.0  # for a finished rank's process to exit
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
 
@@ -74,7 +74,7 @@ class AbsentProcess:
         self._end.close()
 
     def terminate(self) -> None:
-        """Do nothing: its machine asks it to end."""
+        """Do nothing: the process's own machine asks it to end."""
 
     def kill(self) -> None: ...
 

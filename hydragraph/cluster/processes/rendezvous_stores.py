@@ -21,8 +21,8 @@ def hosted(address: str, port: int) -> Any:
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
     """Return a socket that listens where other processes find this host.
 
-    It listens on all addresses if others may resolve the name differently: it has several, or is a loopback (Debian
-    maps a host's own name to 127.0.1.1), or is a gateway's.
+    The socket listens on all addresses if others may resolve the name differently: the name has several addresses, or
+    that of a loopback (Debian maps a host's own name to 127.0.1.1), or that of a gateway.
 
     Args:
         address: name or address of this host, as used by the others.

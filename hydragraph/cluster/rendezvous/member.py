@@ -79,7 +79,7 @@ class Member:
 
     @property
     def fenced(self) -> bool:
-        """Whether a machine that is cut off ends its ranks before the others continue without it."""
+        """Whether a disconnected machine ends its ranks before the others continue without it."""
         return self._moving is not None
 
     @property

@@ -56,10 +56,10 @@ class Generation:
 
     Attributes:
         number: counted from 1.
-        members: by rank.
+        members: member of each rank.
         leaving: members that hand over their state and end.
         holds: generation whose layout the state has; 0: no state.
-        before: by rank, the rank in that generation; None: it holds no state of it.
+        before: each rank's number in generation `holds`; None: the rank holds no state of that generation.
         lost, joined: members of the previous generation that are not in this one, and vice versa.
         ending: why this generation only saves and ends; "": it continues.
     """

@@ -2,8 +2,8 @@
 
 A launcher (torchrun, srun) starts one process per machine. The one on machine 0 hosts the store where ranks meet, and
 alone decides the membership, so two halves of a partitioned network never both continue. Deputies (`node_agent`) start
-and end processes on order. A deputy gives up a silent connection sooner than the leader, so its ranks have ended when
-the leader continues without them.
+and end processes when the leader tells them to. A deputy gives up a silent connection sooner than the leader, so its
+ranks have ended when the leader continues without them.
 
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
@@ -58,7 +58,7 @@ class Nodes:
     Attributes:
         number, count: index of this machine, and number of machines.
         address, port: of the launcher's store, which is on machine 0.
-        shared: whether the launcher hosts the store; else machine 0's process does.
+        shared: whether the launcher hosts the store; otherwise machine 0's process hosts it.
         again: errors that make the leader restart the run.
         election: None: machine 0 leads.
         handed: on a leader, processes that this machine started for an earlier one.
@@ -124,7 +124,7 @@ class Welcome:
     """The leader has accepted a deputy.
 
     Attributes:
-        kept: whether the members that it named continue; else it ends them.
+        kept: whether the members that the deputy named continue; otherwise the deputy ends them.
         host, port: of the leader's store.
     """
 
@@ -486,7 +486,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
     """Return a deputy's link to the leader.
 
     Args:
-        members: of this machine, which continue under a new leader.
+        members: this machine's members, which continue under a new leader.
 
     Raises:
         OSError, RuntimeError: the leader, or the store with its address, is not available.

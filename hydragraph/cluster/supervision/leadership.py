@@ -63,7 +63,7 @@ class LeaseView:
         placed: when it learned of this term, or of this place of the leader.
         answered: when it sent the last request that the register answered.
         asked, asked_at: the lease that it last asked for, and when it first did.
-        term: that it holds itself; 0: none.
+        term: term in which this machine leads; 0: none.
         until: when it stops leading, unless it renews before.
         joined: whether it has read the lease of a running run.
     """
@@ -130,7 +130,7 @@ def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: floa
     """Return whether a machine without a leader keeps its ranks for the next one, or ends them.
 
     Args:
-        term, since: of its former leader, and when it noticed that the link was down.
+        term, since: term of the machine's former leader, and when the machine noticed that the link was down.
         refused: whether the leader's machine refuses connections: its supervisor has ended.
     """
     if now - standing.answered > TTL_S:

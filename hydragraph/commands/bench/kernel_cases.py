@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
         work: bytes moved, or floating-point operations.
-        bound: its ceiling: "memory" or "products".
+        bound: what limits the speed: "memory" or "products".
         sides: name -> call that returns the result; the first is the reference.
     """
 

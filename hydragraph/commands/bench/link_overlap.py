@@ -47,7 +47,7 @@ def simulated(
 
     Args:
         tokens: of a micro-batch's single sequence.
-        micro_batches: of every pipeline.
+        micro_batches: number in every pipeline.
         moved: without any traffic, both times are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)

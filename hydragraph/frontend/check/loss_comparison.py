@@ -56,7 +56,7 @@ class GradientComparison:
 
     Args:
         computed: gradients by name; modified in place.
-        norms: of the expected gradients; None: those of the computed ones.
+        norms: norms of the expected gradients; None: those of the computed gradients.
     """
 
     def __init__(self, computed: dict[str, Tensor], norms: Mapping[str, float] | None = None) -> None:

@@ -55,7 +55,7 @@ class StageCheck:
         fused_head: whether head and loss are one operator.
         added: whether products accumulate gradients in place.
         library: untrusted source of the ranks' graphs.
-        model: of the program; large blocks are compared in its narrow copy.
+        model: the program's model; large blocks are compared in the narrow copy of the model.
 
     Attributes:
         passed: passed comparisons: key -> description.

@@ -288,7 +288,7 @@ class Schedule:
 
         Args:
             places: by pipeline and stage.
-            lengths: of each row's actions; default: 1.
+            lengths: length of each row's actions; default: 1.
         """
         ends: dict[_End, int] = {}
         free = [0] * len(self.actions)

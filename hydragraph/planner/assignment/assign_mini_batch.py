@@ -162,7 +162,7 @@ def assign_bounded(
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchCut:
-    """Sequences cut into micro-batches, as arrays; see `schedule_search`.
+    """Sequences divided into micro-batches, as arrays; see `schedule_search`.
 
     Attributes:
         placed, batch: pipeline and micro-batch of each sequence [n].

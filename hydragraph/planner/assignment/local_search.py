@@ -61,7 +61,7 @@ LEAST_OF_MANY = 1e-4
 
 
 class Instance(NamedTuple):
-    """Sequences and pipelines; see the module docstring."""
+    """A problem to solve: the sequences and pipelines as arrays, which the module docstring describes."""
 
     cost: Floats
     lengths: Floats
@@ -85,13 +85,13 @@ class SearchState(NamedTuple):
 
 @partial(compiled, shared=True)
 def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
-    """Return when a pipeline finishes.
+    """Return the time at which a pipeline finishes.
 
     EQ3: load + fixed + (PP - 1) T(longest). SINGLE: load, infinite beyond MaxLen. FORMED: fixed + min over V of load +
     c V + (PP - 1) (max(load / V, a longest^2 + b longest) + c).
 
     Args:
-        tokens: of its sequences; 0: none.
+        tokens: tokens of the pipeline's sequences; 0: no sequences.
     """
     if tokens <= 0.0:
         return 0.0

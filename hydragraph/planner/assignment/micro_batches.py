@@ -129,7 +129,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
-        terms: of the pipeline's kind; see `local_search`.
+        terms: coefficients of the pipeline's kind; see `local_search`.
         kicks: for each V that is searched further.
     """
     n = len(work)
@@ -198,7 +198,7 @@ def form_in_order(
 
     Args:
         stages: including interleaved ones.
-        table: of the schedule, for as many micro-batches as sequences.
+        table: table of the schedule, for as many micro-batches as sequences.
         climb: rounds of improving the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)

@@ -69,7 +69,7 @@ def problem_of(
     """Return the arrays of a mini-batch; empty sequences are left out.
 
     Args:
-        formed: pipelines cut their work into micro-batches; otherwise Eq. 2 holds.
+        formed: pipelines divide their work into micro-batches; otherwise Eq. 2 holds.
         bubble: in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen).
 
     Raises:

@@ -50,8 +50,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         lengths: tokens [n].
-        kind_of: of each pipeline [P].
-        max_len: of each kind [K].
+        kind_of: kind of each pipeline [P].
+        max_len: MaxLen of each kind [K].
     """
 
     lengths: Floats

@@ -1,4 +1,6 @@
-"""Layers of a candidate's pipelines if stages and owners of the state share all memory.
+"""Layers of a candidate's pipelines, where all memory is shared between stages and the state.
+
+A rank's memory may go to its stage or to its part of the state, in any proportion.
 
 The search gives every rank a fixed share of the state. If a first stage, with most micro-batches in flight, owns less,
 fewer stages recompute. For bounds t_s on the seconds of stages, a dynamic program over stages and layers maximizes

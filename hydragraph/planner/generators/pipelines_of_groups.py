@@ -161,7 +161,7 @@ class Bench:
         """Return the seconds of an iteration.
 
         Args:
-            pipelines: number of each multiset.
+            pipelines: multiset of groups -> number of pipelines made of it.
             worth: from these seconds, a lower bound is enough.
         """
         number = sum(pipelines.values())

@@ -79,7 +79,7 @@ def walk(
 
     Args:
         kinds: type of each rank [N].
-        places: label that a replica's ranks must share unless `mixed_tp` [N].
+        places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
         stages: number that Metis prices on its first visit.
     """

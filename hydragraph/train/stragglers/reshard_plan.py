@@ -27,7 +27,7 @@ from hydragraph.spec.home import Home
 
 GAIN = 1.2  # required gain of a move, as a multiple of its cost
 GRADIENT_BYTES = 4  # per element, as gradients are handed on
-ROUNDED = 100  # shares are rounded to 1/100 of the largest against noise
+ROUNDED = 100  # shares are rounded to 1/100 of the largest, so that noise does not change them
 TIGHT = 1.01  # required memory, as a multiple of unrounded shares
 
 
