@@ -86,7 +86,7 @@ def test_all_values_are_those_of_the_cost_model() -> None:
         "temporary values of a block": f"{memory.working / 1e9:.1f} GB",
         "peak": f"{memory.total / 1e9:.1f} GB",
         "hidden states of a micro-batch": f"{hidden_bytes / 1e6:.1f} MB",
-        "their way to the next stage": f"{1e3 * hidden_bytes / LINK.bytes_per_s:.2f} ms",
+        "time to send them to the next stage": f"{1e3 * hidden_bytes / LINK.bytes_per_s:.2f} ms",
         "tensor-parallel sums in a forward of stage 0": f"{first.rings[0].times}",
         "one of these sums over two ranks": f"{1e3 * (forward - 16 * layer_s) / first.rings[0].times:.2f} ms",
         "weights of a layer that rank 0 receives": f"{received * 2 / 1e6:.1f} MB",
