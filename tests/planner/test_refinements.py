@@ -132,7 +132,7 @@ def test_sums_run_in_pieces_where_products_hide_more_than_the_latencies_cost() -
     owned = costs.changed(home=after.home)
     simulated_s = [owned.simulate(plan.strategy, plan.assignments[0]).seconds for plan in (before, after)]
     assert after.seconds == pytest.approx(simulated_s[1])
-    # Of each sum one of two pieces, of 8 micro-batches and 8 layers, waits for nothing.
+    # One of the two pieces of each sum is hidden, in 8 micro-batches and 8 layers.
     piece_s = 2 * (priced.FAST.latency_s + LENGTH * priced.HIDDEN / 4 / priced.FAST.bytes_per_s)
     latency_s = 2 * priced.FAST.latency_s
     assert simulated_s[0] - simulated_s[1] == pytest.approx(8 * 8 * 4 * (piece_s - latency_s))
