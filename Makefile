@@ -64,7 +64,7 @@ thorough: plans  ## every test, larger samples, and two thousand drawn modules (
 	$(BIN)/python -m tests.right --count 1000
 
 docs: $(STAMP)  ## build the documentation into site/, strictly
-	@$(BIN)/python -c "import mkdocs, mkdocstrings, material" 2>/dev/null || $(PIP) install ".[docs]"
+	@$(BIN)/python -c "import mkdocs, mkdocstrings, material" 2>/dev/null || $(PIP) install -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 newcomer: $(STAMP)  ## follow README and getting started in a fresh environment without extras (minutes, 2 GB)

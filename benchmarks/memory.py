@@ -46,9 +46,10 @@ from torch.utils._pytree import tree_leaves
 
 import hydragraph as hg
 from benchmarks.step import rivals
+from hydragraph.cost.compiled_blocks import CompiledBlocks, VariantOf
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.footprint import MicroBatch
-from hydragraph.cost.rank_memory import CompiledBlocks, Memory, VariantOf, exchange_name, rank_memory
+from hydragraph.cost.rank_memory import Memory, exchange_name, rank_memory
 from hydragraph.frontend.mini_batch import token_multiple
 from hydragraph.frontend.packed_batch import padding
 from hydragraph.ir.instruction import Instruction, Op, Stream
@@ -226,7 +227,8 @@ def measure(prepared: tuple[hg.Program, object], sizes: Sizes, text: str, home: 
     exe = hg.compile(sizes.model(), strategy, optimizer=adamw, device="cpu", program=prepared[0], home=home)
     home = exe._session.owners.home
     compiled, batches = exe._session.preparer._variants.get, micro_batches(strategy, sizes.lengths)  # compiled already
-    walk = partial(rank_memory, exe.program, strategy, batches, exe.rank, exe.ranks, compiled, home=home)
+    blocks = CompiledBlocks(exe.program, compiled)
+    walk = partial(rank_memory, blocks, strategy, batches, exe.rank, exe.ranks, home=home)
     live = LiveBytes()
     ended = []
     with live, mock.patch.object(executor, "copy_to_host", unseen_copy):

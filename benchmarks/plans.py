@@ -47,8 +47,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hydragraph as hg
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.errors import Unsupported
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants

@@ -64,11 +64,11 @@ import hydragraph as hg
 from benchmarks.published.deepspeed import DEEPSPEED, deepspeed_s
 from hydragraph.cost import datasheet as roofline
 from hydragraph.cost.block_pieces import BlockPiece
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants, Load
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.pricing import micro_batches_of
-from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
 from hydragraph.report.simulation_price import price

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydragraph as hg
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import datasheet
-from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.layout import GradientKind, propagation
 from hydragraph.ir.link import copy

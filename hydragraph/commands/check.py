@@ -213,8 +213,8 @@ def _costs(options: CheckOptions, config: TrainConfig, cluster: Cluster) -> tupl
     import torch
 
     from hydragraph.commands.captured_model import captured, costs_of_run
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.datasheet import datasheet
-    from hydragraph.cost.rank_memory import CompiledBlocks
     from hydragraph.train.config_checks import read_strategies
     from hydragraph.train.optimizer import state_bytes
     from hydragraph.train.plan_input import read_profile

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hydragraph.commands.compile_kernels import GraphRecord, graph_records
-from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import footprint
 from hydragraph.cost.link_bytes import traffic
 from hydragraph.engine.api import RankPrograms, lower
 from hydragraph.ir.home_layout import HomeLayouts

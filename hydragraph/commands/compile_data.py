@@ -151,7 +151,8 @@ def at(line: Sequence[float], tokens: int) -> int:
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
     """Return the data."""
-    from hydragraph.cost.footprint import MicroBatch, made_bytes
+    from hydragraph.cost.footprint import MicroBatch
+    from hydragraph.cost.graph_footprint import made_bytes
 
     aux = program.templates[program.aux.template].graph
     templates = {block.name: block.template for block in program.blocks}
@@ -185,7 +186,8 @@ def _kind(compiled: CompiledVariant) -> StageKind:
 
 def _block(compiled: CompiledVariant) -> BlockData:
     from hydragraph.cost.collective_bytes import collective_bytes
-    from hydragraph.cost.footprint import MicroBatch, footprint, held_by
+    from hydragraph.cost.footprint import MicroBatch
+    from hydragraph.cost.graph_footprint import footprint, held_by
 
     part = StagePart(_kind(compiled), compiled.record.indices[0])
     tokens = [per_rank * part.tp for per_rank in _TOKENS]

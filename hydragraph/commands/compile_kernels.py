@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydragraph.cost.footprint import MicroBatch, Sizes, head_operands
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import Sizes, head_operands
 from hydragraph.ir.graph_data import value_of
 from hydragraph.kernels.cubin import usage
 from hydragraph.passes.compile_with_inductor import NO_WORK, TUNED, GraphPiece

@@ -20,9 +20,9 @@ from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from hydragraph.cost.compiled_blocks import VariantOf
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.measured_profile import Profile
-    from hydragraph.cost.rank_memory import VariantOf
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import RentalOffer
     from hydragraph.spec.cluster import Cluster
@@ -133,9 +133,9 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
         ValueError: profiles, cluster, health and model do not match.
     """
     from hydragraph.commands.captured_model import captured
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
     from hydragraph.cost.costs import Costs
     from hydragraph.cost.datasheet import datasheet
-    from hydragraph.cost.rank_memory import CompiledBlocks
     from hydragraph.spec.health import Health
     from hydragraph.train.plan_input import read_corrections
 

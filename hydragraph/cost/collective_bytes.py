@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from hydragraph.cost.footprint import MicroBatch, Sizes
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import Sizes
 from hydragraph.passes.differentiate import Variant
 from hydragraph.spec.stage_kind import StagePart
 

@@ -16,11 +16,12 @@ import torch
 from torch import fx
 
 from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines, PricedDevice
+from hydragraph.cost.compiled_blocks import VariantOf
 from hydragraph.cost.curves import Constants
-from hydragraph.cost.footprint import MicroBatch, held_by, made_bytes
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import held_by, made_bytes
 from hydragraph.cost.measured_profile import Profile
 from hydragraph.cost.model_sizes import ModelSizes
-from hydragraph.cost.rank_memory import VariantOf
 from hydragraph.cost.reach import WHOLE, Reach, ordered
 from hydragraph.errors import Unsupported
 from hydragraph.ir.graph_data import value_of

@@ -32,7 +32,7 @@ class ModelSizes:
     @classmethod
     def of(cls, program: Program) -> ModelSizes:
         """Return the sizes of a captured model."""
-        from hydragraph.cost.footprint import token_bytes
+        from hydragraph.cost.graph_footprint import token_bytes
         from hydragraph.ir.parameter import Bucket, Parameter
 
         buckets = []

@@ -12,23 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from hydragraph.cost.block_pieces import AUX, BlockPiece, MemoryLines
 from hydragraph.cost.curves import Constants, Curve, Table
-from hydragraph.passes.differentiate import Variant
-from hydragraph.passes.memory_budget import operations
-
-
-def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
-    """Return s, from a block's variants without recomputation, within a budget and with full recomputation."""
-    least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
-    return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
-
-
-def _operations(graph: torch.fx.GraphModule) -> float:
-    costs = (operations(node) for node in graph.graph.nodes if node.op == "call_function")
-    return sum(cost for cost in costs if cost != float("inf"))
 
 
 def within_budget(

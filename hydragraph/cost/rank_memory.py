@@ -12,17 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from hydragraph.cost.footprint import (
-    Footprint,
-    HalvesFootprint,
-    MicroBatch,
-    footprint,
-    halves_footprint,
-    made_bytes,
-    token_bytes,
-)
+from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
 from hydragraph.cost.live_values import Alive
-from hydragraph.cost.partial_recomputation import repeated
 from hydragraph.cost.traffic_bytes import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
@@ -37,12 +28,10 @@ from hydragraph.ir.home_layout import HomeLayouts
 from hydragraph.ir.instruction import Instruction, Op
 from hydragraph.ir.layout import GradientKind, Layout, propagation
 from hydragraph.ir.parameter import Bucket
-from hydragraph.ir.program import Block, Program
 from hydragraph.ir.program_outline import Outline
 from hydragraph.ir.schedules.schedule import Work
 from hydragraph.ir.schedules.schedule_kinds import ALL_IN_FLIGHT, most_in_flight
 from hydragraph.ir.value import Value, ValueKind, activation, activation_gradient, aux, bucket_of, gradients, weights
-from hydragraph.passes.differentiate import Variant
 from hydragraph.passes.pipeline import placed_program
 from hydragraph.passes.place import place
 from hydragraph.passes.stream import turns
@@ -52,8 +41,6 @@ from hydragraph.spec.strategy import Strategy
 
 STATE_BYTES = 3 * WEIGHT_BYTES  # weight and AdamW's two moments
 INTEGER_BYTES = 8  # token ids, positions and labels
-
-VariantOf = Callable[[Block, StagePart], Variant]  # (block, stage part) -> graphs
 
 
 @dataclass(frozen=True)
@@ -157,74 +144,12 @@ class PricedBlocks(Blocks, Protocol):
         ...
 
 
-class CompiledBlocks:
-    """Model data from a captured model and its compiled graphs.
-
-    Args:
-        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
-    """
-
-    def __init__(self, program: Program, compiled: VariantOf) -> None:
-        self._program = program
-        self._compiled = compiled
-        self._blocks = {b.name: b for b in program.blocks}
-        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
-        self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
-        self._variants: dict[tuple[str, StagePart], Variant] = {}
-        self._aux_bytes: dict[MicroBatch, int] = {}
-        self.outline = program.outline
-        self.buckets = program.buckets
-        self.itemsize = program.dtype.itemsize
-        self.push_itemsize = program.push_dtype.itemsize
-        self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
-
-    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
-        """See `Blocks`."""
-        variant = self._variant(block, part)
-        key = (variant, batch)
-        if key not in self._known:
-            self._known[key] = footprint(variant, part, batch)
-        return self._known[key]
-
-    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`."""
-        variant = self._variant(block, part)
-        key = (variant, batch)
-        if key not in self._known_halves:
-            self._known_halves[key] = halves_footprint(variant, part, batch)
-        return self._known_halves[key]
-
-    def adds(self, block: str, part: StagePart) -> bool:
-        """See `Blocks`."""
-        return bool(self._variant(block, part).added)
-
-    def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; of the stage's first rank."""
-        whole = kind._replace(sums_in_pieces=False)
-        kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
-        plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
-        return repeated(plain, partial, full)
-
-    def _variant(self, block: str, part: StagePart) -> Variant:
-        key = (block, part)
-        if key not in self._variants:
-            self._variants[key] = self._compiled(self._blocks[block], part)
-        return self._variants[key]
-
-    def aux_bytes(self, batch: MicroBatch) -> int:
-        """See `Blocks`."""
-        if batch not in self._aux_bytes:
-            self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
-        return self._aux_bytes[batch]
-
-
 def rank_memory(
-    program: Program,
+    blocks: Blocks,
     strategy: Strategy,
     micro_batches: Sequence[Sequence[MicroBatch]],
     rank: int,
     ranks: int,
-    compiled: VariantOf,
     messages: bool = True,
     home: Home | None = None,
     over: Mapping[int, Sequence[str]] | None = None,
@@ -239,7 +164,6 @@ def rank_memory(
     Raises:
         ValueError: the arguments do not match.
     """
-    blocks = CompiledBlocks(program, compiled)
     owners = HomeLayouts(home or Home(), ranks)
     return Walk(blocks, strategy, micro_batches, rank, ranks, messages=messages, home_of=owners.of, over=over).peak()
 

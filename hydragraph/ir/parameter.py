@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hydragraph.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def shares_heads(heads: int, tp: int) -> bool:

@@ -26,7 +26,8 @@ from torch import Tensor, fx
 from hydragraph.cluster.communicators import Channel, Groups
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
 from hydragraph.cost.datasheet import reaches_of
-from hydragraph.cost.footprint import MicroBatch, footprint, held_by
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import footprint, held_by
 from hydragraph.cost.measured_profile import Profile, Scheme
 from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.cost.reach import Reach

@@ -14,6 +14,7 @@ from hydragraph.commands.show_folder import ShownFolder, ranks_text, shortened, 
 from hydragraph.commands.show_memory import walk
 from hydragraph.commands.show_schedule import schedule
 from hydragraph.commands.show_traffic import traffic_by_kind
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.rank_memory import rank_memory
 from hydragraph.ir.home_layout import HomeLayouts
@@ -85,13 +86,13 @@ def _program(folder: Path) -> hg.Program:
 @thorough
 def test_memory_and_traffic_are_those_of_the_compiled_graphs(folder: Path) -> None:
     program = _program(folder)
-    variants = Variants(program, added=True)
+    blocks = CompiledBlocks(program, Variants(program, added=True).get)
     opened = ShownFolder.open(folder)
     home = Home.parse(HOME)
     for each in opened.strategies:
         batches = [[MicroBatch(640, 1)] * 3 for _ in each.strategy.pipelines]
         for rank in range(4):
-            exact = rank_memory(program, each.strategy, batches, rank, 4, variants.get, home=home)
+            exact = rank_memory(blocks, each.strategy, batches, rank, 4, home=home)
             found = walk(opened, each, rank, 640).peak()
             assert (found.home, found.weights) == (exact.home, exact.weights)
             assert found.total == pytest.approx(exact.total, rel=2e-3)

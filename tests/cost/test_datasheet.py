@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costed_work import CostedWork
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.datasheet import PUBLISHED, _Rates, datasheet, operations
-from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.cost.timeline import simulate
 from hydragraph.ir.instruction import Op
 from hydragraph.ir.program import Program

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import hydragraph as hg
 from hydragraph.cost.block_pieces import BlockPiece
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.curves import Constants, Table
 from hydragraph.cost.datasheet import datasheet
 from hydragraph.cost.partial_recomputation import within_budget
-from hydragraph.cost.rank_memory import CompiledBlocks
 from hydragraph.passes.variants import Variants
 from hydragraph.spec.assignment import Assignment
 from tests.cost import priced

@@ -7,7 +7,9 @@ from functools import cache
 import pytest
 
 from hydragraph import capture
-from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.compiled_blocks import CompiledBlocks
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import footprint
 from hydragraph.cost.rank_memory import Memory, rank_memory
 from hydragraph.ir.program import Program
 from hydragraph.passes.variants import Variants
@@ -37,7 +39,7 @@ def size() -> int:
 
 def memory(text: str, counts: list[int], rank: int = 0, ranks: int = 1, messages: bool = False) -> Memory:
     batches = [[TOKENS] * count for count in counts]
-    return rank_memory(llama(), Strategy.parse(text, 2), batches, rank, ranks, variants().get, messages)
+    return rank_memory(CompiledBlocks(llama(), variants().get), Strategy.parse(text, 2), batches, rank, ranks, messages)
 
 
 def test_alone_a_rank_holds_its_home_state_and_no_copies_of_it() -> None:
@@ -107,12 +109,12 @@ def test_messages_only_add() -> None:
 @thorough
 def test_what_is_frozen_costs_its_weight_at_home_and_saves_nothing() -> None:
     program = capture(frozen(lambda name: "layers.2" in name))
-    found = Variants(program)
+    blocks = CompiledBlocks(program, Variants(program).get)
     elements = {learns: sum(b.size for b in program.buckets if b.learns is learns) for learns in (True, False)}
     assert min(elements.values()) > 0
-    one = rank_memory(program, Strategy.parse("<tp1,pp1>", 3), [[TOKENS]], 0, 1, found.get)
+    one = rank_memory(blocks, Strategy.parse("<tp1,pp1>", 3), [[TOKENS]], 0, 1)
     assert one.home_weights == 4 * (elements[True] + elements[False])
     assert (one.optimizer_state, one.home_gradients) == (8 * elements[True], 4 * elements[True])
-    two = [rank_memory(program, Strategy.parse("<tp1,pp2>", 3), [[TOKENS]], r, 2, found.get) for r in (0, 1)]
+    two = [rank_memory(blocks, Strategy.parse("<tp1,pp2>", 3), [[TOKENS]], r, 2) for r in (0, 1)]
     assert two[0].gradients == 0 < two[1].gradients + two[1].working
     assert two[0].activations < two[1].activations  # the first stage has forwards only

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 import hydragraph as hg
-from hydragraph.cost.footprint import MicroBatch, footprint
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import footprint
 from hydragraph.ir.graph_data import decode, encode, value_of
 from hydragraph.passes.graph_passes import make_variant
 from hydragraph.passes.variants import Variants

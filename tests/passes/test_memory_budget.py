@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hydragraph.cost.footprint import MicroBatch, footprint
-from hydragraph.cost.partial_recomputation import repeated
+from hydragraph.cost.compiled_blocks import repeated
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import footprint
 from hydragraph.frontend.capture import capture
 from hydragraph.ir.program import Program
 from hydragraph.passes.differentiate import Variant

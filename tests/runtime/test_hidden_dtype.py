@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydragraph as hg
-from hydragraph.cost.footprint import token_bytes
+from hydragraph.cost.graph_footprint import token_bytes
 from hydragraph.ir.hidden_state import hidden_dtype
 from tests import reference
 from tests.models import randomised, sequences

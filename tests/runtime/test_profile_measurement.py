@@ -16,6 +16,7 @@ import hydragraph as hg
 from hydragraph.cluster.communicators import Groups
 from hydragraph.cluster.launch import join, launch
 from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, PricedDevice
+from hydragraph.cost.compiled_blocks import CompiledBlocks
 from hydragraph.cost.costs import Costs
 from hydragraph.cost.footprint import MicroBatch
 from hydragraph.cost.measured_profile import Profile
@@ -121,8 +122,8 @@ def test_max_len_is_what_the_memory_model_says(ranks: list[tuple[Profile, list[s
     small = replace(profile, device=replace(profile.device, memory=2e8))
     count = len(strategy.devices)
     tokens = Costs(small, small.cluster(count)).pipeline(strategy.pipelines[0]).max_len
-    get, batches = Variants(program).get, [[MicroBatch(tokens, 1)] * 4]
-    most = max(rank_memory(program, strategy, batches, r, count, get, messages=False).total for r in range(count))
+    blocks, batches = CompiledBlocks(program, Variants(program).get), [[MicroBatch(tokens, 1)] * 4]
+    most = max(rank_memory(blocks, strategy, batches, r, count, messages=False).total for r in range(count))
     assert 0.75 * 2e8 < most <= 1.05 * 2e8
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from hydragraph.cost.footprint import MicroBatch, Sizes, footprint, halves_footprint, most_alive
+from hydragraph.cost.footprint import MicroBatch
+from hydragraph.cost.graph_footprint import Sizes, footprint, halves_footprint, most_alive
 from hydragraph.ir.program import Program
 from hydragraph.kernels.linear_cross_entropy import working_bytes
 from hydragraph.passes.variants import Variants

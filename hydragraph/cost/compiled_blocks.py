@@ -1,0 +1,88 @@
+"""Memory of a captured model's blocks, measured in their compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
+from hydragraph.cost.graph_footprint import footprint, halves_footprint, made_bytes, token_bytes
+from hydragraph.ir.program import Block, Program
+from hydragraph.passes.differentiate import Variant
+from hydragraph.passes.memory_budget import operations
+from hydragraph.spec.stage_kind import StageKind, StagePart
+
+VariantOf = Callable[[Block, StagePart], Variant]  # (block, stage part) -> graphs
+
+
+class CompiledBlocks:
+    """Model data from a captured model and its compiled graphs.
+
+    Args:
+        compiled: returns a block's graphs, like `passes.variants.Variants.get`.
+    """
+
+    def __init__(self, program: Program, compiled: VariantOf) -> None:
+        self._program = program
+        self._compiled = compiled
+        self._blocks = {b.name: b for b in program.blocks}
+        self._known: dict[tuple[object, MicroBatch], Footprint] = {}
+        self._known_halves: dict[tuple[object, MicroBatch], HalvesFootprint] = {}
+        self._variants: dict[tuple[str, StagePart], Variant] = {}
+        self._aux_bytes: dict[MicroBatch, int] = {}
+        self.outline = program.outline
+        self.buckets = program.buckets
+        self.itemsize = program.dtype.itemsize
+        self.push_itemsize = program.push_dtype.itemsize
+        self.hidden_bytes = token_bytes(program.templates[program.blocks[0].template].graph)
+
+    def footprint(self, block: str, part: StagePart, batch: MicroBatch) -> Footprint:
+        """See `Blocks`."""
+        variant = self._variant(block, part)
+        key = (variant, batch)
+        if key not in self._known:
+            self._known[key] = footprint(variant, part, batch)
+        return self._known[key]
+
+    def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
+        """See `Blocks`."""
+        variant = self._variant(block, part)
+        key = (variant, batch)
+        if key not in self._known_halves:
+            self._known_halves[key] = halves_footprint(variant, part, batch)
+        return self._known_halves[key]
+
+    def adds(self, block: str, part: StagePart) -> bool:
+        """See `Blocks`."""
+        return bool(self._variant(block, part).added)
+
+    def repeated(self, block: str, kind: StageKind) -> float:
+        """See `PricedBlocks`; of the stage's first rank."""
+        whole = kind._replace(sums_in_pieces=False)
+        kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
+        plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)
+        return repeated(plain, partial, full)
+
+    def _variant(self, block: str, part: StagePart) -> Variant:
+        key = (block, part)
+        if key not in self._variants:
+            self._variants[key] = self._compiled(self._blocks[block], part)
+        return self._variants[key]
+
+    def aux_bytes(self, batch: MicroBatch) -> int:
+        """See `Blocks`."""
+        if batch not in self._aux_bytes:
+            self._aux_bytes[batch] = made_bytes(self._program.templates[self._program.aux.template].graph, batch)
+        return self._aux_bytes[batch]
+
+
+def repeated(plain: Variant, partial: Variant, full: Variant) -> float:
+    """Return s, from a block's variants without recomputation, within a budget and with full recomputation."""
+    least, budgeted, most = (_operations(variant.backward) for variant in (plain, partial, full))
+    return min(max((budgeted - least) / (most - least), 0.0), 1.0) if most > least else 0.0
+
+
+def _operations(graph: fx.GraphModule) -> float:
+    costs = (operations(node) for node in graph.graph.nodes if node.op == "call_function")
+    return sum(cost for cost in costs if cost != float("inf"))

@@ -1,0 +1,286 @@
+"""Memory of a block's compiled graphs for a micro-batch; each storage counts once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from hydragraph.cost.block_pieces import MemoryLines
+from hydragraph.cost.footprint import Footprint, HalvesFootprint, MicroBatch
+from hydragraph.ir.graph_data import storages_of, value_of
+from hydragraph.kernels.linear_cross_entropy import working_bytes
+from hydragraph.passes.collective_operators import METHODS
+from hydragraph.passes.differentiate import Variant, saved_names
+from hydragraph.passes.offload import moves
+from hydragraph.passes.split_backward import split_backward
+from hydragraph.private.graph_values import TensorForm
+from hydragraph.private.tracing import hint_of, symbol_name
+from hydragraph.spec.stage_kind import StagePart
+
+
+def halves_footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> HalvesFootprint:
+    """Measure the halves of a block's backward on a micro-batch."""
+    sizes = Sizes.of(variant, part, micro_batch)
+    first, second = split_backward(variant)
+    saved = dict(zip(saved_names(len(variant.needs)), _results(variant.forward)[variant.outputs :], strict=False))
+    origins = _origins(variant, sizes)
+    input_by_storage = {
+        key: name
+        for name, node in zip(first.needs, _nodes(first.backward, "placeholder"), strict=True)
+        for key in sizes.storages(node)
+    }
+    own: dict[object, int] = {}
+    keeps = set()
+    for node in _results(first.backward)[len(first.gradients) :]:
+        for key, size in sizes.storages(node).items():
+            name = input_by_storage.get(key)
+            if name is None:
+                own[key] = size
+            elif name == "tangent":
+                keeps.add(name)
+            elif name in saved:
+                for storage, whole in sizes.storages(saved[name]).items():
+                    origin = origins.get(storage)
+                    if origin is None:
+                        own["saved", storage] = whole
+                    else:
+                        keeps.add(origin)
+    return HalvesFootprint(
+        most_alive(first.backward, sizes),
+        most_alive(second.backward, sizes),
+        sum(own.values()),
+        frozenset(keeps - {""}),
+    )
+
+
+def _origins(variant: Variant, sizes: Sizes) -> dict[int, str]:
+    inputs = zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True)
+    kinds = {name: "hidden" if name == "hidden" else "aux" if name[:6] == "other." else "" for name in variant.inputs}
+    origins = {key: kinds[name] for name, node in inputs for key in sizes.storages(node)}
+    return dict.fromkeys(sizes.storages(_results(variant.forward)[0]), "output") | origins
+
+
+def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Footprint:
+    """Measure a compiled block on a micro-batch."""
+    sizes = Sizes.of(variant, part, micro_batch)
+    node_of = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+    inputs = {key: name for name, node in node_of.items() for key in sizes.storages(node)}
+    outputs = _results(variant.forward)
+    output = sizes.storages(outputs[0])
+    saved = {key: size for node in outputs[variant.outputs :] for key, size in sizes.storages(node).items()}
+    names = {inputs[key] for key in saved if key in inputs}
+    keeps = {"hidden" if name == "hidden" else "aux" for name in names if name == "hidden" or name[:6] == "other."}
+    gradient_of = dict(zip(variant.gradients, _results(variant.backward), strict=True))
+    own = [size for key, size in saved.items() if key not in inputs and key not in output]
+    return Footprint(
+        sum(output.values()),
+        sum(own),
+        frozenset(keeps | ({"output"} if output.keys() & saved.keys() else set())),
+        most_alive(variant.forward, sizes),
+        most_alive(variant.backward, sizes),
+        sum(sum(sizes.storages(node).values()) for name, node in gradient_of.items() if name != "hidden"),
+        sum(size for size in own if not moves(size)),
+    )
+
+
+def held_by(variant: Variant, part: StagePart) -> MemoryLines:
+    """Return a footprint's lines over tokens, through those at 1,024 and 2,048 tokens per rank.
+
+    Each sequence beyond the first adds 4 bytes per attention.
+    """
+    small = 1024 * part.tp
+    large = 2048 * part.tp
+    one, two = (footprint(variant, part, MicroBatch(tokens, 1)) for tokens in (small, large))
+
+    def line(first: int, second: int) -> tuple[float, float]:
+        slope = (second - first) / (large - small)
+        return first - slope * small, slope
+
+    return MemoryLines(
+        line(one.output, two.output),
+        line(one.saved, two.saved),
+        line(one.forward, two.forward),
+        line(one.backward, two.backward),
+        tuple(sorted(one.keeps)),
+        bool(variant.added),
+    )
+
+
+def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
+    """Return the bytes of a graph's results, except inputs."""
+    sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
+    inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
+    results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
+    return sum(size for key, size in results.items() if key not in inputs)
+
+
+def token_bytes(graph: fx.GraphModule) -> int:
+    """Return the bytes per token of a graph's first result."""
+    hidden = value_of(_results(graph)[0])
+    return int(hidden.shape[-1]) * int(hidden.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Conversion of traced sizes to those of a micro-batch.
+
+    Attributes:
+        tokens: symbol of the token count.
+        factor: tokens per traced token.
+        bounds: entries of cu_seqlens.
+    """
+
+    tokens: str
+    factor: float
+    bounds: int
+
+    @staticmethod
+    def of(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Sizes:
+        """Derive the sizes from a block's inputs."""
+        nodes = dict(zip(variant.inputs, _nodes(variant.forward, "placeholder"), strict=True))
+        if "hidden" in nodes:
+            return Sizes.of_inputs([nodes["hidden"]], part.tp if part.sequence_parallel else 1, micro_batch)
+        return Sizes.of_inputs(list(nodes.values()), 1, micro_batch)
+
+    @staticmethod
+    def of_inputs(nodes: Sequence[fx.Node], parts: int, micro_batch: MicroBatch) -> Sizes:
+        """Derive the sizes from inputs [1, tokens / parts, ...]."""
+        size = next((size for n in nodes for size in _shape(n)[1:2] if symbol_name(size) is not None), None)
+        if size is None:  # sizes do not depend on the tokens
+            return Sizes("", 1.0, 1 + micro_batch.sequences)
+        factor = micro_batch.tokens / (hint_of(size) * parts)
+        return Sizes(_symbols(size).pop(), factor, 1 + micro_batch.sequences)
+
+    def storages(self, node: Any) -> dict[int, int]:
+        """Return the bytes of each storage of a node's value."""
+        return {key: self._bytes(form) for key, form in storages_of(node)}
+
+    def within(self, node: fx.Node) -> int:
+        """Return the temporary bytes inside a fused head, else 0."""
+        operands = head_operands(node)
+        if operands is None:
+            return 0
+        hidden, weight = (value_of(n) for n in operands)
+        tokens, size = (round(self.number(n)) for n in hidden.shape)
+        return working_bytes(tokens, size, int(weight.shape[0]), hidden.dtype)
+
+    def _bytes(self, form: TensorForm) -> int:
+        return round(math.prod(map(self.number, form.sizes)) * form.dtype.itemsize)
+
+    def number(self, size: int | torch.SymInt) -> float:
+        """Convert a size of the trace."""
+        if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
+            return int(size)
+        return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
+
+
+def most_alive(graph: fx.GraphModule, sizes: Sizes) -> int:
+    """Return the peak bytes of a graph's own values; results are not freed."""
+    lives = _lives_of(graph, sizes.tokens)
+    value_bytes = np.rint(lives.constant * sizes.factor**lives.tokens * float(sizes.bounds) ** lives.bounds)
+    change = np.zeros(lives.nodes + 1)
+    np.add.at(change, lives.begin, value_bytes)
+    np.add.at(change, lives.end + 1, -value_bytes)
+    alive = np.cumsum(change)
+    if lives.heads:
+        nodes = list(graph.graph.nodes)
+        for i in lives.heads:
+            alive[i] += sizes.within(nodes[i])
+    return int(alive.max())
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Lifetimes of a graph's own storages, and their bytes: constant x factor^tokens x bounds^bounds."""
+
+    nodes: int
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    constant: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.float64]
+    bounds: npt.NDArray[np.float64]
+    heads: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: fx.GraphModule, tokens: str) -> _Lives:
+        nodes = list(graph.graph.nodes)
+        order = {node: i for i, node in enumerate(nodes)}
+        begin: dict[int, int] = {}
+        end: dict[int, int] = {}
+        terms_by_storage: dict[int, tuple[float, int, int]] = {}
+        foreign: set[int] = set()
+        for i, node in enumerate(nodes):
+            for key, form in storages_of(node):
+                begin.setdefault(key, i)
+                end[key] = max([end.get(key, 0), i, *(order[user] for user in node.users)])
+                if key not in terms_by_storage:
+                    terms_by_storage[key] = _terms(form, tokens)
+                if node.op in ("placeholder", "get_attr"):
+                    foreign.add(key)
+        own = [key for key in begin if key not in foreign]
+        terms = np.array([terms_by_storage[key] for key in own], np.float64).reshape(-1, 3)
+        heads = tuple(i for i, node in enumerate(nodes) if head_operands(node) is not None)
+        first, last = (np.array([of[key] for key in own], np.int64) for of in (begin, end))
+        return _Lives(len(nodes), first, last, terms[:, 0], terms[:, 1], terms[:, 2], heads)
+
+
+_KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, int], _Lives]] = WeakKeyDictionary()
+
+
+def _lives_of(graph: fx.GraphModule, tokens: str) -> _Lives:
+    lives_by_key = _KNOWN.setdefault(graph, {})
+    key = (tokens, len(graph.graph.nodes))
+    if key not in lives_by_key:
+        lives_by_key[key] = _Lives.of(graph, tokens)
+    return lives_by_key[key]
+
+
+def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
+    constant = float(form.dtype.itemsize)
+    of_tokens = of_bounds = 0
+    for size in form.sizes:
+        symbols = _symbols(size)
+        if not symbols:
+            constant *= int(size)
+        elif tokens in symbols:
+            constant *= hint_of(size)
+            of_tokens += 1
+        else:
+            of_bounds += 1
+    return constant, of_tokens, of_bounds
+
+
+def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
+    """Return hidden and weight of a fused head; None for other operators."""
+    ops = torch.ops.hydragraph
+    called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
+    if node.op == "call_method" and node.target in called:
+        return node.args[1:3]  # type: ignore[return-value]
+    fused = (ops.head_loss.default, ops.head_token_losses.default, ops.head_token_gradients.default)
+    return node.args[:2] if node.target in fused else None  # type: ignore[return-value]
+
+
+def _symbols(size: int | torch.SymInt) -> set[str]:
+    return set(re.findall(r"[A-Za-z]\w*", symbol_name(size) or ""))
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    forms = [form for _, form in storages_of(node)]
+    return forms[0].sizes if forms else ()
+
+
+def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.op == op]
+
+
+def _results(graph: fx.GraphModule) -> list[Any]:
+    return list(_nodes(graph, "output")[0].args[0])  # type: ignore[arg-type]
