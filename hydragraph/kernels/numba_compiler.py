@@ -24,6 +24,7 @@ from numba.core.types import unliteral
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
+_INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
 _MOST = 3000
 
 # Warnings, and announced folders.
@@ -68,7 +69,7 @@ def is_compiled(function: Any) -> bool:
     """Return whether a function's current file is compiled on disk."""
     cache = getattr(function, "_cache", None)
     try:
-        return isinstance(cache, _Cache) and bool(cache._cache_file._load_index())
+        return isinstance(cache, _Cache) and any(files._load_index() for files in (cache.installed, cache.own))
     except Exception:  # a damaged index
         return False
 
@@ -97,7 +98,10 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Cache that drops unreadable entries, and tolerates failed writes."""
+    """Cache that drops unreadable entries, and tolerates failed writes.
+
+    It reads code that was compiled during installation first, then the user's.
+    """
 
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
         super().__init__(function)
@@ -106,10 +110,17 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self.stamp = _stamp(function, _digest(function.__code__.co_filename))
         # Versions have separate files, as installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
-        self._cache_file = _Files(self._cache_path, name, self.stamp)
+        self.installed = _Files(str(_INSTALLED), name, self.stamp)
+        self.own = self._cache_file = _Files(self._cache_path, name, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
         """Return compiled code, or None."""
+        with suppress(Exception):
+            self._cache_file = self.installed
+            overload = super().load_overload(*arguments)
+            if overload is not None:
+                return overload
+        self._cache_file = self.own
         try:
             overload = super().load_overload(*arguments)
             if overload is None and not self._quick:

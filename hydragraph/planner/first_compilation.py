@@ -1,11 +1,11 @@
-"""Compilation of the planner's search in two other processes.
+"""Compilation of the planner's search in other processes.
 
-numba compiles a search on first use, for 10 to 40 s. While a command imports PyTorch and captures a model, processes
-plan for a made-up one, which fills numba's cache:
+numba compiles a function on its first call: 50 CPU seconds for the whole planner. Installation fills numba's cache
+(`setup.py`). If it is empty, processes plan for a made-up model while a command imports PyTorch and captures its own:
 
-    python -m hydragraph.planner.first_compilation stages    Metis's search over stages; needs no PyTorch
-    python -m hydragraph.planner.first_compilation devices   everything else
-    python -m hydragraph.planner.first_compilation varying   the same, and sequences of varying lengths
+    python -m hydragraph.planner.first_compilation stages    Metis's search over stages
+    python -m hydragraph.planner.first_compilation devices   the search over devices
+    python -m hydragraph.planner.first_compilation lengths   assignment of sequences of varying lengths
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from hydragraph.cost import message_rounds
+from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines, PricedDevice
+from hydragraph.cost.costs import Costs
+from hydragraph.cost.measured_profile import Profile
+from hydragraph.cost.model_sizes import ModelSizes
 from hydragraph.kernels.numba_compiler import compiled_elsewhere, is_compiled
 from hydragraph.planner import metis
 from hydragraph.planner.assignment import schedule_search
+from hydragraph.planner.assignment.assign_mini_batch import assign_pipelines
 from hydragraph.planner.metis import exact_optimum
+from hydragraph.planner.plan import plan
 from hydragraph.spec.cluster import Cluster, DeviceType, Interconnect, Node
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
+from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
 
-if TYPE_CHECKING:
-    from hydragraph.cost.block_pieces import BlockPiece
-    from hydragraph.cost.costs import Costs
-
 LENGTH = 1024
+LAYERS = 6
 _FACTORS = {"fast": 1.0, "slow": 2.0}  # made-up types of devices, and their relative seconds
 
 
@@ -45,10 +48,9 @@ def first_compilation(varying: bool, seconds: float | None = None) -> Iterator[b
     Args:
         seconds: limit of waiting; then this process compiles by itself.
     """
-    last = {
-        "stages": exact_optimum.best_labels,
-        "varying" if varying else "devices": schedule_search.improve if varying else message_rounds.together,
-    }
+    last = {"stages": exact_optimum.best_labels, "devices": message_rounds.together}
+    if varying:
+        last["lengths"] = schedule_search.improve
     until = math.inf if seconds is None else time.monotonic() + seconds
     # If one fails, this process compiles the rest and reports the error.
     processes = [
@@ -82,22 +84,19 @@ def compile_stages() -> None:
     metis.search(profile, metis.Cluster(types, tuple((name, 2) for name in types)), 4, 4, "exact")
 
 
-def compile_devices(varying: bool) -> None:
+def compile_devices() -> None:
     """Plan for a made-up model without a search over stages."""
-    from hydragraph.planner.plan import plan  # imports torch
+    plan(_made_up(), Workload(8, LENGTH), "mixed")
 
+
+def compile_lengths() -> None:
+    """Assign sequences to the pipelines of a made-up strategy."""
     costs = _made_up()
-    workloads = [Workload(8, LENGTH), Workload(lengths=[[LENGTH, *[LENGTH // 4] * 8]] * 2)]
-    for workload in workloads[: 1 + varying]:
-        plan(costs, workload, "mixed")
+    pipelines = Strategy.parse("<[0]x4,[2]x2> + <[1]x4,[3]x2>", LAYERS).pipelines
+    assign_pipelines([costs.pipeline(each) for each in pipelines], [LENGTH, *[LENGTH // 4] * 8])
 
 
 def _made_up() -> Costs:
-    from hydragraph.cost.block_pieces import AUX, PricedDevice
-    from hydragraph.cost.costs import Costs
-    from hydragraph.cost.measured_profile import Profile
-    from hydragraph.cost.model_sizes import ModelSizes
-
     wire = Interconnect(1e10, 1e-6)
     kinds = [StageKind(tp, False, recompute) for tp in (1, 2) for recompute in (False, True)]
     types = {"fast": DeviceType(1e14, 10**9, 1e12), "slow": DeviceType(5e13, 10**9, 1e12)}
@@ -109,11 +108,11 @@ def _made_up() -> Costs:
                 name,
                 {},
                 {1: LENGTH},
-                blocks=("first", *["layer"] * 6, "last"),
+                blocks=("first", *["layer"] * LAYERS, "last"),
                 pieces=pieces,
                 device=PricedDevice(name, 1e9, 14_000, 4),
                 type=name,
-                sizes=ModelSizes.rough((4000, *[1000] * 6, 4000), 512, 4),
+                sizes=ModelSizes.rough((4000, *[1000] * LAYERS, 4000), 512, 4),
                 update=(1e-5, 1e-9),
             )
         )
@@ -122,8 +121,6 @@ def _made_up() -> Costs:
 
 
 def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
-    from hydragraph.cost.block_pieces import AUX, BlockPiece, Constants, MemoryLines
-
     if name == AUX:
         return BlockPiece.apart(Constants(0.0, 1e-9, 1e-6), Constants(0.0, 0.0, 0.0))
     forward = Constants(2e-9 if name == "layer" else 0.0, 3e-6 / kind.tp, 1e-4).times(factor)
@@ -135,7 +132,6 @@ def _piece(name: str, kind: StageKind, factor: float) -> BlockPiece:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "stages":
-        compile_stages()
-    else:
-        compile_devices(varying=sys.argv[1] == "varying")
+    parts = {"stages": compile_stages, "devices": compile_devices, "lengths": compile_lengths}
+    for part in sys.argv[1:]:
+        parts[part]()

@@ -35,14 +35,14 @@ COLD, WARM = "14 0", "14 1"
 WAIT = "compiling the planner's search, once: up to a minute of one core; it is kept in "
 
 
-def call(folder: Path, **environment: str) -> tuple[str, list[str]]:
+def call(folder: Path, file: str = "module.py", **environment: str) -> tuple[str, list[str]]:
     """Run the module in a new process; return what it printed, and its lines on stderr."""
-    file = folder / "module.py"
-    if not file.exists():
-        file.write_text(MODULE)
+    module = folder / "module.py"
+    if not module.exists():
+        module.write_text(MODULE)
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(file)],
+        [sys.executable, str(folder / file)],
         env={**os.environ, "PYTHONPATH": paths, "NUMBA_CACHE_DIR": str(folder / "cache"), **environment},
         capture_output=True,
         text=True,
@@ -91,6 +91,16 @@ def test_equal_files_share_what_is_compiled_and_other_versions_keep_theirs(tmp_p
     printed = [call(folder, **home)[0] for folder in (*folders, *folders)]
     assert printed == [COLD, WARM, COLD, WARM, WARM, WARM]
     assert {path.parent for path in tmp_path.rglob("*.nbc")} == {tmp_path / "home" / "hydragraph" / "compiled"}
+
+
+def test_code_that_installation_compiled_is_read_first(warm: Path, tmp_path: Path) -> None:
+    installed = f"numba_compiler._INSTALLED = __import__('pathlib').Path({str(warm / 'cache')!r})\n"
+    imported = "from hydragraph.kernels import numba_compiler\n" + installed
+    # The module's folder names numba's, and its file the stamp.
+    (tmp_path / "module.py").write_text(MODULE)
+    (tmp_path / "start.py").write_text(imported + "import module\n")
+    assert call(tmp_path, file="start.py") == (WARM, [])
+    assert not [*(tmp_path / "cache").rglob("*.nb?")]
 
 
 def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

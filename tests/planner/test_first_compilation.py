@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from hydragraph.planner import first_compilation
-from hydragraph.planner.first_compilation import compile_devices, compile_stages
+from hydragraph.planner.first_compilation import compile_devices, compile_lengths, compile_stages
+from tests.test_newcomer import checked_out
 from tests.thorough import thorough
 
 
 def test_what_is_compiled_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_stages()
-    compile_devices(varying=True)  # compiles what `make plans` has not
+    for compile_part in (compile_stages, compile_devices, compile_lengths):
+        compile_part()  # what neither installation nor `make plans` has compiled
     monkeypatch.setattr(subprocess, "Popen", None)
     with first_compilation.first_compilation(varying=True) as compiling:
         assert not compiling
@@ -47,30 +48,30 @@ from hydragraph.planner.first_compilation import LENGTH, _made_up
 from hydragraph.planner.plan import plan
 from hydragraph.spec.training_workload import Workload
 workloads = [Workload(8, LENGTH), Workload(lengths=[[LENGTH, *[LENGTH // 4] * 8]] * 2)]
-varying = sys.argv[1] == "varying"
 first_compilation.subprocess = None  # there is nothing to compile
-with first_compilation.first_compilation(varying):
+with first_compilation.first_compilation(varying=True):
     pass
 with event.install_recorder("numba:compile") as recorder:
-    for workload in workloads[: 1 + varying]:
+    for workload in workloads:
         plan(_made_up(), workload)
 print("compiled here:", len(recorder.buffer))
 """
 
 
 @thorough  # it compiles everything
-@pytest.mark.parametrize("rest", ["devices", "varying"])
-def test_a_later_process_compiles_nothing(rest: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    for what in ("stages", rest):
-        subprocess.run([sys.executable, "-m", first_compilation.__name__, what], check=True, env=environment)
-    run = [sys.executable, "-c", PLANS, rest]
-    said = subprocess.run(run, check=True, env=environment, capture_output=True, text=True).stdout
+def test_an_installed_package_compiles_nothing(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": ""}
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "site")]
+    subprocess.run([*pip, str(checked_out(tmp_path))], check=True, env=environment)
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    run = [sys.executable, "-c", PLANS]
+    said = subprocess.run(run, check=True, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     assert said == "compiled here: 0\n"
 
 
-def test_the_search_over_stages_is_compiled_without_pytorch() -> None:
-    code = "import sys; from hydragraph.planner import first_compilation as f; f.compile_stages()"
+def test_the_search_is_compiled_without_pytorch() -> None:
+    code = "import sys; from hydragraph.planner import first_compilation as f; f.compile_stages(); f.compile_devices()"
     code += "; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert said == "False\n"
