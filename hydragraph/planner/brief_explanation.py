@@ -6,14 +6,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hydragraph.cost.costs import Costs
 from hydragraph.errors import Unsupported
 from hydragraph.planner.device_time import device_time, main_cause
 from hydragraph.planner.explanation import SHOWN, pipeline_text
 from hydragraph.planner.plan import Plan
-from hydragraph.planner.price_candidate import Shortage
+from hydragraph.planner.price_candidate import Settled, Shortage
 from hydragraph.planner.price_mini_batches import Varied
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.training_workload import Workload
@@ -29,9 +30,10 @@ def brief_explanation(costs: Costs, workload: Workload, plan: Plan) -> tuple[str
     ]
     varied = Varied(costs, workload.batches)
     usual = _usual(varied, plan.strategy)
+    compared = _Compared(varied, plan)
     return (
         *lines,
-        *(f"{name}: {strategy.name} {_verdict(varied, plan, strategy)[0]}" for name, strategy in usual.items()),
+        *(f"{name}: {strategy.name} {compared.verdict(strategy)[0]}" for name, strategy in usual.items()),
     )
 
 
@@ -89,37 +91,45 @@ def _equal(costs: Costs) -> dict[tuple[int, int], Strategy]:
 def with_causes(costs: Costs, workload: Workload, plan: Plan, seconds: float) -> Plan:
     """Simulate the rivals that an explanation shows within `seconds`, and say why they are slower."""
     until = time.monotonic() + seconds
-    varied = Varied(costs, workload.batches)
+    compared = _Compared(Varied(costs, workload.batches), plan)
     rivals = list(plan.rivals)
     for i, rival in enumerate(rivals[:SHOWN]):
         if time.monotonic() > until:
             break
         if math.isfinite(rival.seconds):
-            why, took = _verdict(varied, plan, rival.strategy)
+            why, took = compared.verdict(rival.strategy, rival.settled)
             rivals[i] = replace(rival, why=why, seconds=took)
     return replace(plan, rivals=tuple(rivals))
 
 
-def _verdict(varied: Varied, plan: Plan, rival: Strategy) -> tuple[str, float]:
-    if rival == plan.strategy:
-        return "is the plan", plan.seconds
-    try:
-        settled = varied.settle(rival, "usual")
-    except Unsupported as error:
-        return f"cannot run: {error}", math.inf
-    if isinstance(settled, Shortage):
-        return f"does not fit: {settled} (memory)", math.inf
-    if not math.isfinite(settled.seconds):
-        return "cannot take the longest sequence (memory)", math.inf
-    more = settled.seconds / plan.seconds - 1
-    if more < -0.005:
-        return f"takes {-more:.0%} less time, but was not simulated during the search", settled.seconds
-    if more < 0.005:
-        return "takes as long", settled.seconds
-    costs = varied.costs
-    own = device_time(costs, plan.strategy, plan.home, plan.assignment)
-    cause = main_cause(device_time(costs, rival, settled.home, settled.assignments[0]), own)
-    return f"takes {more:.0%} longer (mostly {cause})", settled.seconds
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    varied: Varied
+    plan: Plan
+
+    @cached_property
+    def _own(self) -> dict[str, float]:
+        return device_time(self.varied.costs, self.plan.strategy, self.plan.home, self.plan.assignment)
+
+    def verdict(self, rival: Strategy, settled: Settled | None = None) -> tuple[str, float]:
+        """Return why a rival loses, and its seconds; `settled`: owners and assignments, if known."""
+        if rival == self.plan.strategy:
+            return "is the plan", self.plan.seconds
+        try:
+            found = settled if settled is not None and settled.simulated else self.varied.settle(rival, "usual")
+        except Unsupported as error:
+            return f"cannot run: {error}", math.inf
+        if isinstance(found, Shortage):
+            return f"does not fit: {found} (memory)", math.inf
+        if not math.isfinite(found.seconds):
+            return "cannot take the longest sequence (memory)", math.inf
+        more = found.seconds / self.plan.seconds - 1
+        if more < -0.005:
+            return f"takes {-more:.0%} less time, but was not simulated during the search", found.seconds
+        if more < 0.005:
+            return "takes as long", found.seconds
+        spent = device_time(self.varied.costs, rival, found.home, found.assignments[0])
+        return f"takes {more:.0%} longer (mostly {main_cause(spent, self._own)})", found.seconds
 
 
 def devices_line(costs: Costs, names: Sequence[str], links: str) -> str:

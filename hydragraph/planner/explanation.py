@@ -26,12 +26,14 @@ class Rival:
 
     Attributes:
         seconds: time of an iteration; infinite if the strategy does not fit.
+        settled: its owners and assignments, if the search chose them.
     """
 
     strategy: Strategy
     seconds: float
     origin: str
     why: str
+    settled: Settled | None = None
 
 
 def explanation(costs: Costs, workload: Workload, chosen: Settled, bound: float, moved: int, took_s: float) -> str:

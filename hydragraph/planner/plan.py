@@ -522,7 +522,7 @@ def _rivals(chosen: Settled, looked: Finalists) -> tuple[Rival, ...]:
         if settled.strategy != chosen.strategy:
             more = settled.seconds / chosen.seconds - 1
             why = f"takes {more:.1%} longer" if more >= 0 else f"saves {-more:.1%}, but moves more"
-            rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why))
+            rivals.append(Rival(settled.strategy, settled.seconds, settled.origin, why, settled))
     for proposal in looked.passed:
         more = proposal.expected_s / chosen.seconds - 1
         why = f"would take about {more:.1%} longer" if more >= 0 else "was not simulated: others were taken first"
