@@ -76,7 +76,7 @@ def test_a_run_tells_its_events_in_order(
         ("2", "passes.variants", r"compiled layer\.0 \(eager\) for rank 0 of tp1, recomputed in \d+\.\d\d s"),
         ("2", "check", r"checked what ranks run under <tp1r>: .*"),
         ("2", "executable", r"prepared strategy <\[0\]x1r>@\w+ \(train\) .*"),
-        ("3", "checkpoint.folder", r"pruned checkpoint .*step-1: the newest 2 stay"),
+        ("3", "checkpoint.folder", r"deleted checkpoint .*step-1: only the newest 2 are kept"),
         ("4", "executable", r"a rank is asked to stop \(15\): the step is not begun"),
     ]
     at = -1
@@ -146,12 +146,12 @@ def test_ranks_show_what_their_launcher_shows_and_say_who_they_are() -> None:
     for rank, (lines, level) in enumerate(hg.launch(make_groups, 3)):
         assert level == logging.INFO
         here, name = f"[rank {rank}/3 step", "hydragraph.cluster.communicators"
-        pattern = rf"{re.escape(here)} 0\] {name}: made the communicators of 3 ranks over gloo in \d+\.\d\d s"
+        pattern = rf"{re.escape(here)} 0\] {name}: created the communicators of 3 ranks over gloo in \d+\.\d\d s"
         assert re.fullmatch(pattern, lines[0])
         assert lines[1:] == [
-            f"{here} 7] {name}: made tensor-parallel communicators of ranks (0, 1)",
-            f"{here} 7] {name}: made tensor-parallel communicators of ranks (1, 2)",
-            f"{here} 7] {name}: dropped the least recently used communicator, of ranks (0, 1): 1 are kept",
+            f"{here} 7] {name}: created tensor-parallel communicators of ranks (0, 1)",
+            f"{here} 7] {name}: created tensor-parallel communicators of ranks (1, 2)",
+            f"{here} 7] {name}: closed the least recently used communicator (ranks (0, 1)): the limit is 1",
         ]
 
 
@@ -174,9 +174,8 @@ def fail(folder: Path) -> None:
 def test_a_failure_is_told_by_the_ranks_that_notice_it(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
         hg.launch(fail, 2, tmp_path)
-    pattern = (
-        r"\[rank 0/2 step 0\] hydragraph\.cluster\.failure\.rank_watch: communication is ended: rank 1 .*no such luck.*"
-    )
+    told = r"shut down communication: rank 1 .*no such luck.*"
+    pattern = rf"\[rank 0/2 step 0\] hydragraph\.cluster\.failure\.rank_watch: {told}"
     assert re.search(pattern, (tmp_path / "lines").read_text())
 
 

@@ -17,13 +17,13 @@ def check_moves(default: dist.ProcessGroup) -> None:
     """Raise a ValueError for PyTorch's fake group, whose operations transfer no data."""
     if "fake" in dist.get_backend(default):
         raise ValueError(
-            "the default process group has the backend 'fake', whose operations move nothing between ranks: call "
-            "init_process_group with gloo or nccl, or leave it out and start ranks with torchrun or hydragraph.launch"
+            "the default process group has the backend 'fake', whose operations transfer no data: call "
+            "init_process_group with gloo or nccl, or start ranks with torchrun or hydragraph.launch and do not call it"
         )
 
 
 def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group for objects, which travel as CPU tensors; None: the default group itself.
+    """Return the process group for objects, which are sent as CPU tensors; None: the default group.
 
     All ranks call this together.
     """
@@ -32,8 +32,8 @@ def object_group(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
     if _Objects.default is not default:
         if not dist.is_gloo_available():
             raise ValueError(
-                f"the default process group (backend {dist.get_backend(default)!r}) moves no CPU tensors, and this "
-                "PyTorch has no gloo: call init_process_group with a backend for the CPU as well"
+                f"the default process group (backend {dist.get_backend(default)!r}) cannot send CPU tensors, and "
+                "this PyTorch has no gloo: call init_process_group with a CPU backend as well"
             )
         with unbound():
             group = dist.new_group(backend="gloo", group_desc="hydragraph-objects")

@@ -1,4 +1,4 @@
-"""Collective error handling: an error on one rank is raised on all."""
+"""Collective error handling: an error on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an error; a `ValueError` is the caller's mistake, so its message is kept as it is."""
+        """Describe an error; the message of a `ValueError`, the caller's mistake, stays unchanged."""
         users = isinstance(error, ValueError)
         return Failure(users, str(error) if users else f"{type(error).__name__}: {error}")
 
 
 def together(ranks: Ranks, what: str, work: Callable[[], T]) -> list[T]:
-    """Run a function on every rank, and return all results; if it fails on one rank, all ranks raise.
+    """Run a function on every rank, and return all results; if it fails on any rank, all ranks raise an error.
 
-    A rank that has an error raises it; the others raise the first failed rank's error. A ValueError stays a ValueError.
+    A failed rank raises its own error, and other ranks the first failed rank's ValueError or a RankFailure.
     """
     error: Exception | None = None
     try:
@@ -62,7 +62,7 @@ def together_own(ranks: Ranks, what: str, work: Callable[[], T]) -> T:
 
 
 def raise_together(ranks: Ranks, own: Exception | None, sent: Exception | None) -> None:
-    """Raise on all ranks if one has an error: their own, else the first rank's (`sent`, which can be pickled)."""
+    """If any rank has an error, raise on all ranks: `own`, or else the first failed rank's `sent` (picklable)."""
     first = next((error for error in ranks.gather(sent) if error is not None), None)
     if first is not None:
         raise agreed(own or first)

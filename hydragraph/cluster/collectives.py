@@ -20,7 +20,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 Wait = Callable[[Message], None]
 Result = TypeVar("Result")
 
-# Break-even sizes: native gloo all-reduces take 0.7-2 ms at 16 B, exchange and local addition 0.1 ms.
+# Maximum sizes for exchange and local addition: at 16 B, they take 0.1 ms, and gloo's all-reduce 0.7-2 ms.
 _EXCHANGE_BYTES_PAIR = 256 * 1024  # 2 ranks
 _EXCHANGE_BYTES = 64 * 1024  # more ranks
 
@@ -30,7 +30,7 @@ def _wait(message: Message) -> None:
 
 
 class Gathers(Protocol):
-    """See `Collectives`."""
+    """The part of `Collectives` that losses need."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
 
@@ -40,8 +40,8 @@ class Started:
     """A collective that has been started.
 
     Attributes:
-        result: waits for the result; called once.
-        operands: tensors to keep until then.
+        result: waits for the result and returns it; called once.
+        operands: tensors to keep alive until then.
     """
 
     result: Callable[[], Tensor]
@@ -49,10 +49,10 @@ class Started:
 
 
 class SumsProducts:
-    """Mixin that sums each piece of a product's rows while the next is computed."""
+    """Mixin that all-reduces a product in pieces of rows, each while the next piece is computed."""
 
     def start_all_reduce_product(self, factors: Sequence[Tensor], weights: Sequence[Tensor]) -> Started:
-        """Start the sum over the stage of sum(x @ w), with x [T, K] and w [K, N]."""
+        """Start an all-reduce over the stage of sum(x @ w), where x is [T, K] and w is [K, N]."""
         whole = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
         started = []
         with torch.no_grad():
@@ -72,13 +72,13 @@ class SumsProducts:
         return Started(result, whole)
 
     def _start_sum(self, x: Tensor) -> Started:
-        """Start a sum over the stage that replaces `x`, which other ranks may read meanwhile."""
+        """Start an all-reduce over the stage of a copy of `x`; the result replaces `x`."""
         started: Started = self.start_all_reduce(x.clone())  # type: ignore[attr-defined]
         return Started(lambda: x.copy_(started.result()))
 
 
 class StartsAtOnce(SumsProducts):
-    """Mixin for collectives that block."""
+    """Mixin whose `start_` methods block until the collective has finished."""
 
     def start_all_reduce(self, x: Tensor) -> Started:
         return self._ended("all_reduce", x)
@@ -105,9 +105,9 @@ def head_loss(
     smoothing: float = 0.0,
     classes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of a head whose local rows begin at `start`, and gradients of `hidden` (a part) and `weight`.
+    """Return the loss of a head, this rank's summand of the gradient of `hidden`, and the gradient of `weight`.
 
-    Ranks exchange three numbers per token, by chunks of `rows` tokens, equal on all ranks.
+    This rank's rows of the head begin at `start`. Ranks exchange three numbers per token; `rows` is equal on all ranks.
     """
     exchange = _exchange_of(collectives)
     target = target_of(smoothing, classes)
@@ -117,7 +117,7 @@ def head_loss(
 def head_token_losses(
     collectives: Gathers, hidden: Tensor, weight: Tensor, labels: Tensor, start: Tensor, ignored: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log-sum-exp of logits, for a head whose local rows begin at `start`."""
+    """Return each token's loss and log-sum-exp of logits; this rank's rows of the head begin at `start`."""
     return losses_of(hidden, weight, labels, ignored, rows, int(start), _exchange_of(collectives))
 
 
@@ -129,13 +129,13 @@ def _exchange_of(collectives: Gathers) -> Exchange:
 class Collectives(SumsProducts):
     """Collectives within one stage.
 
-    All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each returns a new
-    tensor; reductions give the same bits on every rank. A `start_` method returns before its collective has ended.
+    All ranks of the stage call the same methods in the same order, with tensors of equal shape. Each method returns a
+    new tensor. Reductions are bitwise equal on every rank. A `start_` method does not wait for its collective.
 
     Attributes:
-        ranks: in tensor-parallel order, the order of parts.
-        group: their communicator; None for a single rank.
-        native: use the backend's collectives at every size.
+        ranks: ranks of the stage in tensor-parallel order, the order of shards.
+        group: communicator of these ranks; None for a single rank.
+        native: use the backend's collectives for tensors of every size.
     """
 
     ranks: tuple[int, ...]
@@ -156,7 +156,7 @@ class Collectives(SumsProducts):
         return self.ranks.index(self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over the stage; exchanges add half precision in fp32."""
+        """Return the sum over the stage; an exchange adds half-precision values in fp32."""
         return self.start_all_reduce(x).result()
 
     def start_all_reduce(self, x: Tensor) -> Started:
@@ -176,7 +176,7 @@ class Collectives(SumsProducts):
         return self._native_all_reduce(x, dist.ReduceOp.MAX).result()
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return the concatenation along `dim` of the stage's parts, in the stage's order."""
+        """Concatenate the ranks' tensors along `dim`, in the stage's order."""
         return self.start_all_gather(x, dim).result()
 
     def start_all_gather(self, x: Tensor, dim: int) -> Started:
@@ -191,23 +191,23 @@ class Collectives(SumsProducts):
 
         def result() -> Tensor:
             self.wait(Message(work))
-            places = sorted(self.ranks)  # the group's own order
+            places = sorted(self.ranks)  # order of the process group
             return torch.cat([out[places.index(rank)] for rank in self.ranks], dim)
 
         return Started(result, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's part along `dim` of the sum over the stage."""
+        """Return this rank's shard, along `dim`, of the sum over the stage."""
         return self.start_reduce_scatter(x, dim).result()
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Started:
         """Start `reduce_scatter`."""
         parts = self._parts(x, dim)
         if self.size == 1 or not self.native:
-            # gloo's own transfers as many bytes; this one adds in a fixed order.
+            # An exchange adds in a fixed order, and transfers no more bytes than gloo's reduce-scatter.
             return self._exchange(parts, _sum)
         assert self.group is not None
-        # The group's order is ascending, not the stage's.
+        # The process group's order is ascending; the stage's order may differ.
         by_group = torch.stack([parts[self.ranks.index(rank)] for rank in sorted(self.ranks)])
         out = torch.empty_like(by_group[0])
         with torch.no_grad(), self.guard():
@@ -215,7 +215,7 @@ class Collectives(SumsProducts):
         return Started(lambda: self._ended([work], out), by_group)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's contiguous part along `dim` of a tensor that every rank has."""
+        """Return this rank's contiguous shard, along `dim`, of a replicated tensor."""
         return self._parts(x, dim)[self.index].clone(memory_format=torch.contiguous_format)
 
     head_loss = head_loss
@@ -223,7 +223,7 @@ class Collectives(SumsProducts):
 
     def _parts(self, x: Tensor, dim: int) -> Sequence[Tensor]:
         if x.shape[dim] % self.size:
-            raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide by {self.size} ranks: pad it")
+            raise ValueError(f"dimension {dim} of {tuple(x.shape)} is not divisible by {self.size} ranks: pad it")
         return x.chunk(self.size, dim)
 
     def _exchanges(self, x: Tensor) -> bool:
@@ -236,7 +236,7 @@ class Collectives(SumsProducts):
         return Started(lambda: self._ended([work], out))
 
     def _exchange(self, parts: Sequence[Tensor], combine: Callable[[list[Tensor]], Tensor]) -> Started:
-        """Send `parts[i]` to the stage's rank i; combine the parts received, in the stage's order."""
+        """Send `parts[i]` to the stage's i-th rank, and combine the received parts in the stage's order."""
         mine = parts[self.index].contiguous()
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in self.ranks]
         sent = [part.contiguous() for part in parts]
@@ -256,7 +256,7 @@ class Collectives(SumsProducts):
 
 
 class StagedCollectives(StartsAtOnce):
-    """The same collectives for GPU tensors, through host memory."""
+    """`Collectives` for GPU tensors, which pass through host memory."""
 
     def __init__(self, host: Collectives, staging: Staging) -> None:
         self._host = host
@@ -282,7 +282,7 @@ class StagedCollectives(StartsAtOnce):
         return self._host.split(x, dim)
 
     head_token_losses = head_token_losses
-    head_loss = head_loss  # statistics pass through host memory
+    head_loss = head_loss  # exchanges statistics through host memory
 
     def _back(self, host: Tensor, like: Tensor) -> Tensor:
         return host.to(like.device)
@@ -300,15 +300,15 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start gathering equal `inp` into `out`, by the group's ranks along dim 0."""
-    # PyTorch 2.13 renames these two; 2.11 has only the old names.
+    """Start an all-gather of `inp` into `out`, in the order of the group's ranks along dim 0."""
+    # PyTorch 2.13 renames this function and `reduce_scatter_tensor`.
     function = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     work: dist.Work = function(out, inp, group=group, async_op=True)
     return work
 
 
 def reduce_scatter(out: Tensor, inp: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start summing `inp` into equal parts `out`, by the group's ranks along dim 0."""
+    """Start a reduce-scatter of `inp` into `out`, in the order of the group's ranks along dim 0."""
     function = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work = function(out, inp, group=group, async_op=True)
     return work

@@ -1,19 +1,20 @@
 """Communicators of one executable.
 
-A connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits 17-45 ms in a shared gloo group
-and 0.2-2.7 ms in a separate one.
+Traffic is separated because a connection is a queue: after 64 MB of weights, a 4-byte message to the same peer waits
+17-45 ms in the same gloo group, and 0.2-2.7 ms in a separate group.
 
-    communicator      ranks               traffic                           order
-    Channel.PULL      all ranks           weights from their owners         of the programs' pulls
-    Channel.PUSH      all ranks           gradients to their owners         of the programs' pushes
-    Channel.COMMIT    all ranks           totals of a step, objects         of calls
-                                          gradients to second owners        of the programs' pushes, before the totals
-    Channel.MOVE      all ranks           state that moves during a step    of windows; created by the first such move
-    _Direction.UP     all ranks           stages' messages to higher ranks  of sends, per pair of ranks
-    _Direction.DOWN   all ranks           stages' messages to lower ranks   likewise
-    tp-0-1-...        ranks of one stage  collectives of its graphs         of the stage's instructions
+    communicator      ranks               traffic                           ordered by
+    Channel.PULL      all ranks           weights from their owners         the programs' pulls
+    Channel.PUSH      all ranks           gradients to their owners         the programs' pushes
+    Channel.COMMIT    all ranks           totals of a step, objects         calls
+                                          gradients to second owners        the programs' pushes, before the totals
+    Channel.MOVE      all ranks           state that moves during a step    windows; created by the first such move
+    _Direction.UP     all ranks           stages' messages to higher ranks  sends, per pair of ranks
+    _Direction.DOWN   all ranks           stages' messages to lower ranks   sends, per pair of ranks
+    tp-0-1-...        ranks of one stage  collectives of its graphs         the stage's instructions
 
-Under NCCL, pulls, pushes and moves use few multiprocessors. Computation waits for the rest, which has priority.
+Under NCCL, pulls, pushes and moves use few multiprocessors. All other traffic has high priority, because computation
+waits for it.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# Peers of one grouped NCCL operation; each holds channel buffers.
+# Maximum peers in one grouped NCCL operation; NCCL allocates buffers for each peer.
 _GROUPED = 32
-# Bytes of rank 0's first broadcast message, which starts with the total length.
+# Size in bytes of the first message of `Groups.tell`, which starts with the content's length.
 _TOLD = 1 << 14
 _LENGTH = 8
 
@@ -78,15 +79,15 @@ class _Direction(Enum):
 
 
 class Groups:
-    """All communicators of one executable; ranks create them, and call collective methods, together.
+    """All communicators of one executable; all ranks create them and call collective methods together.
 
     For a single rank, collectives copy their input to their output and return None.
 
     Args:
-        watch: ends waits. None: waits end with the timeout.
+        watch: failure watch that ends waits. None: waits end with the timeout.
 
     Attributes:
-        waited_s: total seconds of waits for messages.
+        waited_s: total time spent waiting for messages, in seconds.
     """
 
     def __init__(self, world: World, timeout: timedelta, *, watch: Watch | None = None, capacity: int = 64) -> None:
@@ -103,7 +104,7 @@ class Groups:
         self._told: tuple[Message, ...] = ()  # broadcasts that ranks may not have received
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self._directions: dict[_Direction, dist.ProcessGroup] = {}
-        # By sorted ranks, least recently used first, equally on all ranks; None if this rank is not a member.
+        # By sorted ranks, least recently used first, in equal order on all ranks. None: this rank is not a member.
         self._tensor_parallel: OrderedDict[tuple[int, ...], dist.ProcessGroup | None] = OrderedDict()
         self._pairs: set[Pair] = set()  # connected pairs that include this rank
         if world.ranks > 1:
@@ -119,7 +120,7 @@ class Groups:
                 self._settle()
                 self._connect(*self._channels.values())
             seconds = time.perf_counter() - began
-            _LOG.info("made the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
+            _LOG.info("created the communicators of %d ranks over %s in %.2f s", world.ranks, world.backend, seconds)
 
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of a function that waits for other ranks; see `Watch.call`."""
@@ -136,8 +137,8 @@ class Groups:
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         background = {Channel.PULL.value, Channel.PUSH.value, Channel.MOVE.value}
         options = nccl_options(self._timeout, name not in background) if self.world.backend == "nccl" else None
-        # Never use_local_synchronization: its group names differ between ranks if groups are irregular. Unbound: a
-        # group that inherits a device has one communicator for all pairs of ranks, so programs can deadlock.
+        # use_local_synchronization would give a group different names on different ranks if groups are irregular.
+        # `unbound`: a group with a device has one communicator for all pairs of ranks, so programs can deadlock.
         with unbound():
             group = self.call(
                 lambda: dist.new_group(
@@ -151,11 +152,11 @@ class Groups:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def _settle(self) -> None:
-        """Wait for all ranks: one that leaves early would break those still connecting."""
+        """Wait for all ranks: an early exit would break connections that other ranks still open."""
         self.gather(None)
 
     def open_moving(self) -> None:
-        """Create `Channel.MOVE`; all ranks call it."""
+        """Create the communicator `Channel.MOVE`; all ranks call this."""
         if self.world.ranks == 1 or Channel.MOVE in self._channels:
             return
         with self._opening():
@@ -173,7 +174,7 @@ class Groups:
                 self.call(partial(_first, partial(dist.all_reduce, group=group), self.world.device))
 
     def connect(self, program: RankProgram) -> None:
-        """Connect this rank with its program's peers; all ranks call it."""
+        """Connect this rank with its program's peers; all ranks call this."""
         if self.world.backend != "nccl":
             return  # gloo connected all ranks when the groups were created
         rank = self.world.rank
@@ -190,7 +191,7 @@ class Groups:
         return self._channels[Channel.COMMIT] if self.world.backend == "gloo" else self.world.objects
 
     def wait(self, message: Message | None) -> None:
-        """Wait for an operation: until completion on gloo, only on the current stream on NCCL."""
+        """Wait until an operation is complete; under NCCL, only the current stream waits."""
         if message is None:
             return
         began = time.perf_counter()
@@ -217,12 +218,12 @@ class Groups:
     def all_to_all(
         self, channel: Channel, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Message | None:
-        """Start sending consecutive parts of `inp` to the ranks and receiving theirs into `out`.
+        """Start to send consecutive parts of `inp` to the ranks, and to receive their parts into `out`.
 
         Args:
-            channel: its operations run in the order of their start.
-            out, inp: contiguous, split along dim 0; keep both alive until it is done.
-            out_splits, in_splits: elements of dim 0 from and to each rank.
+            channel: operations of one channel run in the order in which they start.
+            out, inp: contiguous tensors, split along dim 0; keep them alive until completion.
+            out_splits, in_splits: sizes along dim 0 of the parts from and to each rank.
         """
         if self.world.ranks == 1:
             out.copy_(inp)
@@ -235,14 +236,14 @@ class Groups:
         return self._move(out, inp, lambda to, of: dist.all_to_all_single(to, of, *splits, group, async_op=True))
 
     def all_gather(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start gathering equal `inp` of all ranks into `out`, by rank along dim 0."""
+        """Start an all-gather of equally shaped `inp` into `out`, by rank along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
         return self._move(out, inp, lambda to, of: all_gather(to, of, self._channels[channel]))
 
     def reduce_scatter(self, channel: Channel, out: Tensor, inp: Tensor) -> Message | None:
-        """Start summing `inp` over all ranks into equal parts `out`, by rank along dim 0."""
+        """Start a reduce-scatter of `inp` into equally shaped `out`, by rank along dim 0."""
         if self.world.ranks == 1:
             out.copy_(inp)
             return None
@@ -251,7 +252,7 @@ class Groups:
     def all_reduce(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Reduce a tensor over all ranks in place, to the same bits everywhere."""
+        """Reduce a tensor over all ranks in place; the result is bitwise equal on every rank."""
         if self.world.ranks > 1:
             staging = self._staging
             host = tensor if staging is None else staging.outgoing(tensor)
@@ -263,10 +264,10 @@ class Groups:
     def reduce_to_host(
         self, channel: Channel, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Reduce a tensor over all ranks and return the result in host memory, the same bits on every rank.
+        """Reduce a tensor over all ranks and return the result in host memory, bitwise equal on every rank.
 
-        An aborted NCCL communicator raises no error, and the result is undefined. So the watch is checked after the
-        host has waited, and every rank marks its own element.
+        An aborted NCCL communicator raises no error, but its result is undefined. To detect this, the host checks the
+        watch after waiting, and every rank adds a mark to the tensor.
         """
         ranks = self.world.ranks
         if ranks == 1:
@@ -277,7 +278,7 @@ class Groups:
         reduced = torch.cat([tensor.flatten(), marks])
         self.all_reduce(channel, reduced, operation)
         with nullcontext() if self._watch is None else self._watch.waiting():
-            on_host = reduced.to("cpu", copy=True)  # waits for the current stream
+            on_host = reduced.to("cpu", copy=True)  # this copy waits for the current stream
         if self._watch is not None:
             self._watch.check()
         if not bool((on_host[-ranks:] == self._reductions).all()):
@@ -296,7 +297,7 @@ class Groups:
         """Return rank 0's small picklable value on every rank; rank 0 does not wait for others."""
         if self.world.ranks == 1:
             return value
-        for message in self._told:  # of the previous call
+        for message in self._told:  # broadcasts of the previous call
             self.wait(message)
         self._told = ()
         leads = self.world.rank == 0
@@ -331,7 +332,7 @@ class Groups:
         return Message(work, kept=(tensor,))
 
     def same_everywhere(self, what: str, text: str) -> None:
-        """Raise a ValueError on every rank unless a short text is the same on all."""
+        """Raise a ValueError on every rank if a short text differs between ranks."""
         texts = self.gather(text)
         if len(set(texts)) > 1:
             ranks = {value: [rank for rank, other in enumerate(texts) if other == value] for value in texts}
@@ -341,9 +342,9 @@ class Groups:
     # Point to point.
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Start sending a contiguous tensor, which must not change meanwhile.
+        """Start sending a contiguous tensor, which must not change until the message is complete.
 
-        Tags pair sends with receives on gloo; NCCL pairs them in order, per pair and direction.
+        gloo matches sends and receives by tag, NCCL by their order per pair of ranks and direction.
         """
         leaving = tensor if self._staging is None else self._staging.outgoing(tensor)
         work = dist.isend(leaving, peer, self._direction(self.world.rank, peer), tag)
@@ -360,21 +361,23 @@ class Groups:
 
     def _direction(self, source: int, destination: int) -> dist.ProcessGroup:
         if source == destination or not max(source, destination) < self.world.ranks:
-            raise ValueError(f"rank {source} cannot send to rank {destination} of {self.world.ranks}: name two ranks")
+            raise ValueError(
+                f"rank {source} cannot send to rank {destination} of {self.world.ranks}: name two different ranks"
+            )
         return self._directions[_Direction.UP if destination > source else _Direction.DOWN]
 
     # Tensor parallelism.
 
     def tensor_parallel(self, rank_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], AnyCollectives]:
-        """Create the missing communicators of stages; all ranks call it with the same list.
+        """Create missing communicators of stages; all ranks call this with the same list.
 
         Args:
             rank_sets: ranks of every stage about to run, in tensor-parallel order.
 
         Returns:
-            The collectives of sets that include this rank; valid until the next call.
+            The collectives of each set that includes this rank; they are valid until the next call.
         """
-        # Stages of the same ranks in any order share a group.
+        # Stages with the same ranks, in any order, share a group.
         needed = list(dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets if len(ranks) > 1))
         missing = [ranks for ranks in needed if ranks not in self._tensor_parallel]
         if missing:
@@ -383,7 +386,7 @@ class Groups:
                     self._tensor_parallel[ranks] = self._new("tp-" + "-".join(map(str, ranks)), ranks)
                 self._settle()
                 self._connect(*(group for ranks in missing if (group := self._tensor_parallel[ranks]) is not None))
-            _LOG.info("made tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
+            _LOG.info("created tensor-parallel communicators of ranks %s", " and ".join(map(str, missing)))
         for ranks in needed:
             self._tensor_parallel.move_to_end(ranks)
         self._evict(max(self._capacity, len(needed)))
@@ -398,14 +401,14 @@ class Groups:
     def _evict(self, capacity: int) -> None:
         while len(self._tensor_parallel) > capacity:
             ranks, group = self._tensor_parallel.popitem(last=False)
-            _LOG.info("dropped the least recently used communicator, of ranks %s: %d are kept", ranks, capacity)
+            _LOG.info("closed the least recently used communicator (ranks %s): the limit is %d", ranks, capacity)
             if group is not None:
                 dist.destroy_process_group(group)
 
     # The end.
 
     def abort(self) -> None:
-        """End pending NCCL operations, from any thread; gloo's end when their sockets are closed."""
+        """Abort pending NCCL operations, from any thread; gloo's operations end when their sockets are closed."""
         if self.world.backend == "nccl":
             abort_together(self._all())
 
@@ -419,7 +422,7 @@ class Groups:
         if self._waiter is not None:
             self._waiter.close()
         for group in groups:
-            # Ranks that met again have dropped all groups.
+            # A new rendezvous has already dropped all groups.
             with contextlib.suppress(ValueError):
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
@@ -427,7 +430,7 @@ class Groups:
             drop(groups)  # gloo's destructor may wait forever
 
     def _all(self) -> list[dist.ProcessGroup]:
-        # Atomic copies: the watch's thread calls this.
+        # Atomic copies, because the watch's thread also calls this.
         groups_of_all = [*self._channels.copy().values(), *self._directions.copy().values()]
         return groups_of_all + [group for group in self._tensor_parallel.copy().values() if group is not None]
 
@@ -447,9 +450,9 @@ def in_rounds(
     group: dist.ProcessGroup,
     grouped: int,
 ) -> Works:
-    """Start an all-to-all as grouped messages, `grouped` peers at a time, without empty ones.
+    """Start an all-to-all as grouped messages to `grouped` peers at a time; empty messages are skipped.
 
-    In each round, ranks send to those at some distances ahead and receive from those at the same distances before.
+    In each round, rank r sends to ranks r + d and receives from ranks r - d, for some distances d.
     """
     leaving = inp.split(list(in_splits))
     arriving = out.split(list(out_splits))

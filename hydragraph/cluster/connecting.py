@@ -9,16 +9,16 @@ Pair = tuple[int, int]  # (sender, receiver)
 
 
 def pairs(program: RankProgram) -> set[Pair]:
-    """Return the pairs of ranks of a program's messages."""
+    """Return the sender and receiver of each of a program's messages."""
     rank = program.rank
     sends = {(rank, i.peer) for i in program.instructions if i.op is Op.SEND and i.peer is not None}
     return sends | {(i.peer, rank) for i in program.instructions if i.op is Op.RECEIVE and i.peer is not None}
 
 
 def connecting_order(pair: Pair) -> tuple[int, int, int, bool]:
-    """Return a pair's sort key; in this order, many pairs connect in parallel.
+    """Return a pair's sort key; in the sorted order, many pairs connect in parallel.
 
-    Pairs at one distance d form chains i, i + d, i + 2 d, ...; every other link comes first.
+    Pairs at one distance d form chains i, i + d, i + 2 d, ...; every other pair of a chain comes first.
 
         8 ranks, distance 1      (0, 1) (2, 3) (4, 5) (6, 7), then (1, 2) (3, 4) (5, 6)
     """

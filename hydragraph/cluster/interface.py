@@ -1,4 +1,4 @@
-"""Network interface for gloo, which would listen at the address of the host's name: on Debian 127.0.1.1."""
+"""Network interface for gloo, whose default is the address of the host's name (127.0.1.1 on Debian)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from hydragraph.cluster.processes.rendezvous_stores import is_loopback, resolved
 
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation (RFC 5737, RFC 3849): the default route
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation (RFC 5737, RFC 3849): they take the default route
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def interface_for(address: str) -> str | None:
-    """Return the interface for gloo; None if the host's name works, or none is found."""
+    """Return the interface for gloo; None if gloo's default works, or no interface is found."""
     if sys.platform != "linux" or not all(map(is_loopback, resolved(socket.gethostname()))):
         return None
     if address == "localhost" or (address in resolved(address) and is_loopback(address)):
@@ -29,7 +29,7 @@ def interface_for(address: str) -> str | None:
 
 
 def own_address(targets: Iterable[str]) -> str:
-    """Return this machine's address for others: of gloo's interface, or towards the targets."""
+    """Return the address of this machine on gloo's interface, or on its route to the targets."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(name) if name else None
     sources = (_source(address) for target in targets for address in resolved(target))
@@ -62,6 +62,6 @@ def address_of(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:  # it has no address
+        except OSError:  # the interface has no address
             return None
     return socket.inet_ntoa(answer[20:24])

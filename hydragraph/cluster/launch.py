@@ -1,4 +1,4 @@
-"""Start of ranks as local processes, and joining of a launcher's process group."""
+"""Functions that start ranks as local processes, or join the ranks of another launcher."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
-_MOST = 1024  # processes of one host, each taking about 0.3 GB
+_MOST = 1024  # processes of one host; each needs about 0.3 GB
 _ASK_S = 5.0  # for one attempt to reach the launcher's store
-_REACHED_S = 300.0  # for all attempts
-_ARRIVAL = timedelta(minutes=30)  # for all ranks of all machines
+_REACHED_S = 300.0  # for all attempts to reach it
+_ARRIVAL = timedelta(minutes=30)  # for all ranks to arrive
 
-# A fork takes 10 ms, and an import of torch seconds; on macOS forks are unsafe.
+# A fork takes 10 ms, but an import of torch takes seconds. On macOS, forks are unsafe.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 # Modules that ranks import.
@@ -67,13 +67,13 @@ PRELOAD = [
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks.
+    """This process's rank and device, and its access to the other ranks.
 
     Attributes:
         local_rank: rank within this host.
         backend: "nccl" if every rank has its own GPU, else "gloo".
-        node: ranks of one node may be lost together.
-        objects: process group for objects; None: the default one.
+        node: name of the node, whose ranks may be lost together.
+        objects: process group for objects; None: the default group.
     """
 
     rank: int
@@ -99,16 +99,16 @@ class World:
 
 
 def join(device: torch.device | str | None = None) -> World:
-    """Join the ranks of a process group or the launcher's environment, or run alone.
+    """Join the default process group or the launcher's ranks; without either, run as a single rank.
 
     Args:
-        device: a GPU without an index means this rank's. None: a GPU if available.
+        device: `cuda` without an index means this rank's GPU. None: a GPU if available.
     """
     device, local_rank = _of_this_rank(device)
     name = gpu_name(device)
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if not dist.is_initialized() and launched:
-        # Objects travel as CPU tensors.
+        # Objects are sent as CPU tensors.
         kind = "gloo" if name is None else "cpu:gloo,cuda:nccl"
         rank = int(os.environ["RANK"])
         ranks = int(os.environ["WORLD_SIZE"])
@@ -129,7 +129,7 @@ def join(device: torch.device | str | None = None) -> World:
 
 
 def apart(device: torch.device | str | None = None) -> World:
-    """Return a world of this process alone; `device` as for `join`."""
+    """Return a world whose only rank is this process; `device` is as for `join`."""
     device, local_rank = _of_this_rank(device)
     return World(0, 1, local_rank, device, backend_of([gpu_name(device)]))
 
@@ -161,9 +161,9 @@ def _device(asked: torch.device | str | None) -> torch.device:
 
 
 def _store_of_launcher(rank: int, ranks: int) -> Store:
-    """Return the store of the launcher's environment, hosted by torchrun's agent or rank 0.
+    """Return the store that the launcher's environment names; torchrun's agent or rank 0 hosts the store.
 
-    torchrun's store outlives its ranks, so each attempt uses its own keys.
+    torchrun's store outlives the ranks, so each restart uses new keys.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -203,32 +203,33 @@ def launch(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> list[T]:
-    """Run `function(*args)` on ranks that are processes of this host, joined over gloo on the CPU.
+    """Run `function(*args)` on `ranks` processes of this host, connected by gloo on the CPU.
 
-    The function gets its rank from `torch.distributed`. It, its arguments and its result are pickled, tensors by
-    value; closures are supported. Call this under `if __name__ == "__main__":` in a script, because ranks import it. No
-    process outlives the call.
+    The function gets its rank from `torch.distributed`. The function, its arguments and its result are pickled;
+    tensors are copied, and closures are supported. In a script, call `launch` under `if __name__ == "__main__":`,
+    because ranks import the script. All processes have ended when the call returns.
 
     Args:
-        timeout: for the whole run; None: no limit.
-        prepare: called once, in a separate process. Its result, such as a model, its program and the result of
-            `precompile`, is passed before the function's arguments. Ranks map it from one file, so weights are in
-            memory once, until changed.
-        relay: informed of the ranks' processes, to forward signals.
-        elastic: continue when ranks are lost: the function calls `hydragraph.survive` when a step raises.
-        nodes: with `elastic`: this machine, the first of several; call `follow` on the others. `ranks` is the total.
+        timeout: time limit of the whole run; None: no limit.
+        prepare: called once, in a separate process. The result, such as a model, a program and the
+            result of `precompile`, becomes the first argument of `function`. Ranks map the result from one file,
+            so they share the memory of weights until they change them.
+        relay: forwards stop requests to the ranks' processes.
+        elastic: continue when ranks are lost; `function` must call `hydragraph.survive` when a step raises an error.
+        nodes: with `elastic`: this machine, the first of several; call `follow` on the other machines. `ranks` is then
+            the total of all machines.
 
     Returns:
-        Each rank's result, by rank; with `elastic`, of the ranks that remain at the end.
+        The ranks' results, by rank; with `elastic`, only of the ranks that remain at the end.
 
     Raises:
-        ValueError: something cannot be pickled, or `ranks` is not positive.
+        ValueError: a value cannot be pickled, or `ranks` is not positive.
         RankFailure: a rank died.
-        TimeoutError: the run took too long.
+        TimeoutError: the run exceeded `timeout`.
         Any other error: the error of the rank that failed first, with its traceback as a note.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(f"launch: a rank imports this script, which would start ranks itself; {GUARD}")
+        raise RuntimeError(f"launch: a rank imported this script, which called launch again: {GUARD}")
     if not callable(function):
         raise ValueError(f"launch: the function is {function!r}: give a function, as in launch(train, {ranks})")
     if not isinstance(ranks, int) or ranks < 1:
@@ -253,13 +254,13 @@ def launch(
 
 
 def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
-    """Start and watch ranks here for a `launch` on another machine, until it ends or this one is elected.
+    """Start and watch this machine's ranks for a `launch` on another machine.
 
     Args:
-        say: prints a sentence.
+        say: prints a message for the user.
 
     Returns:
-        The machines for a `launch` here, with the ranks to continue with; None: the run has ended.
+        `nodes` for a `launch` here with the running ranks, if this machine was elected; None: the run has ended.
     """
     context = starting()
     if nodes.election is not None:
@@ -275,7 +276,7 @@ def follow(nodes: Nodes, say: Callable[[str], None]) -> Nodes | None:
 
 
 def starting(*functions: Callable[..., object] | None) -> Context:
-    """Return the start context for processes; call it before this process has threads."""
+    """Return the context that starts processes; call this before this process has threads."""
     context: Context = multiprocessing.get_context(START_METHOD)  # type: ignore[assignment]
     if START_METHOD == "forkserver":
         with nothing_else_imported():
@@ -286,7 +287,7 @@ def starting(*functions: Callable[..., object] | None) -> Context:
 
 
 def _models() -> list[str]:
-    """Return the imported modules of transformers' models."""
+    """Return the names of imported modules of transformers' models."""
     parts = ("configuration_", "modeling_")
     names = [name for name in sys.modules if name.startswith("transformers.models.")]
     return sorted(name for name in names if any(part in name for part in parts))
@@ -298,6 +299,6 @@ def _pickled(function: Callable[..., object], args: Sequence[object]) -> bytes:
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"launch: `{name}`, what it closes over or its arguments cannot be sent to another process ({error}): "
-            "open files, locks and devices in the function, and pass data"
+            f"launch: `{name}`, its closure or its arguments cannot be sent to another process ({error}): "
+            "create files, locks and devices inside the function, and pass only data"
         ) from error

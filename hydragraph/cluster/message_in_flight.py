@@ -14,10 +14,10 @@ class Operation(Protocol):
     """Pending operation, as returned by torch.distributed."""
 
     def wait(self) -> object:
-        """Wait until it is complete; under NCCL, make the current stream wait."""
+        """Wait until the operation is complete; under NCCL, make the current stream wait."""
 
     def is_completed(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether the operation is complete."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Staging:
         self._device = device
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's values in host memory; waits for the current stream."""
+        """Copy a tensor to host memory, and wait for the current stream."""
         host = self.incoming(tensor)
         host.copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
@@ -68,9 +68,9 @@ class Staging:
         return host
 
     def incoming(self, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor's values."""
+        """Allocate host memory for a tensor's values."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
 
     def arrived(self, host: Tensor, tensor: Tensor) -> None:
-        """Copy received values, on the current stream."""
+        """Copy received values to a tensor, on the current stream."""
         tensor.copy_(host, non_blocking=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGE = str(Path(__file__).parents[2])  # the same package, installed or not
+PACKAGE = str(Path(__file__).parents[2])  # folder of this package, installed or not
 
 
 def start_module(
@@ -19,7 +19,7 @@ def start_module(
     paths: Sequence[str] = (),
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m module`; its import path includes `paths`, not the current directory."""
+    """Start `python -m module`; its import path includes `paths` but not the current directory."""
     environment = os.environ if environment is None else environment
     every = [PACKAGE, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, paths)]
     return subprocess.Popen(

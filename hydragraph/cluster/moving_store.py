@@ -1,6 +1,6 @@
-"""Store that moves with the leader of several machines, as seen by a rank.
+"""A rank's clients of a store that moves to another machine when a new leader is elected.
 
-Each machine's supervisor writes the current address to a file. Ranks write their values again to a new store.
+Each machine's supervisor writes the store's current address to a file. After a move, ranks write their values again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MovingStore:
 
     Args:
         folder: private folder of this machine's supervisor.
-        moved: called when the store has moved, from another thread.
+        moved: called from another thread when the store has moved.
     """
 
     def __init__(self, folder: str, moved: Callable[[], None]) -> None:
@@ -64,13 +64,13 @@ class MovingStore:
             self._sockets |= open_sockets() - before
 
     def line(self) -> Line:
-        """Return a client that moves with the store."""
+        """Return a client that reconnects when the store moves."""
         line = Line(self, self.connect())
         self._lines.append(line)
         return line
 
     def write(self, line: Line, key: str, value: str) -> None:
-        """Write a value, and keep it for later stores."""
+        """Write a value, and remember it for later stores."""
         with self._lock:
             self._written[key] = value
             line.store.set(key, value)
@@ -102,18 +102,18 @@ class MovingStore:
 
 
 class Line:
-    """A client that repeats a request at the next store if the current one is lost."""
+    """Client that repeats a request to the next store if the current store is lost."""
 
     def __init__(self, moving: MovingStore, store: Any) -> None:
         self._moving = moving
         self.store = store
 
     def set(self, key: str, value: str) -> None:
-        """Write a value, which later stores also get."""
+        """Write a value to this store and to later stores."""
         self._repeated(lambda _: self._moving.write(self, key, value))
 
     def get(self, key: str) -> bytes:
-        """Return a value; wait for it."""
+        """Wait for a value, and return it."""
         value: bytes = self._repeated(lambda store: store.get(key))
         return value
 

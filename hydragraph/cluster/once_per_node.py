@@ -1,7 +1,7 @@
-"""Results that one rank of each machine computes for all, such as a captured model.
+"""Results that one rank of each machine computes for the machine's other ranks, such as a captured model.
 
-The highest rank of a machine with equal inputs makes the result, as rank 0 plans meanwhile. That rank shares the path
-and hash of a file in a private folder. A rank that cannot read the file computes its own result.
+The highest rank with equal inputs computes the result, because rank 0 plans at the same time. That rank writes a file
+in a private folder and sends the file's path and hash. A rank that cannot read the file computes its own result.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OfferedFile:
-    """File with one rank's result, and its SHA-256."""
+    """Path and SHA-256 of a file with one rank's result."""
 
     path: str
     digest: str
 
     @staticmethod
     def of(path: Path) -> OfferedFile:
-        """Describe a file."""
+        """Hash a file."""
         with path.open("rb") as file:
             return OfferedFile(str(path), hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -51,14 +51,14 @@ class OfferedFile:
 def once_per_machine(
     world: World, what: str, key: str, make: Callable[[], T], meanwhile: Callable[[], object] | None = None
 ) -> T:
-    """Return a function's result, made on one rank of each machine; all ranks call this.
+    """Return a function's result, computed by one rank of each machine; all ranks call this.
 
     Args:
-        key: identifies the inputs; ranks with different keys compute their own.
-        make: if its result cannot be pickled, every rank calls it.
+        key: identifies the inputs; ranks with different keys compute different results.
+        make: the function; every rank calls it if its result cannot be pickled.
 
     Raises:
-        On every rank, any error of `make`: an `Unsupported` unchanged, others as a RuntimeError.
+        Any error of `make`, on every rank. Other ranks raise a RuntimeError, except for an `Unsupported`.
     """
     places = world.gather((world.node, key))
     fellows = [rank for rank, place in enumerate(places) if place == places[world.rank]]
@@ -87,7 +87,7 @@ def once_per_machine(
                 returned.append(theirs.read())  # type: ignore[arg-type]
             except (OSError, ValueError) as refused:
                 _LOG.warning(
-                    "%s: the result of rank %d cannot be read (%s): making it again", what, fellows[-1], refused
+                    "%s: the result of rank %d cannot be read (%s): computing it again", what, fellows[-1], refused
                 )
         world.gather(None)  # all ranks have finished reading
     return returned[0] if returned else make()
@@ -101,7 +101,7 @@ def _offered(value: object, what: str) -> Iterator[OfferedFile | None]:
             write_value(path, value)
             offer = OfferedFile.of(path)
         except (OSError, ValueError, RuntimeError) as refused:
-            _LOG.warning("%s: it cannot be handed to other ranks, so each rank makes one itself (%s)", what, refused)
+            _LOG.warning("%s: each rank computes its own, because the result cannot be sent (%s)", what, refused)
             yield None
             return
         yield offer

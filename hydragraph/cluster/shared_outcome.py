@@ -1,4 +1,4 @@
-"""Actions of some ranks with an outcome for all."""
+"""Functions that some ranks call, with results and errors for all ranks."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 
 def together(world: World, what: str, acts: bool, make: Callable[[], T]) -> list[T | None]:
-    """Call a function on the ranks that act, as `agreement.together`."""
+    """Call a function on the ranks whose `acts` is true; results and errors are as for `agreement.together`."""
     return agreement.together(world, what, lambda: make() if acts else None)

@@ -1,4 +1,4 @@
-"""Errors of hosts that cannot reach each other, with gloo's addresses from the store."""
+"""Error messages for hosts that cannot reach each other, with gloo's addresses from the store."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hydragraph.cluster.processes.rendezvous_stores import resolved
 from hydragraph.errors import Unreachable
 
 _KEY = "hydragraph/listening"
-_MOST = 4  # hosts that an error lists
+_MOST = 4  # hosts listed in an error
 TOLD_S = 10.0  # a process that waits for the first host says so after this time
 _FAILED = re.compile(r"connectFullMesh failed.*?: (?P<why>[^:]*), remote=\[(?P<address>[^\]]*)\]", re.DOTALL)
 
 
 def write_addresses(store: Any, rank: int) -> None:
-    """Write where this rank can be reached."""
+    """Write this rank's host and listening addresses to the store."""
     store.set(f"{_KEY}/{rank}", json.dumps([socket.gethostname(), listening_at()]))
 
 
 def listening_at() -> str:
-    """Return gloo's listening addresses on this host, in words."""
+    """Return gloo's listening addresses on this host, as text."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         return f"{address_of(name) or 'no address'} on interface {name}"
@@ -33,7 +33,7 @@ def listening_at() -> str:
 
 
 def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> RuntimeError:
-    """Explain a rank's connection error; return others unchanged."""
+    """Return gloo's connection error with an explanation, and any other error unchanged."""
     failed = _FAILED.search(str(error))
     if failed is None:
         return error
@@ -48,21 +48,21 @@ def explained(error: RuntimeError, store: Any, rank: int, ranks: int) -> Runtime
     return Unreachable(
         f"rank {rank} on {socket.gethostname()} could not connect to another rank at {failed['address']}: "
         f"{failed['why']} ({'; '.join([*listed[:_MOST], *more])}). On every host, set GLOO_SOCKET_IFNAME to the "
-        "interface that leads to the others (ip -brief address lists them), and let its firewall accept them"
+        "interface that reaches the other hosts (ip -brief address lists them), and allow them in its firewall"
     )
 
 
 def no_store(error: Exception, address: str, port: int, rank: int) -> str:
-    """Return the message "could not connect to the first host", with the reason and what to do."""
+    """Return the error message of a rank that could not connect to the first host."""
     return f"rank {rank} on {socket.gethostname()} could not connect to {first_host(error, address, port)}"
 
 
 def first_host(error: Exception, address: str, port: int) -> str:
-    """Return why a process does not reach the first host, and what to do."""
+    """Describe the first host, the reason why this process cannot reach it, and the remedy."""
     tried = resolved(address)
     where = f"tried {', '.join(tried)}" if tried else "the name has no address here"
     reason = " ".join(str(error).split())
     return (
-        f"the first host at {address}, port {port} ({where}): {reason[:200]}; let MASTER_ADDR be an address of that "
-        "host that this one reaches (ping it), start the job there too, and let its firewall accept the port"
+        f"the first host at {address}, port {port} ({where}): {reason[:200]}; set MASTER_ADDR to an address of that "
+        "host that this host can ping, start the job there too, and open the port in its firewall"
     )

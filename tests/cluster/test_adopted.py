@@ -48,7 +48,7 @@ def test_a_users_group_serves_as_far_as_it_can(backend: str, made: str, bound: b
 def of_nobody() -> str:
     dist.destroy_process_group()
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="the backend 'fake', whose operations move nothing"):
+    with pytest.raises(ValueError, match="the backend 'fake', whose operations transfer no data"):
         join("cpu")
     dist.destroy_process_group()
     return "refused"

@@ -168,7 +168,7 @@ def test_times_out(tmp_path: Path) -> None:
 
 def test_refuses_what_cannot_be_pickled_and_no_ranks() -> None:
     lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"`.*lambda>`, what it closes over.*cannot be sent"):
+    with pytest.raises(ValueError, match=r"`.*lambda>`, its closure or its arguments cannot be sent"):
         launch(lambda: lock.locked(), 2)
     with pytest.raises(ValueError, match="the function is 'train'"):
         launch("train", 2)  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def unpicklable() -> Found:
 def test_what_cannot_be_sent_is_made_by_each() -> None:
     found = launch(unpicklable, 2)
     assert [(value, made) for value, made, _ in found] == [(0, True), (1, True)]
-    assert "cannot be handed to other ranks" in found[1][2][0]
+    assert "because the result cannot be sent" in found[1][2][0]
 
 
 def tampered() -> Found:
@@ -175,7 +175,7 @@ def test_a_folder_of_others_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "made"
     path.write_bytes(b"")
     os.chmod(tmp_path, 0o755)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not private to this user"):
         OfferedFile(str(path), "").read()
 
 

@@ -27,10 +27,10 @@ class Waiter:
                 answer.put((function(), None))
             except BaseException as error:
                 answer.put((None, error))
-            del request, function, answer  # frees buffers before the next wait
+            del request, function, answer  # free buffers before the next wait
 
     def run(self, function: Callable[[], T], abandoned: Callable[[], bool]) -> T:
-        """Return the function's result or raise its error; raise a RuntimeError once `abandoned()` is true."""
+        """Return the function's result or raise its error; raise a RuntimeError as soon as `abandoned()` is true."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hydragraph-waiter", daemon=True)
             self._thread.start()
@@ -41,7 +41,7 @@ class Waiter:
                 value, error = answer.get(timeout=self._interval.total_seconds())
             except Empty:
                 if abandoned():
-                    raise RuntimeError("communication was ended, but one operation did not end with it") from None
+                    raise RuntimeError("communication was shut down, but one operation did not end") from None
                 continue
             if error is not None:
                 raise error

@@ -2,10 +2,11 @@
 
 A rank is accused when
 - its process has ended without announcing that it leaves;
-- its process has been stopped for `stopped_s` while some other was running (`Judge`);
-- no rank has made progress for `progress_s` while some wait; then a rank that does not wait is accused (`Stall`).
+- its process has been stopped for `stopped_s` while another process was running (`Judge`);
+- no rank has made progress for `progress_s` while some ranks wait (`Stall`): a rank that does not wait is accused, or
+  the last rank if all ranks wait.
 
-Only the detector's own running time counts, at most half a second between two looks.
+Only time in which the detector itself runs counts: at most half a second between two observations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ENDED = "its process has ended"
 
 @dataclass(frozen=True)
 class Seen:
-    """Observation of a rank; CPU time is in system ticks."""
+    """Observation of a rank; `ticks` is its CPU time in system ticks."""
 
     state: ProcessState
     progress: RankProgress
@@ -38,7 +39,7 @@ def seen_of(process: WatchedProcess, progress: RankProgress) -> Seen:
 
 @dataclass(frozen=True)
 class Accusation:
-    """The rank that failed; `stalled` if it is alive."""
+    """The accused rank, and its error; `stalled`: the rank's process is alive."""
 
     rank: int
     error: str
@@ -50,19 +51,19 @@ class Judge:
 
     def __init__(self, stopped_s: float = STOPPED_S) -> None:
         self._limit_s = stopped_s
-        self._ended: dict[int, float] = {}  # seconds since its end, by rank
+        self._ended: dict[int, float] = {}  # seconds since the end of each rank's process
         self._stopped: dict[int, float] = {}
         self._ticks: dict[int, int] = {}
         self._left: set[int] = set()
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], *, others_run: bool = False) -> Accusation | None:
-        """Count observations, `elapsed` seconds after the last ones; return the resulting accusation."""
-        elapsed = min(elapsed, PAUSE_S)  # this process may have been stopped
+        """Add observations, made `elapsed` seconds after the last ones; return the resulting accusation."""
+        elapsed = min(elapsed, PAUSE_S)  # limited, because this process may have been stopped
         running = others_run or any(sighting.state is ProcessState.RUNNING for sighting in seen.values())
         for rank, sighting in seen.items():
             ended = sighting.state is ProcessState.ENDED
             stopped = sighting.state is ProcessState.STOPPED and running
-            # A process that runs 5 of every 100 ms is mostly seen stopped.
+            # A process that runs for 5 of every 100 ms is mostly seen stopped, but uses CPU time.
             still = self._ticks.get(rank, sighting.ticks) == sighting.ticks
             self._ticks[rank] = sighting.ticks
             if ended and sighting.progress.left:
@@ -70,7 +71,7 @@ class Judge:
             self._ended[rank] = self._ended.get(rank, 0.0) + elapsed if ended and not sighting.progress.left else 0.0
             self._stopped[rank] = self._stopped.get(rank, 0.0) + elapsed if stopped and still else 0.0
         for rank, seconds in self._ended.items():
-            if seconds >= ENDED_S:  # until then the launcher may report it
+            if seconds >= ENDED_S:  # before that, the launcher may report the end
                 return Accusation(rank, ENDED)
         return self._longest(self._limit_s)
 
@@ -99,7 +100,7 @@ class Stall:
         self._still_s = 0.0
 
     def look(self, elapsed: float, seen: Mapping[int, Seen], progress_s: float) -> Accusation | None:
-        """Count observations, as `Judge.look`; `progress_s`: limit without progress."""
+        """Add observations, as `Judge.look` does; `progress_s`: time limit without progress."""
         moves = {rank: sighting.progress.moves for rank, sighting in seen.items()}
         waits = [rank for rank, sighting in seen.items() if sighting.progress.waiting]
         awake = all(sighting.state is not ProcessState.STOPPED for sighting in seen.values())
@@ -109,7 +110,7 @@ class Stall:
         if self._still_s < progress_s:
             return None
         busy = [rank for rank, sighting in seen.items() if not sighting.progress.waiting and not sighting.progress.left]
-        how = "the others wait for this one" if busy else "all of them wait"
+        how = "the others wait for this rank" if busy else "all ranks wait"
         error = f"no rank has made progress for {progress_s:g} s (progress_s), and {how}"
-        # If all wait, a link may be cut; the first rank may reach all others.
+        # If all ranks wait, a link may be down. The first rank may still reach all others, so accuse the last.
         return Accusation(min(busy) if busy else max(waits), error, stalled=True)

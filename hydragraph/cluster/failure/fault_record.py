@@ -1,4 +1,4 @@
-"""Record of a failure, written once for all ranks in the store where they met."""
+"""Record of a failure, written once to the rendezvous store for all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ledger:
     """The fault's entry in a store; methods raise a RuntimeError if the store is gone.
 
     Args:
-        generation: name of these ranks within a launch.
+        generation: name of this set of ranks within a launch.
     """
 
     def __init__(self, store: Store, namespace: str, generation: str = "") -> None:
@@ -44,11 +44,11 @@ class Ledger:
         self._key = f"{namespace}/fault"
 
     def read(self) -> Fault | None:
-        """Return the fault, if one was written."""
+        """Return the recorded fault, if any."""
         return Fault(**json.loads(self._store.get(self._key))) if self._store.check([self._key]) else None
 
     def write(self, fault: Fault) -> Fault:
-        """Write the fault unless one exists; return the recorded one."""
+        """Record a fault unless one is recorded already; return the recorded fault."""
         return Fault(**json.loads(self._store.compare_set(self._key, "", json.dumps(asdict(fault)))))
 
     def death(self) -> tuple[int, str] | None:
@@ -57,19 +57,19 @@ class Ledger:
 
 
 def announce_death(store: Store, rank: int, how: str, generation: str = "") -> None:
-    """Report to a launch's watches that a rank died; the first death counts."""
+    """Report to a launch's watches that a rank died; only the first report counts."""
     store.compare_set(_DEATH + generation, "", json.dumps([rank, how]))
 
 
 def last_fault(store: Store) -> Fault | None:
-    """Return the fault of the newest watch over a store, if any."""
+    """Return the fault that the newest watch recorded in a store, if any."""
     if not store.check([NAMESPACE]):
         return None
     return Ledger(store, store.get(NAMESPACE).decode()).read()
 
 
 def root(store: Store) -> Store:
-    """Return the store without torch's prefixes."""
+    """Return the store inside torch's prefix stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

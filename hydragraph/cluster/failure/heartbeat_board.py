@@ -1,4 +1,4 @@
-"""Progress of the ranks of one host, in shared memory."""
+"""Board in shared memory with the progress of one host's ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hydragraph.cluster.failure.time_limits import PROGRESS_S
 
 @dataclass(frozen=True)
 class RankProgress:
-    """One rank's line of the board.
+    """Progress of one rank, from its line of the board.
 
     Attributes:
         moves: number of position updates.
-        instruction: None outside a step.
-        call: outside a step; "" in other code.
+        instruction: index of the current instruction; None outside a step.
+        call: name of the current call outside a step; "" in other code.
     """
 
     moves: int
@@ -40,23 +40,23 @@ class _Line(ctypes.Structure):
     _fields_ = (
         ("moves", ctypes.c_int64),
         ("step", ctypes.c_int64),
-        ("index", ctypes.c_int64),  # of the instruction, + 1
+        ("index", ctypes.c_int64),  # of the instruction, + 1; 0: outside a step
         ("progress_s", ctypes.c_double),
         ("waiting", ctypes.c_bool),
-        ("left", ctypes.c_bool),  # it no longer needs the others
-        ("finished", ctypes.c_bool),  # its watch is closed, even after a fault
+        ("left", ctypes.c_bool),  # the rank no longer needs the others
+        ("finished", ctypes.c_bool),  # the rank's watch is closed, even after a fault
         ("call", ctypes.c_char * 221),
     )  # 256 bytes: a multiple of a cache line
 
 
 class Board:
-    """Shared memory of one host: a line for each rank (`RankProgress`), then one for `progress_s`.
+    """Shared memory of one host: a line for each rank (`RankProgress`), then a line for `progress_s`.
 
     Args:
-        descriptor: file of the board's size; the board takes ownership.
+        descriptor: open file of the board's size; the board closes the file.
 
     Attributes:
-        lines: flags of each rank: `waiting`, `left`, `finished`; a rank writes only its own.
+        lines: line of each rank, with flags `waiting`, `left` and `finished`; a rank writes only its own.
     """
 
     def __init__(self, descriptor: int, ranks: int, address: str, remove: Callable[[], None] | None = None) -> None:
@@ -73,7 +73,7 @@ class Board:
 
     @classmethod
     def make(cls, ranks: int) -> Board:
-        """Create a board, which lives as long as it is open."""
+        """Create a board, which exists until it is closed."""
         remove: Callable[[], None] | None = None
         if sys.platform == "linux":
             descriptor = os.memfd_create("hydragraph-board", os.MFD_CLOEXEC)
@@ -90,17 +90,17 @@ class Board:
 
     @classmethod
     def open(cls, address: str, ranks: int) -> Board:
-        """Open another process's board; raise an OSError unless it is this user's."""
+        """Open another process's board; raise an OSError unless this user owns the board."""
         descriptor = os.open(address, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == cls._size(ranks)
         if not ours:
             os.close(descriptor)
-            raise OSError(f"{address} is not a board of this user with {ranks} lines")
+            raise OSError(f"{address} is not a progress board of this user for {ranks} ranks")
         return cls(descriptor, ranks, address)
 
     def place(self, rank: int, step: int, instruction: int | None) -> None:
-        """Record a rank's new position (about 1 us); only that rank may call it."""
+        """Record a rank's new position (about 1 us); only that rank may call this."""
         line = self.lines[rank]
         self._moves += 1
         line.moves = self._moves
@@ -108,7 +108,7 @@ class Board:
         line.index = 0 if instruction is None else instruction + 1
 
     def call(self, rank: int, what: str) -> None:
-        """Record what a rank does outside a step."""
+        """Record the name of a rank's current call outside a step."""
         self.lines[rank].call = what.encode()[: _Line.call.size - 1]
 
     def read(self, rank: int) -> RankProgress:
@@ -120,7 +120,7 @@ class Board:
 
     @property
     def progress_s(self) -> float:
-        """Limit in seconds for a run without progress of any rank."""
+        """Time limit for a run in which no rank makes progress, in seconds."""
         return float(self.lines[self.ranks].progress_s)
 
     @progress_s.setter

@@ -16,15 +16,15 @@ class _Newest:
 
 
 def newest_watch() -> Watch | None:
-    """Return this process's last watch."""
+    """Return this process's newest watch, if any."""
     return _Newest.watch
 
 
 def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, generation: str = "") -> Watch:
-    """Return this process's watch over a process group; a new one after a failure or a close.
+    """Return this process's watch over a process group; after a failure or a close, create a new watch.
 
     Args:
-        group: None: not created yet; the next call passes it.
+        group: None: the group does not exist yet, and the next call passes it.
         store: returns the ranks' store; called only for a new watch.
     """
     newest = _Newest
@@ -36,7 +36,7 @@ def watch_of(group: object, store: Callable[[], Store], rank: int, ranks: int, g
         if again and not last.broken:
             return last
         last.close()
-    # All ranks count alike.
+    # This number is equal on all ranks.
     newest.number = newest.number + 1 if again else 0
     newest.watch = Watch(store(), rank, ranks, number=newest.number, generation=generation)
     newest.group = group

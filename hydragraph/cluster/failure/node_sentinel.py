@@ -1,9 +1,9 @@
-"""Sentinel process of each of several machines: it reports on its ranks and monitors others'.
+"""Sentinel: a process on each of several machines that reports on its ranks and monitors the other machines.
 
-A healthy rank may hold its interpreter for a minute, so a separate process observes the ranks and writes
-heartbeats to the store. If these stop, the machine is lost, or its link.
+A healthy rank may hold the interpreter lock for a minute, so a separate process observes the ranks and writes
+heartbeats to the store. If the heartbeats stop, the machine or its link is lost.
 
-A sentinel ends once the store has a fault, and 3 s after its last rank has ended or closed its watch.
+A sentinel exits as soon as the store has a fault, or 3 s after its last rank has ended or closed its watch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from hydragraph.cluster.module_process import start_module
 
 _BEAT_S = 0.25
 _ROLL_S = 1.0
-_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)  # for the store; PyTorch retries for twice as long
-_IDLE_S = 3.0  # without a rank to watch
+# Timeouts of the store; PyTorch retries for twice as long.
+_PATIENCE, _LITTLE = timedelta(seconds=10), timedelta(seconds=2)
+_IDLE_S = 3.0  # a sentinel exits after this time without ranks
 _LOOK_S = 0.5
-_STARTS = 3  # then its machine counts as lost
+_STARTS = 3  # failed starts of a sentinel until its machine counts as lost
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Post:
 
 
 class Sentinel:
-    """A sentinel, for the rank that starts it."""
+    """Sentinel process, as seen by the rank that starts it."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -68,12 +69,12 @@ class Sentinel:
                 "hydragraph.cluster.failure.node_sentinel",
                 *arguments,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt must not silence the machine
+                start_new_session=True,  # Ctrl-C must not end the sentinel
             )
 
 
 def post_of(store: Store, namespace: str, machine: str, board: str, ranks: int) -> Post | None:
-    """Return a sentinel's parameters; None if only this process reaches the store."""
+    """Return a sentinel's parameters; None if other processes cannot reach the store."""
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     return Post(store.host, store.port, namespace, machine, board, ranks)
@@ -120,13 +121,13 @@ class IdleTime:
         self._idle_s = 0.0
 
     def look(self, elapsed: float, watching: Iterable[bool]) -> bool:
-        """Return whether the sentinel must end; `watching`: by rank, whether it lives and its watch is open."""
+        """Return whether the sentinel must exit; `watching`: whether each rank is alive and its watch is open."""
         self._idle_s = 0.0 if any(watching) else self._idle_s + min(elapsed, PAUSE_S)
         return self._idle_s >= _IDLE_S
 
 
 class _Guard(threading.Thread):
-    """Thread that ends this process when no rank is left, even during a request to the store."""
+    """Thread that ends this process when no rank remains, even during a request to the store."""
 
     def __init__(self, starter: WatchedProcess, board: Board) -> None:
         super().__init__(name="hydragraph-guard", daemon=True)
@@ -155,7 +156,7 @@ class _Guard(threading.Thread):
 
 
 def stand(post: Post, starter: WatchedProcess) -> None:
-    """Run a sentinel to its end."""
+    """Run a sentinel until it exits."""
     board = Board.open(post.board, post.ranks)
     guard = _Guard(starter, board)
     guard.start()

@@ -24,12 +24,12 @@ def open_sockets() -> frozenset[tuple[int, str]]:
 
 
 def shut_down(descriptor: int) -> None:
-    """Shut down a connection, leaving the descriptor to its owner."""
+    """Shut down a connection without closing its descriptor."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            # With a listener shut down, gloo's accept fails, which ends the process.
+            # Listeners are skipped: if a listener is shut down, gloo's accept fails and ends the process.
             listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if connection.family in (socket.AF_INET, socket.AF_INET6) and not listening:
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # it closed meanwhile
+        return  # another thread has closed the connection

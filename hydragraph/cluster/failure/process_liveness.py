@@ -10,12 +10,12 @@ from enum import Enum
 from pathlib import Path
 
 _PROC = Path("/proc")
-_STOPPED = frozenset("Tt")  # by a signal; by a debugger
-_ENDED = frozenset("ZXx")  # a zombie has ended
+_STOPPED = frozenset("Tt")  # T: by a signal; t: by a debugger
+_ENDED = frozenset("ZXx")  # Z: zombie, which has ended; X, x: dead
 
 
 class ProcessState(Enum):
-    """State of a process; without /proc, a stopped one appears to be running."""
+    """State of a process; without /proc, a stopped process appears to be running."""
 
     RUNNING = "running"  # or sleeping, or waiting for a disk
     STOPPED = "stopped"
@@ -27,7 +27,7 @@ class WatchedProcess:
     """A process of this machine.
 
     Attributes:
-        started: start time in system ticks, as process ids are reused; 0 if unknown.
+        started: start time in system ticks, which distinguishes processes with the same id; 0 if unknown.
     """
 
     pid: int
@@ -40,7 +40,7 @@ class WatchedProcess:
 
     @staticmethod
     def of(pid: int) -> WatchedProcess:
-        """Return the process with an id."""
+        """Return the process with this id."""
         status = _status(pid)
         return WatchedProcess(pid, 0 if status is None else status[1])
 
@@ -49,7 +49,7 @@ class WatchedProcess:
         return self.look()[0]
 
     def look(self) -> tuple[ProcessState, int]:
-        """Return its state, and its CPU time in system ticks (0 if unknown)."""
+        """Return the state, and the CPU time in system ticks (0 if unknown)."""
         if sys.platform != "linux":
             return _exists(self.pid), 0
         status = _status(self.pid)

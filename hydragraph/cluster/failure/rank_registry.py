@@ -1,4 +1,4 @@
-"""Registry of ranks and boards per machine, read without waiting."""
+"""Registry of each machine's ranks and board in the store, read without waiting."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RollEntry:
 class Roll:
     """Ranks registered in a store, by machine.
 
-    Keys, below the namespace: `machine/M` counts the ranks of machine M, `machine/M/i` is the i-th, `board/M` the
-    address of their board; `machines` counts machines, `machines/i` names the i-th.
+    Keys, below the namespace: `machine/M` is the number of ranks of machine M, `machine/M/i` the i-th rank, `board/M`
+    the address of their board, `machines` the number of machines, and `machines/i` the i-th name.
     """
 
     store: Store
@@ -53,7 +53,7 @@ class Roll:
         return Board.open(address, ranks)
 
     def members(self) -> tuple[RollEntry, ...]:
-        """Return the ranks of this machine that have arrived."""
+        """Return the registered ranks of this machine."""
         for index in range(len(self._members) + 1, self._add(f"machine/{self.machine}", 0) + 1):
             line = self._get(f"machine/{self.machine}/{index}")
             if line is None:

@@ -1,12 +1,12 @@
-"""Failure watch of ranks, from their meeting until none needs the others.
+"""Failure watch over ranks, from their rendezvous until no rank needs the others.
 
 docs/architecture.md lists the detected failures. After a fault:
 
-1. Each process shuts down the sockets of its communicators (NCCL: aborts them): gloo cannot end a wait on a rank that
-   is alive but never answers. First, waits on the failed rank get a moment to end with their own errors.
-2. It abandons waits that still do not end (gloo forgets a receive that broke inside its payload), so none runs on the
-   caller's thread.
-3. Every rank except the failed one raises RankFailure of the one agreed fault, now and at every later call.
+1. Waits on the failed rank get a moment to end with their own errors. Then each process shuts down the sockets of its
+   communicators (NCCL: aborts the communicators), because gloo never ends a wait on a live rank that does not answer.
+2. Each process abandons waits that still do not end (gloo forgets a receive that broke inside its payload). To make
+   this possible, waits run on a separate thread.
+3. Every rank except the failed one raises RankFailure for the agreed fault, in this call and in every later call.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ CLOSED = "close"  # prefix of the call of a rank that has closed its executable
 _REMEDY = "restart all ranks and load the last checkpoint"
 _POLL = timedelta(seconds=0.1)  # a poll of the store costs 30-95 us
 _LOOKED_AT = 8  # ranks checked per poll, on average
-_ROLL_S = 1.0  # between two checks for new arrivals
-_HEAD_START = timedelta(seconds=0.3)  # waits on a closed peer fail sooner
+_ROLL_S = 1.0  # interval between checks for newly registered ranks
+_HEAD_START = timedelta(seconds=0.3)  # for waits on a closed peer to fail
 _LAST_CHANCE = timedelta(seconds=0.5)  # for waits to end after the shutdown
-_MEETING = timedelta(seconds=30)  # for the store's answers
+_MEETING = timedelta(seconds=30)  # for the store to answer
 _TOGETHER = (ValueError, FloatingPointError, Stopped)
 _AGREED = "_hydragraph_agreed"
 
@@ -65,18 +65,18 @@ class _Disconnected(RuntimeError):  # noqa: N818
 
 
 def agreed(error: BaseException) -> BaseException:
-    """Mark an error that all ranks raise together: not a rank failure."""
+    """Mark an error that all ranks raise together, which is not a rank failure."""
     setattr(error, _AGREED, True)
     return error
 
 
 class Watch:
-    """Watches the ranks that met at a store. Every rank creates one, without waiting for others.
+    """Failure watch over the ranks of a store; every rank creates a watch, without waiting for other ranks.
 
     Args:
-        store: None for a single process, which needs no thread.
-        number: index of this watch over the store, equal on all ranks.
-        generation: name of these ranks within a launch.
+        store: the rendezvous store; None for a single process.
+        number: index of this watch in the store, equal on all ranks.
+        generation: name of this set of ranks within a launch.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: int, *, number: int = 0, generation: str = "") -> None:
@@ -91,7 +91,7 @@ class Watch:
         self._waits = 0  # waits in progress, on all threads
         self._own = threading.local()
         self._main = threading.get_ident()
-        self._resting = self._shown = self._beside = ""  # shown between calls, now, and for a background thread
+        self._resting = self._shown = self._beside = ""  # calls shown between calls, now, and by another thread
         self._guarded: set[tuple[int, str]] = set()
         self._aborts: list[Callable[[], Callable[[], None] | None]] = []
         self._cutting = threading.Lock()
@@ -101,10 +101,10 @@ class Watch:
         self._judge = Judge()
         self._stall = Stall()
         self._members: tuple[RollEntry, ...] = ()
-        self._unseen_s = 0.0  # since the last check of this machine's ranks
+        self._unseen_s = 0.0  # seconds since the last check of this machine's ranks
         self._explaining = False
         self._death: tuple[int, str] | None = None
-        self._first = False  # first rank of this machine
+        self._first = False  # whether this is the machine's first rank
         self._sentinel: Sentinel | None = None
         self._waiter = Waiter(_POLL)
         self._thread: threading.Thread | None = None
@@ -143,7 +143,7 @@ class Watch:
 
     @property
     def progress_s(self) -> float:
-        """Limit in seconds for a run without progress of any rank."""
+        """Time limit for a run in which no rank makes progress, in seconds."""
         return PROGRESS_S if self._thread is None else self._board.progress_s
 
     @progress_s.setter
@@ -169,7 +169,7 @@ class Watch:
         """Run a collective call in this context, on any thread; raise RankFailure if another rank failed.
 
         Args:
-            what: shown by other ranks if this one fails.
+            what: name of the call, for the errors of other ranks.
         """
         with self._entered(what):
             try:
@@ -186,7 +186,7 @@ class Watch:
 
     @contextmanager
     def step(self, number: int, describe: Callable[[int, int, int], str] | None = None) -> Iterator[None]:
-        """Run one step in this context, like `calling`, but any error is this rank's failure unless `agreed`.
+        """Run one step in this context, as `calling` does; any error that is not `agreed` is this rank's failure.
 
         Args:
             describe: returns the text of an instruction by rank, index and step; called from any thread.
@@ -224,7 +224,7 @@ class Watch:
             self._show(calls[-1] if calls else "" if beside else self._resting)
 
     def rest(self, after: str) -> None:
-        """Show what this rank did last while it is between calls."""
+        """Show this rank's last action while it is between calls."""
         self._resting = after
         if not self._calls:
             self._show(after)
@@ -258,7 +258,7 @@ class Watch:
         raise failure from error.__cause__
 
     def at(self, index: int | None) -> None:
-        """Record that this rank is at an instruction, in about a microsecond."""
+        """Record the index of this rank's current instruction; takes about 1 us."""
         if self._thread is not None:
             self._board.place(self.rank, self._step, index)
 
@@ -290,7 +290,7 @@ class Watch:
                 self._board.lines[self.rank].waiting = self._waits > 0
 
     def wait(self, work: Operation, waiter: Waiter | None = None) -> None:
-        """Wait for a gloo operation, or until communication is ended."""
+        """Wait for a gloo operation, or until communication is shut down."""
         if self.ranks == 1 or work.is_completed():
             with self.communicating():
                 work.wait()
@@ -298,7 +298,7 @@ class Watch:
             self.call(work.wait, waiter)
 
     def call(self, function: Callable[[], T], waiter: Waiter | None = None) -> T:
-        """Return the result of a function that waits for other ranks, until communication is ended."""
+        """Return the result of a function that waits for other ranks; raise once communication is shut down."""
         with self.communicating():
             if self.ranks == 1:
                 return function()
@@ -324,11 +324,11 @@ class Watch:
 
     @property
     def closed(self) -> bool:
-        """Whether it has stopped watching."""
+        """Whether this watch is closed."""
         return self._stopped.is_set()
 
     def report(self, error: BaseException) -> None:
-        """Write this rank's error as the fault, unless there is one; end its communication."""
+        """Record this rank's error as the fault, unless one is recorded; shut down this rank's communication."""
         if self._thread is not None:
             self._agree(Fault(self.rank, self._step, self._here(), _text(error), self._host))
             self._cut()
@@ -341,12 +341,12 @@ class Watch:
             self.report(error)
 
     def lose_store(self) -> None:
-        """Fail this rank's calls, as the rendezvous store has moved."""
+        """Make this rank's calls fail, because the rendezvous store has moved."""
         if self._thread is not None and self._fault is None and not self.closed:
             self._cut_off("is lost: another machine leads now")
 
     def explain(self, error: BaseException) -> RankFailure:
-        """Find the rank that caused a communication error, within seconds; by default this one."""
+        """Find the rank that caused a communication error, within seconds; if none is found, name this rank."""
         cause = error.__cause__ if isinstance(error, _Disconnected) and error.__cause__ else error
         if self._thread is None:
             return self._failure(Fault(self.rank, self._step, "", _text(cause)))
@@ -355,13 +355,13 @@ class Watch:
         while self._fault is None and time.monotonic() < deadline:
             accused = self._judge.suspect(SUSPECT_S)
             if accused is not None and self._death is None:
-                time.sleep(2 * _POLL.total_seconds())  # the launcher may report first
+                time.sleep(2 * _POLL.total_seconds())  # let the launcher report first
                 self._accuse(accused)
             time.sleep(_POLL.total_seconds() / 2)
         if self._fault is None:
             shown = {member.rank: self._board.read(member.rank).call for member in self._members}
             for rank in [rank for rank, call in shown.items() if call.startswith(CLOSED)][:1]:
-                self._accuse(Accusation(rank, "it stopped while others continued: let every rank make the same calls"))
+                self._accuse(Accusation(rank, "it stopped while others continued: make the same calls on every rank"))
         own = Fault(self.rank, self._step, self._here(), _text(cause), self._host)
         fault = self._fault or self._agree(own)
         self._cut()
@@ -380,7 +380,7 @@ class Watch:
             self._thread.join()
         self._thread = None
         self._waiter.close()
-        if self._asker.close():  # otherwise it may still read the board
+        if self._asker.close():  # otherwise its thread may still read the board
             self._board.close()
         atexit.unregister(self._end_of_process)
 
@@ -398,7 +398,7 @@ class Watch:
             before = now
             if self._fault is not None:
                 if self._fault.stalled:
-                    self._write_stacks(self._fault)  # the shutdown may let this process end
+                    self._write_stacks(self._fault)  # before the shutdown, which may let this process end
                 if not self._stopped.wait(_HEAD_START.total_seconds()):
                     self._cut()
                 return
@@ -424,18 +424,18 @@ class Watch:
         self._asker.silent_s += min(elapsed, PAUSE_S)
         if self._fault is not None:
             return
-        # In order of reliability. Outside of calls, a rank accuses only ended processes.
+        # The most reliable evidence comes first. Outside of calls, a rank accuses only ended processes.
         if self._death is not None:
             self._accuse(Accusation(*self._death))
         elif accused is not None and (self._inside or accused.error == ENDED):
             self._accuse(accused)
         elif self._inside and self._asker.gone:
-            self._cut_off("has closed the connection: the process that holds it has ended")
+            self._cut_off("has closed the connection: the process that hosts it has ended")
         elif self._inside and self._asker.silent_s >= UNREACHABLE_S:
             self._cut_off(f"has not answered for {UNREACHABLE_S:g} s: its host is lost, or the link to it is down")
 
     def _looked_at_ranks(self, elapsed: float) -> Accusation | None:
-        """Check the ranks of this machine if due; with many ranks less often."""
+        """Check the ranks of this machine if a check is due; checks of many ranks are rarer."""
         self._unseen_s += elapsed
         every = min(PAUSE_S, _POLL.total_seconds() * len(self._members) / _LOOKED_AT)
         if self._unseen_s < every and not self._explaining:
@@ -448,7 +448,7 @@ class Watch:
         return accused
 
     def _cut_off(self, how: str) -> None:
-        """Record a local fault: this rank cannot inform others."""
+        """Record a fault on this rank only, because it cannot inform the others."""
         error = f"the rendezvous store {how}"
         self._fault = Fault(self.rank, self._step, self._instruction(self.rank), error, self._host)
 
@@ -470,23 +470,23 @@ class Watch:
             for kept in self._aborts:
                 if (abort := kept()) is not None:
                     abort()
-            # Descriptors are reused: shut down only the same sockets.
+            # Descriptors are reused: shut down only unchanged sockets.
             for descriptor, _ in self._guarded & open_sockets():
                 shut_down(descriptor)
             self._aborts = []
             self._guarded = set()
             if self._cut_at is None and self._fault is not None:
-                _LOG.info("communication is ended: %s", self._failure(self._fault))
+                _LOG.info("shut down communication: %s", self._failure(self._fault))
             self._cut_at = self._cut_at or time.monotonic()
 
     def _write_stacks(self, fault: Fault) -> None:
         if fault.rank != self.rank:
-            stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank},")
+            stack_dump.write(f"rank {self.rank} of {self.ranks} ({self._host}), which waits for rank {fault.rank}")
         others = [m.rank for m in self._members if m.rank != fault.rank]
         if self.rank == min(others, default=fault.rank):
             for member in self._members:
                 if member.rank == fault.rank:
-                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which makes no progress,"
+                    who = f"rank {fault.rank} of {self.ranks} ({member.host}), which makes no progress"
                     stack_dump.ask(member.process.pid, who)
 
     def _instruction(self, rank: int) -> str:
@@ -513,7 +513,7 @@ class Watch:
 
 
 def _weakly(function: F) -> Callable[[], F | None]:
-    """Return a function that returns `function`, or None after its object's end."""
+    """Return a weak reference to a method, or a function that returns `function`."""
     return weakref.WeakMethod(function) if hasattr(function, "__self__") else lambda: function  # type: ignore[return-value]
 
 

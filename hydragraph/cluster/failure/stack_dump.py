@@ -8,19 +8,19 @@ import os
 import signal
 import sys
 
-_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # unlikely to be used by other code
+_ASK = getattr(signal, "SIGRTMIN", 0) + 9  # a signal that other code is unlikely to use
 _STDERR = 2
 
 
 def answer() -> None:
-    """Make this process answer `ask`."""
+    """Make this process write its stacks on `ask`."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.register(_ASK, file=_STDERR, all_threads=True)
 
 
 def ask(pid: int, who: str) -> None:
-    """Make another process write its stacks, after a line that names it."""
+    """Make another process write its stacks, after a line that names the process."""
     _say(who)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -28,10 +28,10 @@ def ask(pid: int, who: str) -> None:
 
 
 def write(who: str) -> None:
-    """Write this process's stacks, after a line that names it."""
+    """Write this process's stacks, after a line that names the process."""
     _say(who)
     faulthandler.dump_traceback(_STDERR)
 
 
 def _say(who: str) -> None:
-    os.write(_STDERR, f"hydragraph: what {who} is doing:\n".encode())
+    os.write(_STDERR, f"hydragraph: stacks of {who}:\n".encode())

@@ -16,7 +16,7 @@ class Unanswered(Exception):  # noqa: N818 reads as a sentence
 
 
 class Asker:
-    """Thread that repeats a request to the store, and runs others in between.
+    """Thread that repeats a request to the store, and runs other requests in between.
 
     Args:
         question: called every interval; a RuntimeError means that the store is gone.
@@ -37,7 +37,7 @@ class Asker:
         self._thread.start()
 
     def ask(self, question: Callable[[], T], patience: timedelta) -> T:
-        """Return the answer to another request, or raise its OSError, or Unanswered."""
+        """Return the answer to another request; raise the request's OSError, or Unanswered."""
         answer: SimpleQueue[Any] = SimpleQueue()
         self._others.put((question, answer))
         try:

@@ -1,22 +1,22 @@
-"""Time limits of failure detection, in seconds of its own running time.
+"""Time limits of failure detection, in seconds during which the detector runs.
 
-    limit          what may last no longer                                        then
+    limit          maximum duration of                                            then
     ENDED_S        an ended process without a report of its launcher              its rank has failed
     SUSPECT_S      a stop of a process while a rank looks for an error's cause    its rank has failed
     PATIENCE_S     the search for the cause of a communication error              the rank with the error has failed
-    UNHEARD_S      silence of a machine towards another's link probe              the pair counts as broken
+    UNHEARD_S      silence of a machine, as seen by another's link probe          the pair counts as broken
     STOPPED_S      a stop of a process while others run                           its rank has failed
     CUT_S          a broken pair of machines that both reach the leader           the leader drops one of them
-    UNREACHABLE_S  silence of the store, or of the leader towards a deputy        a rank or a deputy gives up
+    UNREACHABLE_S  silence of the store, or of the leader as seen by a deputy     a rank or a deputy gives up
     SILENT_S       silence of a machine's sentinel, or of a deputy                the machine is lost
-    PROGRESS_S     waits of ranks while none makes progress                       a rank that does not wait has failed
+    PROGRESS_S     waits of ranks while no rank makes progress                    a rank that does not wait has failed
 
-Limits depend on each other:
+The limits depend on each other:
 
 - ENDED_S < SUSPECT_S < PATIENCE_S: the search for a cause finds a process that ended or stopped.
-- 3 s + UNHEARD_S + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. Probes recover within
-  2 s after it; TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
-- UNREACHABLE_S < SILENT_S: a machine that is cut off ends its ranks before the others continue without them.
+- 3 s + UNHEARD_S + 2 s <= CUT_S, and 6.2 s < UNREACHABLE_S: an outage of 3 s is not a failure. After an outage, probes
+  recover within 2 s. TCP retries after 0.2, 0.6, 1.4, 3.0 and 6.2 s.
+- UNREACHABLE_S < SILENT_S: a disconnected machine ends its ranks before the others continue without them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compute threads of a rank: their number, and how long they spin.
 
-PyTorch's threads (GNU OpenMP) synchronise after every operator, and early ones spin for milliseconds. If another
-process needs one of their cores, all wait: with 2 of 4 cores in use, a model of 10 million parameters trained at 59
-tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning costs 10 to 25 % of the speed.
+PyTorch's threads (GNU OpenMP) synchronize after every operator, and threads that finish early spin for milliseconds. If
+another process needs one of their cores, all threads wait: with 2 of 4 cores in use, a model of 10 million parameters
+trained at 59 tokens/s, and at 1,145 with short spinning. On an idle machine, short spinning costs 10 to 25 % of the
+speed.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# About the time between two operators; GNU OpenMP's default is 300,000.
+# Number of spins, about the time between two operators; GNU OpenMP's default is 300,000.
 _SPINS = "1000"
-# Busy cores over the last minute above which threads spin briefly.
+# Average number of busy cores from which threads spin only briefly.
 _BUSY = 0.5
 
 
@@ -20,7 +21,7 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
     """Return environment variables for short spinning on a busy machine; {} if `environment` sets them.
 
     Args:
-        busy: average busy cores; None: this machine's load.
+        busy: average number of busy cores; None: this machine's load average.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         return {}
@@ -30,7 +31,7 @@ def spinning(environment: Mapping[str, str], busy: float | None = None) -> dict[
 
 
 def threads_of(ranks: int) -> int:
-    """Return the compute threads of each of this machine's ranks: OMP_NUM_THREADS, or a share of the cores."""
+    """Return the number of compute threads per rank on this machine: OMP_NUM_THREADS, or a share of the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first value; others are nested levels
     if asked.isdecimal() and int(asked):
         return int(asked)

@@ -1,4 +1,4 @@
-"""Environment variables for CUDA, and PyTorch's allocator and NCCL groups."""
+"""Environment variables for CUDA, PyTorch's allocator and NCCL process groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import MutableMapping
 
 _LOG = logging.getLogger(__name__)
 
-_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")  # the first that is set
+# The first of these variables that is set counts.
+_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _NO_HANDLING = "0"
 _CLEAN_UP_ONLY = "2"
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -21,7 +22,7 @@ def set_cuda_environment(environment: MutableMapping[str, str]) -> None:
       The watch aborts communicators itself, which PyTorch supports at 0 only
       (`torch.distributed.distributed_c10d._abort_process_group`).
     - `CUDA_DEVICE_MAX_CONNECTIONS=32`: at its default, 8, streams share hardware queues and wait for each other.
-    - `PYTORCH_ALLOC_CONF=expandable_segments:True`: otherwise micro-batches of different sizes leave gaps.
+    - `PYTORCH_ALLOC_CONF=expandable_segments:True`: otherwise micro-batches of different sizes fragment the memory.
     """
     chosen = next((name for name in _ERROR_HANDLING if name in environment), None)
     if chosen is None:

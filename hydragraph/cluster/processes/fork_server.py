@@ -1,9 +1,9 @@
-"""Fork server of the ranks that cleans up however its launcher ends.
+"""Fork server for ranks, which cleans up however its launcher ends.
 
 multiprocessing's own server leaves its socket and semaphores if its launcher is killed. A SIGTERM to the process group,
 or a failed fork, ends that server and every rank, even during a save. The server of this module continues.
 
-The server imports this module first (`launch.PRELOAD`); an environment variable marks it as a server.
+The server imports this module first (`launch.PRELOAD`). An environment variable tells this module to act as a server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUTLIVED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def ensure_running() -> None:
-    """Start the server unless it runs; its import path excludes the current directory."""
+    """Start the server unless it is running; its import path excludes the current directory."""
     ours = {"PYTHONSAFEPATH": "1", _VARIABLE: util.get_temp_dir(), **spinning(os.environ)}  # type: ignore[attr-defined]
     with environment(ours):
         forkserver.ensure_running()
@@ -97,7 +97,7 @@ def _as_usual() -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return
-    tqdm.set_lock(threading.RLock())  # torch.fx creates a bar for every graph
+    tqdm.set_lock(threading.RLock())  # torch.fx creates a progress bar for every graph
 
 
 if _VARIABLE in os.environ:

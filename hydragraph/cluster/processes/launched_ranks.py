@@ -1,4 +1,4 @@
-"""Ranks started by `launch`, seen from outside: processes, outcomes, and the first failure."""
+"""Ranks started by `launch`, as seen by the launcher: processes, outcomes, and the first failure."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from hydragraph.cluster.processes.rank_process import (
 from hydragraph.cluster.processes.stop_requests import Relay
 from hydragraph.errors import RankFailure
 
-_GRACE_S = 8.0  # for peers to fail on their own
-_CULPRIT_S = 2.0  # for the rank at fault, which may hang
+_GRACE_S = 8.0  # for other ranks to fail on their own
+_CULPRIT_S = 2.0  # for the rank at fault to report
 _EXIT_S = 5.0  # for a finished rank's process to exit
 _STOPPED_LOOK_S = 0.05
 _LOOK_S = 0.5
@@ -55,7 +55,7 @@ Context = ForkServerContext | SpawnContext
 
 
 class AbsentProcess:
-    """A process elsewhere, with the interface of multiprocessing's; `end` ends it."""
+    """A process on another machine, with multiprocessing's interface; `end` marks it as ended."""
 
     pid: int | None = None
     exitcode: int | None = None
@@ -97,7 +97,7 @@ class NotStarted(AbsentProcess):
 
 @dataclass
 class RankHandle:
-    """One rank's process and outcome, once known."""
+    """One rank's process, and its outcome once known."""
 
     rank: int
     process: BaseProcess | AbsentProcess
@@ -114,10 +114,10 @@ def run_crew(
     prepared: Readable | None = None,
     relay: Relay | None = None,
 ) -> list[bytes]:
-    """Start ranks, and return their pickled results; arguments and errors as for `launch`.
+    """Start ranks, and return their pickled results; arguments and errors are as for `launch`.
 
     Args:
-        prepared: holds a value that every rank passes before these arguments.
+        prepared: holds a value that every rank passes to the function as its first argument.
     """
     crew: list[RankHandle] = []
     try:
@@ -134,18 +134,18 @@ def run_crew(
 
 
 def start(context: Context, rank: int, function: Callable[..., None], *args: object) -> RankHandle:
-    """Start a process; its function gets a connection for its outcome before `args`."""
+    """Start a process; its function gets a connection for its outcome, followed by `args`."""
     answering_server()
     ours, theirs = context.Pipe()
     new = context.Process(target=function, args=(theirs, *args), name=f"rank {rank}")
     process: BaseProcess | AbsentProcess = new
     try:
-        # multiprocessing's interpreters run `-c`, which searches the current directory first.
+        # multiprocessing starts interpreters with `-c`, which would import from the current directory first.
         with environment({"PYTHONSAFEPATH": "1"}), nothing_else_imported():
             new.start()
     except (OSError, EOFError) as error:
         process = NotStarted(error)
-    theirs.close()  # makes the process's death visible
+    theirs.close()  # the death of the process then closes the connection
     return RankHandle(rank, process, ours)
 
 
@@ -159,7 +159,7 @@ def forget(member: RankHandle) -> None:
 
 
 def answering_server(patience_s: float = STOPPED_S) -> None:
-    """Wait while the fork server is stopped; end it, with its ranks, after `patience_s`."""
+    """Wait while the fork server is stopped; after `patience_s` seconds, kill the server and so its ranks."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return
@@ -173,7 +173,7 @@ def answering_server(patience_s: float = STOPPED_S) -> None:
 
 
 def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None) -> None:
-    """Wait for all outcomes; after a failure, only while peers may fail on their own."""
+    """Wait for all outcomes; after a failure, give the other ranks a short time to report their errors."""
     deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
     failed = False
     stops = Stops()
@@ -184,7 +184,7 @@ def _collect(crew: Sequence[RankHandle], store: Store, timeout: timedelta | None
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        # Reported ranks stay alive.
+        # Ranks that have returned stay alive.
         done = [WatchedProcess(member.process.pid or 0) for member in crew if isinstance(member.outcome, Returned)]
         others_run = any(process.state() is ProcessState.RUNNING for process in done)
         for member in wait_for_outcomes(waiting, stops, min(left, _LOOK_S), others_run=others_run):
@@ -203,7 +203,7 @@ class Stops:
         self._before = time.monotonic()
 
     def look(self, waiting: Sequence[RankHandle], *, others_run: bool = False) -> tuple[int, str] | None:
-        """Return the rank that was stopped for too long while others ran, and how."""
+        """Return a rank that was stopped for too long while others ran, and a description."""
         now = time.monotonic()
         elapsed = now - self._before
         self._before = now
@@ -222,10 +222,10 @@ def wait_for_outcomes(
     visible: Sequence[RankHandle] | None = None,
     others_run: bool = False,
 ) -> Iterator[RankHandle]:
-    """Wait up to `wait_s` for an outcome; yield processes that have one.
+    """Wait up to `wait_s` seconds for an outcome; yield processes that have an outcome.
 
     Args:
-        visible: processes whose state this machine sees; None: all.
+        visible: processes whose state this machine can observe; None: all.
     """
     signs: list[Any] = [sign for member in waiting for sign in (member.connection, member.process.sentinel)]
     ready = set(multiprocessing.connection.wait(signs, wait_s))
@@ -246,7 +246,7 @@ def outcome_of(member: RankHandle) -> Outcome:
             outcome: Returned | Raised | Left = member.connection.recv()
             return outcome
     except (EOFError, OSError):
-        pass  # it died
+        pass  # the process died
     when = time.monotonic()
     if isinstance(member.process, NotStarted):
         return Died(when, member.process.how)
@@ -263,7 +263,7 @@ def outcome_of(member: RankHandle) -> Outcome:
 
 
 def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: timedelta | None) -> None:
-    """Raise the error of the rank that failed first, if any did."""
+    """Raise the error of the rank that failed first, if any rank failed."""
     failed = [member for member in crew if isinstance(member.outcome, Raised | Died)]
     missing = [member.rank for member in crew if member.outcome is None]
     if not failed and missing and fault is not None:
@@ -273,7 +273,7 @@ def raise_failure(crew: Sequence[RankHandle], fault: Fault | None, timeout: time
         raise TimeoutError(f"launch: ranks {missing} had not returned after {seconds:g} s")
     if not failed:
         return
-    if fault is not None and fault.rank in missing:  # it hangs
+    if fault is not None and fault.rank in missing:  # that rank hangs
         raise _failure(fault)
     culprit = min(failed, key=lambda member: _precedence(member, fault))
     at = fault.instruction if fault is not None and fault.rank == culprit.rank else ""
@@ -291,9 +291,9 @@ def _failure(fault: Fault) -> RankFailure:
 
 
 def _precedence(member: RankHandle, fault: Fault | None) -> tuple[bool, int, float]:
-    """Return a failure's sort key, lowest for the first cause.
+    """Return a failure's sort key; the root cause has the lowest key.
 
-    The rank that peers agreed on is first, then errors that peers cannot cause, then the earliest.
+    The rank that its peers agreed on comes first, then errors that peers cannot cause, then the earliest error.
     """
     outcome = member.outcome
     assert isinstance(outcome, Raised | Died)
@@ -311,9 +311,9 @@ def private_folder() -> TemporaryDirectory[str]:
 
 
 def kill_here(crew: Sequence[RankHandle]) -> None:
-    """Kill the processes of this machine, without waiting, from any thread."""
+    """Kill the processes of this machine without waiting; any thread may call this."""
     for member in crew:
-        with suppress(ValueError):  # it was closed meanwhile
+        with suppress(ValueError):  # the process was closed meanwhile
             if member.process.pid and member.process.is_alive():
                 member.process.kill()
 

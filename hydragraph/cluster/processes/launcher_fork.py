@@ -1,8 +1,9 @@
 """Fork server forked from the launcher, which has already imported torch and models.
 
-A fork saves seconds of imports if the launcher has one thread (others would be missing, with their locks) and no GPU.
+A fork saves seconds of imports. The launcher must have no GPU and a single thread, because a fork loses other threads
+and never releases their locks.
 
-Ranks find a new interpreter's state, except in imported modules.
+Ranks start with the state of a new interpreter, except in imported modules.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from hydragraph.private.torch_modes import untouched
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _ENDING_S = 0.2  # for threads to end before a fork
 
-# The server forked from this process; the next launch forks another.
+# Process id of the forked server; the next launch forks a new server.
 _forks: list[int] = []
-# Objects that a fork keeps alive: their descriptors are in use again.
+# Objects that a fork keeps alive, because their descriptors are reused.
 _kept: list[object] = []
 
 
@@ -51,7 +52,7 @@ def ensure_forked(preload: Sequence[str], classes: Collection[str] = ()) -> bool
 
 def _can_fork() -> bool:
     server: Any = forkserver._forkserver
-    # Later versions authenticate, with other arguments.
+    # Later Python versions authenticate clients, with other arguments.
     supported = sys.platform == "linux" and sys.version_info < (3, 14)
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     free = server._forkserver_pid is None or server._forkserver_pid in _forks
@@ -59,9 +60,9 @@ def _can_fork() -> bool:
 
 
 def _forked(preload: Sequence[str], classes: Collection[str]) -> bool:
-    """Make a fork the server; return False if this process has threads.
+    """Make a fork the server; return False if this process has several threads.
 
-    The fork waits until they are counted, as some (OpenBLAS's) end just before a fork.
+    Threads are counted after the fork, because some (OpenBLAS's) end just before a fork. The fork waits for the result.
     """
     for name in preload:
         if name != "__main__":
@@ -116,7 +117,7 @@ def _end_fork(server: Any) -> None:
     if server._forkserver_pid is None:
         return
     with suppress(OSError):
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # an exit would remove the launcher's directory
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # a normal exit would remove the launcher's directory
         os.waitpid(server._forkserver_pid, 0)
     os.close(server._forkserver_alive_fd)
     with suppress(OSError):
@@ -137,7 +138,7 @@ def _be_server(
         os.close(go)
         _as_new({listener, alive, resource_tracker._resource_tracker._fd})  # type: ignore[attr-defined]
         import_named(classes)
-        gc.freeze()  # collecting current objects would copy their pages
+        gc.freeze()  # garbage collection of current objects would copy their pages
         outlive_signals()
         outlive_failed_forks()
         forkserver._forkserver.__init__()  # type: ignore[misc]
@@ -171,7 +172,7 @@ def _as_new(kept: set[int]) -> None:
     _kept.extend((sys.stdout, sys.stderr, sys.modules["__main__"]))
     sys.stdout = TextIOWrapper(FileIO(1, "w", closefd=False), line_buffering=os.isatty(1))
     sys.stderr = TextIOWrapper(FileIO(2, "w", closefd=False), errors="backslashreplace", line_buffering=True)
-    sys.modules["__main__"] = ModuleType("__main__")  # the launcher's is imported again, as a module
+    sys.modules["__main__"] = ModuleType("__main__")  # the launcher's script is imported again, as a module
     random.seed()
     torch.default_generator.set_state(torch.Generator().get_state())
     if "numpy" in sys.modules:
@@ -179,7 +180,7 @@ def _as_new(kept: set[int]) -> None:
 
 
 def _forget_files(kept: set[int]) -> None:
-    """Redirect the launcher's open files to /dev/null, so they end with the launcher."""
+    """Redirect inherited open files to /dev/null, so that they close when the launcher ends."""
     with open(os.devnull, "r+b", buffering=0) as nowhere:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in {*kept, nowhere.fileno()} and Path(f"/proc/self/fd/{number}").exists():

@@ -1,7 +1,7 @@
 """Pickling for other processes: by name if importable there, otherwise by value.
 
-In a notebook, at `python -i`, with `-c` or from stdin, `__main__` is not a file: its definitions, and all closures and
-lambdas, are sent by value, with cloudpickle.
+In a notebook, with `python -i` or `-c`, or from stdin, other processes cannot import `__main__`. The definitions of
+`__main__`, and all closures and lambdas, are sent by value with cloudpickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import cloudpickle  # type: ignore[import-untyped]
 def sent(value: object) -> bytes:
     """Return a value as bytes for `pickle.loads` in a process started from this one."""
     if _can_be_imported(sys.modules["__main__"]):
-        # A class sent by value differs from its module's.
+        # A class that is sent by value differs from the class in its module.
         with contextlib.suppress(Exception):
             return pickle.dumps(value)
     return bytes(cloudpickle.dumps(value))
@@ -34,13 +34,13 @@ def _can_be_imported(main: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def nothing_else_imported() -> Iterator[None]:
-    """Keep processes from importing a `__main__` that is sent by value."""
+    """Prevent new processes from importing a `__main__` that is sent by value."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or _can_be_imported(main):
         yield
         return
-    del main.__file__  # otherwise multiprocessing would run it there
+    del main.__file__  # otherwise multiprocessing would run the file in the new process
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
     def train():
         from transformers import LlamaForCausalLM       each of 32 ranks would import this large module separately
 
-Other modules may compute or start threads.
+Other modules are not imported, because they may compute or start threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def classes_named_in(*functions: Callable[..., Any]) -> frozenset[str]:
-    """Return classes named in functions, and in users' functions that these name."""
+    """Return the classes named in functions, and in users' functions that these functions name."""
     named: set[str] = set()
     for code in _codes(functions):
         if any(module.partition(".")[0] == _LIBRARY for module in code.co_names):
@@ -43,14 +43,14 @@ def import_named(classes: Collection[str]) -> None:
 
 
 def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
-    """Yield, once, the code of functions, nested ones, and users' functions that they name."""
+    """Yield, once each, the code of functions, of their nested functions, and of users' functions that they name."""
     pending: list[object] = list(functions)
     seen: set[int] = set()
     while pending:
         function = pending.pop()
         while isinstance(function, functools.partial):
             function = function.func
-        function = getattr(function, "__func__", function)  # of a bound method
+        function = getattr(function, "__func__", function)  # function of a bound method
         if not isinstance(function, FunctionType) or id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
@@ -59,7 +59,7 @@ def _codes(functions: Collection[Callable[..., Any]]) -> Iterator[CodeType]:
             names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
             near = [function.__globals__.get(name) for name in names]
             entered: set[str] = set()  # modules may refer to each other in a cycle
-            for module in near:  # grows by the contents of its modules
+            for module in near:  # `near` grows by the contents of its modules
                 if isinstance(module, ModuleType) and module.__name__ not in entered and _by_users(module):
                     entered.add(module.__name__)
                     near += [vars(module).get(name) for name in code.co_names]
@@ -71,7 +71,7 @@ def _by_users(module: ModuleType | None) -> bool:
     path = getattr(module, "__file__", None)
     if path is None:
         return module is sys.modules["__main__"]
-    # With --system-site-packages, packages are elsewhere.
+    # With --system-site-packages, packages are outside `_INSTALLED`.
     return not (path.startswith(_INSTALLED) or "site-packages" in path or "dist-packages" in path)
 
 

@@ -1,4 +1,4 @@
-"""A rank started by `launch`, seen from inside."""
+"""Code that runs in the process of a rank started by `launch`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ KEPT = "HYDRAGRAPH_KEPT"  # environment variable: the supervisor's private folde
 
 @dataclass(frozen=True)
 class Seat:
-    """Place of one rank.
+    """Rank, rendezvous address and environment of a process to start.
 
     Attributes:
-        node, here: the machine's index and its number of ranks; 0: all ranks are on one machine.
+        node: index of the machine.
+        here: number of ranks of the machine; 0: all ranks are on one machine.
     """
 
     rank: int
@@ -63,14 +64,14 @@ class Returned:
 
 @dataclass(frozen=True)
 class Left:
-    """The process is no longer a rank, without an error."""
+    """Outcome of a process that stopped being a rank without an error."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An error, pickled if possible; `when` is the host's monotonic clock in seconds."""
+    """An error, pickled if possible; `when` is a time of the host's monotonic clock, in seconds."""
 
     when: float
     error: bytes | None
@@ -80,7 +81,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """How a process ended without reporting, and when."""
+    """Outcome of a process that ended without reporting: how and when it ended."""
 
     when: float
     how: str
@@ -113,7 +114,7 @@ def run_rank(connection: Connection, seat: Seat, work: bytes, prepared: Readable
 def run_member(
     connection: Connection, seat: Seat, number: int, late: bool, grace_s: float, work: bytes, prepared: Readable | None
 ) -> None:
-    """Run a process of an elastic launch from start to end; arguments as for `Member`."""
+    """Run a process of an elastic launch from start to end; arguments are as for `Member`."""
     _end_with_launcher()
     try:
         _take(seat)
@@ -145,7 +146,7 @@ def run_member(
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files, as broken connections stay open."""
+    """Raise the limit of open files, because broken connections stay open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -157,7 +158,7 @@ def _work(seat: Seat, work: bytes, prepared: Readable | None) -> tuple[Any, tupl
     function, args = pickle.loads(work)
     if prepared is not None:
         args = (prepared.read(), *args)
-    gc.freeze()  # collecting imported objects would copy their pages
+    gc.freeze()  # garbage collection of imported objects would copy their pages
     return function, args
 
 
@@ -168,16 +169,16 @@ def _close_watch() -> None:
 
 
 def _tell(connection: Connection, outcome: Returned | Raised | Left) -> None:
-    # A partly sent outcome would look like a death.
+    # A partly sent outcome would look like the death of this process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with contextlib.suppress(OSError):
         connection.send(outcome)
     if not isinstance(outcome, Returned):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(isinstance(outcome, Raised)))  # immediately: dropping communicators could block
+        os._exit(int(isinstance(outcome, Raised)))  # immediately, because destroying communicators could block
     with contextlib.suppress(OSError, KeyboardInterrupt):
-        connection.poll(None)  # other ranks may still be connecting
+        connection.poll(None)  # wait, because other ranks may still be connecting
 
 
 def _tell_the_others(error: BaseException) -> None:
@@ -242,7 +243,7 @@ def _unpickled_error(data: bytes) -> BaseException:
     value = pickle.loads(data)
     if isinstance(value, BaseException):
         return value
-    # Pickle's call with `args` fails for a type with keyword arguments.
+    # Unpickling calls the type with `args`, which fails if the type needs keyword arguments.
     kind, args, attributes = value
     error: BaseException = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
@@ -257,5 +258,5 @@ def rebuilt(rank: int, raised: Raised) -> BaseException:
 
 
 def error_of(raised: Raised, who: str = "launch") -> BaseException:
-    """Return the error, of the same type if it could be sent."""
+    """Return the error, of the same type if it could be pickled."""
     return RuntimeError(f"{who} raised {raised.summary}") if raised.error is None else _unpickled_error(raised.error)

@@ -1,4 +1,4 @@
-"""Stores where processes meet: hosted by this process, or by another."""
+"""Rendezvous stores, hosted by this process or by another process."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import torch.distributed as dist
 
 
 def hosted(address: str, port: int) -> Any:
-    """Return a store hosted by this process; `port` and socket as for `listening`."""
+    """Return a store hosted by this process; arguments are as for `listening`."""
     listener = listening(address, port)
     place = (address, listener.getsockname()[1])
     return dist.TCPStore(*place, None, True, wait_for_workers=False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
 
 
 def listening(address: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Return a socket that listens where other processes find this host.
+    """Return a socket that listens at the address by which other processes reach this host.
 
-    The socket listens on all addresses if others may resolve the name differently: the name has several addresses, or
-    that of a loopback (Debian maps a host's own name to 127.0.1.1), or that of a gateway.
+    The socket listens on all addresses if other processes may resolve the name differently: if the name has several
+    addresses, a loopback address (Debian maps a host's own name to 127.0.1.1), or the address of a gateway.
 
     Args:
-        address: name or address of this host, as used by the others.
-        port: 0: any free port.
+        address: name or address of this host, as used by other processes.
+        port: port number; 0: any free port.
     """
     addresses = resolved(address)
     one = len(addresses) == 1 and (address in addresses or not is_loopback(addresses[0]))
     if one or (addresses and address == "localhost"):
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-        with suppress(OSError):  # not an address of this host
+        with suppress(OSError):  # fails if this is not an address of this host
             return socket.create_server((addresses[0], port), family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 is built in but disabled
+        with suppress(OSError):  # fails if IPv6 is built in but disabled
             return socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)
 
@@ -55,5 +55,5 @@ def is_loopback(address: str) -> bool:
 
 
 def client(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> Any:
-    """Return a client of a store; `timeout`: for the connection, and for missing values."""
+    """Return a client of a store; `timeout` limits connecting, and waiting for missing values."""
     return dist.TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Cache of the first ranks' results, for processes that replace lost ones.
+"""Cache of the first ranks' results, for processes that replace lost ranks.
 
-An elastic launch provides a private folder until it ends.
+The cache is a private folder, which exists until the elastic launch ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kept(what: str, key: str, make: Callable[[], T]) -> T:
             check_private(folder)
             return read_value(folder / key)  # type: ignore[no-any-return]
         except (OSError, ValueError, RuntimeError) as refused:
-            _LOG.warning("%s: the first ranks' result cannot be read (%s): making it again", what, refused)
+            _LOG.warning("%s: the first ranks' result cannot be read (%s): computing it again", what, refused)
     return make()
 
 
@@ -49,11 +49,11 @@ def keep(value: object, what: str, key: str) -> None:
         partial.replace(folder / key)
     except (OSError, ValueError, RuntimeError) as refused:
         partial.unlink(missing_ok=True)
-        _LOG.warning("%s: it cannot be kept for ranks that come later, so each makes one itself (%s)", what, refused)
+        _LOG.warning("%s: the result cannot be cached (%s), so ranks that join later compute their own", what, refused)
 
 
 def check_private(folder: Path) -> None:
     """Raise a PermissionError unless only this user can access a folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+        raise PermissionError(f"{folder} is not private to this user (mode 700)")

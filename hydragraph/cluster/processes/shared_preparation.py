@@ -1,7 +1,7 @@
-"""Preparation made once, in a separate process, and passed to each rank as one file.
+"""Result of `prepare`, computed once in a separate process and passed to all ranks as one file.
 
-A process that ran autograd has threads and cannot be forked. Ranks map the file privately: pages are shared until
-written to.
+After autograd, a process has threads and cannot be forked. Ranks map the file privately: they share a page until they
+write to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydragraph.cluster.processes.rank_process import Died, Raised, Returned, er
 
 @dataclass(frozen=True)
 class SharedFile:
-    """An unnamed file, open in this process and in those that receive it."""
+    """An unnamed file, open in this process and in processes that receive this object."""
 
     descriptor: int
 
@@ -42,7 +42,7 @@ class SharedFile:
                 self._write(value, file)
             except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"launch: what `prepare` returned cannot be sent to ranks ({error}): "
+                    f"launch: the result of `prepare` cannot be sent to ranks ({error}): "
                     "return models, programs, results of `precompile` and data, but no open files"
                 ) from error
 
@@ -67,7 +67,7 @@ def write_value(path: Path, value: object) -> None:
 
 
 def read_value(path: Path) -> Any:
-    """Return the value that `write_value` has written."""
+    """Return the value that `write_value` wrote."""
     with path.open("rb") as file:
         return SharedFile(file.fileno()).read()
 
@@ -85,9 +85,9 @@ def prepare_for_ranks(context: Context, prepare: bytes, file: SharedFile, timeou
         stops = Stops()
         while not list(wait_for_outcomes([member], stops, min(0.5, deadline - time.monotonic()), others_run=True)):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"launch: preparing had not ended after {limit:g} s")
+                raise TimeoutError(f"launch: `prepare` had not returned after {limit:g} s")
         if isinstance(member.outcome, Died):
-            raise RuntimeError(f"launch: the process that prepares for ranks failed: {member.outcome.how}")
+            raise RuntimeError(f"launch: the process that runs `prepare` failed: {member.outcome.how}")
         if isinstance(member.outcome, Raised):
             raise error_of(member.outcome)
     finally:
@@ -112,10 +112,10 @@ def _prepare(
 
 
 def left_of(timeout: timedelta | None, began: float) -> timedelta | None:
-    """Return the time left after preparation."""
+    """Return the rest of the timeout after `prepare` has returned."""
     if timeout is None:
         return None
     left = timeout - timedelta(seconds=time.monotonic() - began)
     if left <= timedelta(0):
-        raise TimeoutError(f"launch: preparing took all of the {timeout.total_seconds():g} s")
+        raise TimeoutError(f"launch: `prepare` took the whole timeout of {timeout.total_seconds():g} s")
     return left

@@ -1,8 +1,10 @@
-"""Stop requests by SIGTERM or Ctrl-C: the current work is finished first.
+"""Stop requests by SIGTERM or Ctrl-C, which let a process finish its current work.
 
-- a process alone or under torchrun: records the first, and ends itself after the grace period or at a second Ctrl-C.
-- a launcher: forwards the first to its ranks as SIGTERM, and kills them after that time or at a second Ctrl-C.
-- a rank of a launcher: only records the first.
+- A process alone or under torchrun records the first request, and ends itself after the grace period or at a second
+  Ctrl-C.
+- A launcher forwards the first request to its ranks as SIGTERM, and kills them after the grace period or at a second
+  Ctrl-C.
+- A rank of a launcher only records the first request.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Protocol
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RESERVED = 0.1  # fraction of the grace period for processes to end
 _RESERVED_AT_MOST_S = 2.0
-_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor
 
 
 class Interrupted(BaseException):
@@ -77,8 +79,8 @@ class Stopping:
 
     Args:
         grace_s: seconds from a request until the process has ended.
-        relay: a launcher's processes; None if this process works itself.
-        led: whether this is a rank of a launcher.
+        relay: a launcher's processes; None if this process does the work.
+        led: whether this process is a rank of a launcher.
     """
 
     def __init__(
@@ -139,11 +141,11 @@ class Stopping:
         if self._led:
             return
         if int(os.environ.get("RANK", "0")) == 0:
-            _say(f"stopping after this step, within {self._grace_s:g} s; Ctrl-C again ends at once")
+            _say(f"stopping after this step, within {self._grace_s:g} s; press Ctrl-C again to end at once")
         if self._relay is not None:
             signal.setitimer(signal.ITIMER_REAL, self._work_s)
             return
-        # A thread, as no signal may interrupt the main one's waits.
+        # A thread, because signals may be unable to interrupt the main thread's waits.
         self._timer = threading.Timer(self._work_s, self._end)
         self._timer.daemon = True
         self._timer.start()
@@ -163,7 +165,7 @@ class Stopping:
 
 
 def _say(sentence: str) -> None:
-    """Write without print, which the signal may have interrupted."""
+    """Write a sentence without `print`, which the signal may have interrupted."""
     shown = _SHOW_CURSOR if sys.stderr.isatty() else ""
     with suppress(OSError, ValueError):  # stderr may be closed
         os.write(sys.stderr.fileno(), f"{shown}hydragraph: {sentence}\n".encode())

@@ -1,12 +1,13 @@
-"""Rendezvous round under torchrun, whose store keeps the values of earlier attempts.
+"""Rendezvous round under torchrun, whose store still has the values of earlier attempts.
 
 1. Rank r writes a new random word at `joining/r`.
-2. Rank 0 proposes a name with the words of all ranks, and another one whenever a word changes: that rank was restarted.
-3. A rank whose own word is in the proposal agrees to it at `agreed/NAME/r`: the proposal is newer than the rank.
-4. Once all have agreed, rank 0 confirms the name.
+2. Rank 0 proposes a name with the words of all ranks. If a word changes, that rank was restarted, and rank 0 proposes a
+   new name.
+3. A rank that finds its own word in the proposal agrees at `agreed/NAME/r`: the proposal is newer than the rank.
+4. After all ranks have agreed, rank 0 confirms the name.
 
 Example: ranks 0 and 1, with words a and b, are started again. Rank 0 writes c and proposes (c, b). Rank 1 writes d,
-finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both agree.
+finds b in the proposal and waits. Rank 0 sees d and proposes (c, d); both ranks agree.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _POLL_S = 0.02
 
 
 def generation(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the name of the starting generation; all its ranks call it."""
+    """Return the name of the generation that is starting; all of its ranks call this."""
     word = uuid.uuid4().hex
     store.set(f"joining/{rank}", word)
     limit = _Limit(timeout)
@@ -37,7 +38,7 @@ class _Limit:
     def wait(self, missed: str) -> None:
         if time.monotonic() > self._end:
             after = f"after {self._timeout.total_seconds():g} s"
-            raise TimeoutError(f"join: {missed} {after}: read those ranks' output, and start all again")
+            raise TimeoutError(f"join: {missed} {after}: read those ranks' output, and start all ranks again")
         time.sleep(_POLL_S)
 
 

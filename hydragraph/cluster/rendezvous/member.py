@@ -27,24 +27,24 @@ from hydragraph.private.process_groups import drop_all
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S = 0.01  # while it waits for a generation
-_EAR_S = 0.05  # while it works
+_POLL_S = 0.01  # while a member waits for a generation
+_EAR_S = 0.05  # while a member works
 
-CALLED = 1000  # `Executable.stopping` of a called member; signal numbers are smaller
+CALLED = 1000  # value of `Executable.stopping` for a called member; signal numbers are smaller
 
 
 class Dismissed(BaseException):
-    """This process is no longer a rank, without an error."""
+    """Raised when this process stops being a rank without an error."""
 
 
 class Member:
     """This process as a member of an elastic launch.
 
     Args:
-        connect: returns a new client of the store, since an old one may still be waiting.
-        late: whether the others are already running.
-        grace_s: seconds from SIGTERM until it ends, if it has not handed over its state.
-        folder: its supervisor's private folder, if the store moves with the leader.
+        connect: returns a new client of the store, because an old client may still be waiting.
+        late: whether the other members are already running.
+        grace_s: seconds after SIGTERM until this process ends, even without handing over its state.
+        folder: private folder of the supervisor, if the store moves with the leader.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class Member:
         """Publish the description of this process."""
         self._place.introduce(peer)
         if self._moving is not None:
-            self._place.say(self.number, self._place.said(self.number))  # now it is this process's
+            # Later stores get the register from this process.
+            self._place.say(self.number, self._place.said(self.number))
 
     @property
     def called(self) -> bool:
-        """Whether it should meet the others between two iterations."""
+        """Whether this member should meet the others between two iterations."""
         return self._orders.call > self.generation.number or (self.leaving and self.generation.number > 0)
 
     @property
@@ -89,12 +90,12 @@ class Member:
 
     @property
     def rank(self) -> int:
-        """Its rank in its generation."""
+        """Rank of this member in its generation."""
         return self.generation.members.index(self.number)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """Processes of its generation, by rank."""
+        """Processes of the current generation, by rank."""
         return tuple(self._place.peer(member) for member in self.generation.members)
 
     def peer(self, member: int) -> Peer:
@@ -102,10 +103,10 @@ class Member:
         return self._place.peer(member)
 
     def meet(self, failure: BaseException | None = None) -> Generation:
-        """Leave the current generation, and enter the next one, with an initialised process group.
+        """Leave the current generation, and enter the next one, with an initialized process group.
 
         Args:
-            failure: names the rank at fault; None: it was called, or is new.
+            failure: error that names the rank at fault; None: this member was called, or is new.
         """
         while True:
             accuses = self._accused(failure)
@@ -120,19 +121,17 @@ class Member:
             return generation
 
     def hold(self) -> None:
-        """Announce that it holds state in the layout of its generation."""
+        """Announce that this member holds state in the layout of its generation."""
         self.holds = self.generation.number
         self._place.say(self.number, replace(self._place.said(self.number), holds=self.holds))
 
     def leave(self, done: bool = False) -> None:
-        """Announce that it no longer needs the others."""
+        """Announce that this member no longer needs the others."""
         self._closed.set()
         self._place.say(self.number, Said(self.generation.number, holds=self.holds, left=True, done=done))
 
     def listen_to_signals(self) -> None:
-        """Treat SIGTERM as a request to hand over the state and end; ignore Ctrl-C and SIGUSR1, meant for the
-        launcher.
-        """
+        """Treat SIGTERM as a request to hand over the state and exit; ignore Ctrl-C and SIGUSR1."""
         signal.signal(signal.SIGTERM, self._asked)
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -181,7 +180,7 @@ class Member:
         here = [member for member in generation.members if nodes[member] == nodes[self.number]]
         os.environ |= {"LOCAL_RANK": str(here.index(self.number)), "LOCAL_WORLD_SIZE": str(len(here))}
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        if ranks == 1:  # it has no process group
+        if ranks == 1:  # a single rank has no process group
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         _LOG.info("generation %d: rank %d of %d", generation.number, rank, ranks)
         if ranks > 1:
@@ -222,7 +221,7 @@ def meet(
 
     watch = watch_of(None, lambda: store, rank, ranks, generation)
     watch.progress_s = progress_s
-    # Otherwise the default group remains the user's.
+    # Outside of elastic launches, the user owns the default group.
     cut = watch.guarding() if elastic() else nullcontext()
     with watch.calling("join"), cut:
         watch.call(make)
@@ -265,7 +264,7 @@ def comes_late() -> bool:
 
 
 class Told:
-    """Stop requests of a member's launcher."""
+    """Stop requests that a member receives from its launcher."""
 
     @property
     def signal(self) -> int:
@@ -274,5 +273,5 @@ class Told:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Do nothing: a member always only records requests."""
+        """Do nothing: a member only records requests."""
         yield

@@ -1,18 +1,18 @@
 """Generations (rendezvous rounds) as a pure state machine.
 
-A member is a process, with a number that is never reused; in each generation it has a rank. One coordinator reads the
-members' registers and writes orders. All sides poll, and each register has one writer.
+A member is a process with a number that is never reused. In each generation, a member has a rank. One coordinator reads
+the members' registers and writes orders. The coordinator and the members poll, and each register has one writer.
 
-1. A member whose ranks have failed, or that is called, announces that it has left its generation (`after`).
-2. Once all live members of the current generation have done so, the coordinator proposes the next: these members in the
-   order of their ranks, then newcomers if there is room.
-3. A member that finds itself in a proposal agrees to it. If one of them dies meanwhile, the next number is proposed.
-4. Once all have agreed, the coordinator confirms; a member that agreed to a confirmed proposal enters.
+1. A member leaves its generation if another rank fails or the coordinator calls, and announces this (`after`).
+2. After all live members have left the current generation, the coordinator proposes the next generation: these members
+   in rank order, then new members up to the target size.
+3. Each proposed member agrees. If one of them dies first, the coordinator makes a proposal with the next number.
+4. After all of them have agreed, the coordinator confirms the proposal, and its members enter the generation.
 
 So no two generations are ever active at the same time.
 
-Example: member 1 of (0, 1, 2) dies; 0 and 2 announce after=1. Generation 2 is proposed to (0, 2); 2 dies before it
-agrees, so generation 3 is proposed to (0,).
+Example: member 1 of (0, 1, 2) dies, and members 0 and 2 announce after=1. Generation 2 is proposed to (0, 2). Member 2
+dies before it agrees, so generation 3 is proposed to (0,).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Said:
     """A member's register.
 
     Attributes:
-        after: last generation that it has left permanently; 0: none.
-        ready: whether it is in no generation and waits for one.
-        agreed: last proposal that it agreed to.
-        entered: last generation that it began to enter.
-        holds: generation whose layout its state has; 0: it holds no state.
-        accuses: failed members of the generation it left.
-        leaving: whether it was asked to end, and wants to hand over its state.
-        left: whether it no longer needs the others.
-        done: whether it has left because all the work is done.
+        after: last generation that the member has left permanently; 0: none.
+        ready: whether the member is in no generation and waits for one.
+        agreed: last proposal that the member agreed to.
+        entered: last generation that the member began to enter.
+        holds: generation whose layout the member's state has; 0: no state.
+        accuses: failed members of the generation that the member left.
+        leaving: whether the member was asked to end, and wants to hand over its state.
+        left: whether the member no longer needs the others.
+        done: whether the member left because all work is done.
     """
 
     after: int = 0
@@ -52,14 +52,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of ranks.
+    """A numbered set of ranks.
 
     Attributes:
         number: counted from 1.
-        members: member of each rank.
+        members: member number of each rank.
         leaving: members that hand over their state and end.
         holds: generation whose layout the state has; 0: no state.
-        before: each rank's number in generation `holds`; None: the rank holds no state of that generation.
+        before: the rank that each member had in generation `holds`; None: the member holds no state of it.
         lost, joined: members of the previous generation that are not in this one, and vice versa.
         ending: why this generation only saves and ends; "": it continues.
     """
@@ -81,8 +81,8 @@ class Orders:
     Attributes:
         proposal: the newest proposal, perhaps confirmed.
         confirmed: number of the newest confirmed generation.
-        call: members of generations before this number must meet, between two iterations.
-        out: members that others have given up.
+        call: generation number; members of earlier generations must meet between two iterations.
+        out: members that the others have given up.
         stop: whether to stop the work after the current step.
         over: why no further generation forms; "": generations still form.
     """
@@ -97,7 +97,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Rules:
-    """Target number of ranks, and the minimum to continue with."""
+    """Target number of ranks (`size`), and the minimum number to continue with (`least`)."""
 
     size: int
     least: int = 1
@@ -108,8 +108,8 @@ class Record:
     """State of the coordinator.
 
     Attributes:
-        orders: as written.
-        formed: members by rank of the confirmed generations that still matter, by number.
+        orders: the last orders written.
+        formed: members, by rank, of each confirmed generation that still matters, by its number.
     """
 
     orders: Orders = Orders()
@@ -183,7 +183,7 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
         return record  # training has not begun, and strategies need all ranks
     stay = len(members) - len(leaving)
     if stay < rules.least and (starting or coming) and not (leaving and not stay):
-        return record  # they will come
+        return record  # the missing ranks will come
     if not members:
         over = "all ranks are lost" if record.current or orders.out else ""
         return replace(record, orders=replace(orders, over=over)) if over else record
@@ -209,9 +209,9 @@ def _meet(record: Record, there: Mapping[int, Said], rules: Rules, coming: int) 
 def _held(
     members: Sequence[int], there: Mapping[int, Said], formed: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return the newest generation in whose layout members hold state, and their ranks in it.
+    """Return the newest generation whose layout a member's state has, and the members' ranks in that generation.
 
-    A member holds state of a generation only after all its members had received theirs.
+    A member holds state of a generation only after all members of that generation have received their state.
     """
     holds = max((there[m].holds for m in members), default=0)
     ranks = {m: rank for rank, m in enumerate(formed.get(holds, ()))}

@@ -16,7 +16,7 @@ class Peer:
     """Public description of a process.
 
     Attributes:
-        seat: the initial rank of the process itself, or of the one it replaces.
+        seat: the initial rank of this process, or of the process that it replaces.
         device: compute device; "" until reported.
         node: index of its machine.
     """
@@ -31,7 +31,7 @@ class Peer:
 
 @dataclass(frozen=True, eq=False)
 class Registers:
-    """Reads and writes these keys; a member's exist before it starts."""
+    """Reads and writes the registers; a member's registers exist before the member starts."""
 
     store: Any
 
@@ -56,7 +56,7 @@ class Registers:
         self.store.set(f"{_KEY}/peer/{peer.member}", json.dumps(asdict(peer)))
 
     def adopt(self, peer: Peer, said: Said) -> None:
-        """Write what is known of an earlier leader's member, unless it has."""
+        """Write the registers of an earlier leader's member, unless the member has written them."""
         self.store.compare_set(f"{_KEY}/said/{peer.member}", "", json.dumps(asdict(said)))
         self.store.compare_set(f"{_KEY}/peer/{peer.member}", "", json.dumps(asdict(peer)))
 

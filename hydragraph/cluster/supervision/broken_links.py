@@ -1,7 +1,7 @@
-"""Decision which machines to drop if two reach the leader, but not each other.
+"""Choice of the machines to drop if two machines reach the leader, but not each other.
 
-When a pair has been broken for `CUT_S`, the leader drops machines until no broken pair is left: as few ranks as
-possible. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
+When a pair has been broken for `CUT_S`, the leader drops machines until no broken pair remains, and prefers machines
+with few ranks. A dropped machine returns once it has reached all machines in use for `HEALED_S`.
 
 Example: the link between machines 1 and 2 fails. Machine 2 is dropped, or machine 1 if it has fewer ranks.
 """
@@ -24,7 +24,7 @@ class MachineLinks:
 
     Attributes:
         broken_s: seconds since each broken pair broke.
-        dropped: machines that are not in use, each with one that it did not reach.
+        dropped: machines that are not in use, each with a machine that it did not reach.
         healed_s: seconds for which a dropped machine has reached all machines in use.
     """
 
@@ -37,7 +37,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
     """Return the state after `elapsed` seconds in which these pairs were broken.
 
     Args:
-        broken: pairs that do not hear each other although the leader hears both.
+        broken: pairs of machines that do not hear each other although the leader hears both machines.
         ranks: number of ranks by machine.
     """
     broken_s = {pair: links.broken_s.get(pair, 0.0) + elapsed for pair in broken}
@@ -50,7 +50,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
             del dropped[node], healed_s[node]
     in_use = {pair: seconds for pair, seconds in broken_s.items() if dropped.keys().isdisjoint(pair)}
     if any(seconds >= CUT_S for seconds in in_use.values()):
-        # Pairs that broke together are reported one by one.
+        # Pairs that broke together are reported one by one, so recent ones count too.
         dropped |= smaller_side([pair for pair, seconds in in_use.items() if seconds >= CUT_S / 2], ranks)
     return MachineLinks(broken_s, dropped, healed_s)
 
@@ -58,7 +58,7 @@ def look(links: MachineLinks, elapsed: float, broken: Collection[Pair], ranks: M
 def smaller_side(broken: Collection[Pair], ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the machines to drop, each with a machine in use that it does not reach.
 
-    The machine with the fewest ranks for each of its broken pairs comes first; of equal ones, the last.
+    The machine with the fewest ranks per broken pair is dropped first; among equal machines, the last one.
     """
     apart: dict[int, set[int]] = {}
     for one, other in broken:

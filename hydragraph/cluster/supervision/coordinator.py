@@ -1,9 +1,9 @@
-"""Coordination of several machines: the supervisor of the first one leads, with a deputy on each of the others.
+"""Coordination of several machines: the first machine's supervisor leads, and the other machines run deputies.
 
-A launcher (torchrun, srun) starts one process per machine. The one on machine 0 hosts the store where ranks meet, and
+A launcher (torchrun, srun) starts one process per machine. The process on machine 0 hosts the rendezvous store and
 alone decides the membership, so two halves of a partitioned network never both continue. Deputies (`node_agent`) start
-and end processes when the leader tells them to. A deputy gives up a silent connection sooner than the leader, so its
-ranks have ended when the leader continues without them.
+and end processes when the leader tells them to. A deputy gives up a silent connection sooner than the leader does, so
+its ranks have ended when the leader continues without them.
 
     leader -> deputy   Welcome, Start, Kill, Stop, Over, Peers, Heartbeat
     deputy -> leader   Hello, Ended, Leaving, Back, ProbeAddress, Unheard, Heartbeat
@@ -48,20 +48,20 @@ _LOG = logging.getLogger(__name__)
 BEAT_S = 0.25
 _FRESH_S = 1.0  # a machine heard within this time is neither lost nor paused
 _ASK_S = 5.0  # for one answer or connection attempt
-_ELECTED_S = 0.8  # for one attempt at an elected leader; below `DOUBT_S`
+_ELECTED_S = 0.8  # for one attempt to reach an elected leader; below `DOUBT_S`
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This machine among several, with one launcher-started process on each.
+    """This machine and the others of a run, with one launcher-started process each.
 
     Attributes:
         number, count: index of this machine, and number of machines.
-        address, port: of the launcher's store, which is on machine 0.
-        shared: whether the launcher hosts the store; otherwise machine 0's process hosts it.
+        address, port: address and port of the launcher's store, which is on machine 0.
+        shared: whether the launcher hosts this store, and not the process of machine 0.
         again: errors that make the leader restart the run.
         election: None: machine 0 leads.
-        handed: on a leader, processes that this machine started for an earlier one.
+        handed: on a leader, processes that this machine started for an earlier leader.
     """
 
     number: int
@@ -74,7 +74,7 @@ class Nodes:
     handed: Handed | None = field(default=None, compare=False)
 
     def of(self, seat: int, ranks: int) -> int:
-        """Return the machine of a seat: ranks evenly and in order, then spares in turn."""
+        """Return the machine of a seat: ranks are distributed evenly in order, and spares round-robin."""
         return seat * self.count // ranks if seat < ranks else (seat - ranks) % self.count
 
     def here(self, number: int, ranks: int) -> int:
@@ -83,7 +83,7 @@ class Nodes:
 
 
 def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | None:
-    """Return `Nodes` from the environment of one process per machine, if any."""
+    """Return `Nodes` from the environment of a launcher with one process per machine; else None."""
     needed = {"RANK", "WORLD_SIZE", *(() if elected else ("MASTER_ADDR", "MASTER_PORT"))}
     if not needed <= environment.keys() or environment.get("LOCAL_WORLD_SIZE", "1") != "1":
         return None
@@ -96,7 +96,7 @@ def nodes_of(environment: Mapping[str, str], elected: bool = False) -> Nodes | N
 
 @dataclass(frozen=True)
 class Seated:
-    """Seat of a member; `late`: started while others were running."""
+    """Seat of a member; `late`: the member started while others were running."""
 
     seat: int
     late: bool
@@ -113,7 +113,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Hello:
-    """A deputy has connected, with the members of an earlier leader."""
+    """A deputy has connected; `members`: processes that it runs for an earlier leader."""
 
     node: int
     members: Mapping[int, Seated] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Welcome:
 
     Attributes:
         kept: whether the members that the deputy named continue; otherwise the deputy ends them.
-        host, port: of the leader's store.
+        host, port: host and port of the leader's store.
     """
 
     kept: bool
@@ -135,7 +135,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a member; arguments as for `rank_process.run_member`."""
+    """Start the process of a member; arguments are as for `rank_process.run_member`."""
 
     number: int
     seat: Seat
@@ -153,7 +153,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a member's process ended."""
+    """A member's process has ended."""
 
     number: int
     outcome: Outcome
@@ -166,7 +166,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Back:
-    """Devices of this machine are back."""
+    """Devices of this machine are available again."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Over:
-    """The run has ended, or (`again`) is restarted; `error`: why; "": it succeeded."""
+    """The run has ended with `error` ("": success), or is being restarted (`again`)."""
 
     error: str = ""
     again: bool = False
@@ -206,15 +206,15 @@ class Unheard:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The other end is alive."""
+    """The sender is alive."""
 
 
 class Link:
     """One end of the connection between the leader and a deputy.
 
     Attributes:
-        term: of an elected leader.
-        down: why the link is given up; "": it is up.
+        term: of an elected leader; 0: no election.
+        down: why the link is given up; "": the link is up.
         silent_s: seconds since the other end's last message.
     """
 
@@ -237,7 +237,7 @@ class Link:
                 self.down = self.down or f"the connection broke ({error})"
 
     def hear(self, wait_s: float) -> Any:
-        """Return the next message, or None; also send heartbeats."""
+        """Return the next message, or None; send a heartbeat if one is due."""
         message = None
         try:
             if self.connection.poll(wait_s):
@@ -293,7 +293,7 @@ class _Post:
 
 
 class Hub:
-    """The leader's links to all deputies; `port`: of the leader's store."""
+    """The leader's links to all deputies; `port`: port of the leader's store."""
 
     def __init__(self, nodes: Nodes, port: int = 0) -> None:
         self.nodes = nodes
@@ -332,7 +332,7 @@ class Hub:
         self.arrived()
 
     def adopt(self, nodes: Collection[int], patience_s: float) -> tuple[list[RankHandle], dict[int, Seated]]:
-        """Wait for these machines; return the earlier leader's members on them."""
+        """Wait for these machines' deputies; return the earlier leader's members on them, and the members' seats."""
         end = time.monotonic() + patience_s
         while time.monotonic() < end and not all(map(self.present, nodes)):
             time.sleep(0.02)
@@ -356,12 +356,12 @@ class Hub:
         return tuple(sorted(news))
 
     def drop_unreachable(self) -> None:
-        """End the processes of machines that do not reach others; call it often."""
+        """End the processes of machines that cannot reach other machines; call this often."""
         now = time.monotonic()
         elapsed = min(now - self._looked, PAUSE_S)
         self._looked = now
         with self._lock:
-            # If the leader does not hear a machine either, its link decides.
+            # A machine that the leader does not hear either is judged by its link to the leader.
             heard = {n: post for n, post in self._posts.items() if not post.link.down and post.link.silent_s < _FRESH_S}
             broken = {(min(n, m), max(n, m)) for n, post in heard.items() for m in post.unheard if m in heard}
             ranks = {n: sum(remote.is_alive() for remote in post.processes.values()) for n, post in heard.items()}
@@ -396,7 +396,7 @@ class Hub:
             post.link.send(Stop())
 
     def close(self, over: Over | None) -> None:
-        """Close all links; None: deputies continue under another leader."""
+        """Close all links; `over` None: deputies continue under another leader."""
         self._closed = True
         self._listening.close()
         for post in self._all():
@@ -439,14 +439,14 @@ class Hub:
             self._posts[hello.node] = post
             self._news.add(hello.node)
         if before is not None and not before.link.down:
-            before.link.send(Over(f"node {hello.node} was started a second time, and the second one continues"))
+            before.link.send(Over(f"node {hello.node} was started a second time, and the second process continues"))
             before.link.close("it was started again")
         _LOG.info("node %d has arrived", hello.node)
         while not link.down:
             message = link.hear(BEAT_S)
             if isinstance(message, Ended):
                 outcome = message.outcome
-                if isinstance(outcome, Raised | Died):  # clocks of machines differ
+                if isinstance(outcome, Raised | Died):  # the machines' clocks differ
                     outcome = replace(outcome, when=time.monotonic())
                 post.processes[message.number].ended(outcome)
             elif isinstance(message, Leaving):
@@ -489,7 +489,7 @@ def reach(nodes: Nodes, members: Mapping[int, Seated] | None = None) -> Link:
         members: this machine's members, which continue under a new leader.
 
     Raises:
-        OSError, RuntimeError: the leader, or the store with its address, is not available.
+        OSError, RuntimeError: the leader is not available, or the store with the leader's address is not.
     """
     if nodes.election is not None:
         standing = nodes.election.standing
@@ -530,7 +530,7 @@ def host_of(link: Link) -> str:
 
 
 def _watched(connected: socket.socket, patience_s: float) -> None:
-    """Let the system drop a connection whose other end does not answer."""
+    """Make the operating system drop a connection whose other end does not answer."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_NODELAY", 1),
@@ -539,7 +539,7 @@ def _watched(connected: socket.socket, patience_s: float) -> None:
         ("TCP_KEEPCNT", int(patience_s)),
         ("TCP_USER_TIMEOUT", int(1000 * patience_s)),
     ):
-        if hasattr(socket, name):  # Linux has all of them
+        if hasattr(socket, name):  # Linux has all these options
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -27,14 +27,14 @@ class Deposed(ConnectionError):  # noqa: N818 reads as a sentence
 
 @dataclass(frozen=True)
 class Fence:
-    """Condition on which the ranks of this machine may live, and how to end them."""
+    """Condition under which the ranks of this machine may live, and a function that ends them."""
 
     may_live: Callable[[LeaseView, float], bool]
     end: Callable[[], None]
 
 
 class Election:
-    """Election of the leader, seen by machine `node`; threads renew or watch the lease, and end ranks in time."""
+    """Election of the leader, as seen by machine `node`; threads renew or watch the lease, and apply the fence."""
 
     def __init__(self, register: Register, node: int) -> None:
         self._register = register
@@ -48,7 +48,7 @@ class Election:
         deadline = time.monotonic() + _FIRST_S
         while not self._read():
             if time.monotonic() > deadline:
-                self._register.read()  # raises what prevents it
+                self._register.read()  # raises the register's error
             time.sleep(_ASK_S)
         for name, task, interval_s in (("lease", self._take_part, _ASK_S), ("fence", self._guard, _FENCE_S)):
             arguments = (task, interval_s)
@@ -60,7 +60,7 @@ class Election:
         return self.standing.leads(time.monotonic())
 
     def guard(self, fence: Fence) -> None:
-        """End the ranks of this machine as soon as they may not live, from another thread."""
+        """Let a thread end the ranks of this machine when the fence requires it."""
         self._fence = fence
 
     def record(self) -> str:
@@ -68,7 +68,7 @@ class Election:
         return self._record
 
     def write(self, *, place: str | None = None, record: str | None = None, over: str | None = None) -> None:
-        """Write the lease's fields and the record; raise Deposed, without a change, if this machine does not lead."""
+        """Write the lease's fields and the record; if this machine does not lead, raise Deposed and write nothing."""
         while True:
             self.check()
             with self._lock:
@@ -85,7 +85,7 @@ class Election:
             raise Deposed(f"node {self._own.node} could not renew its lease in time, and no longer leads")
 
     def resign(self) -> None:
-        """Leave the lease to others until it has expired."""
+        """Stop leading, and do not renew the lease."""
         with self._lock:
             self.standing = replace(self.standing, term=0, asked=None)
 
@@ -100,7 +100,7 @@ class Election:
             try:
                 task()
             except Exception:  # the next attempt may succeed
-                _LOG.exception("an attempt failed, and is repeated")
+                _LOG.exception("an attempt of the election failed, and will be repeated")
 
     def _guard(self) -> None:
         fence = self._fence
@@ -135,7 +135,7 @@ class Election:
         self.standing = asking(self.standing, lease, sent)
         try:
             accepted = self._register.swap(self._text, text, record)
-        except ConnectionError:  # a read follows, and reports it
+        except ConnectionError:  # the following read reports the error
             return False
         if accepted:
             self._learn(text, sent)

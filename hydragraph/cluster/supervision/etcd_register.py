@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 _PORT = 2379
-_ASK_S = 1.0  # for one answer of one member
+_ASK_S = 1.0  # for an answer of one etcd member
 _SCHEME = "etcd://"
 
 
 class Register(Protocol):
-    """Two texts that survive the loss of any machine; a ConnectionError: it does not answer."""
+    """Two texts that survive the loss of any machine; without an answer, methods raise a ConnectionError."""
 
     def read(self) -> tuple[str, str]:
         """Return the lease and the record; "" if they were never written."""
 
     def swap(self, expected: str, lease: str, record: str | None = None) -> bool:
-        """Replace the lease (and the record) if the lease is still the expected one; return whether it was."""
+        """Replace the lease (and the record) if the lease is still as expected; return whether it was."""
 
 
 class EtcdRegister:

@@ -1,13 +1,13 @@
-"""Leadership of a run as a lease in a replicated register: each machine's decisions, by its own clock; pure.
+"""Leadership of a run as a lease in a replicated register: pure functions for a machine's decisions, by its own clock.
 
-The register holds one lease: its term, its holder, and a count that the holder raises to renew it. A machine that has
-read the same lease for `TTL_S` takes it with the next term. The register accepts a new lease only in place of the one
-that was read, so a term has one holder. The holder stops at `TTL_S - MARGIN_S` after it *sent* its last successful
-renewal, before any other machine can have waited for `TTL_S`. So two machines never lead at the same time if their
-clocks run equally fast.
+The register holds one lease: its term, its holder, and a count that the holder increments to renew the lease. A machine
+that has read the same lease for `TTL_S` takes the lease with the next term. The register accepts a new lease only in
+place of the lease that the machine has read, so a term has one holder. The holder stops leading `TTL_S - MARGIN_S`
+after it *sent* its last successful renewal, before any other machine can have waited for `TTL_S`. So two machines never
+lead at the same time if their clocks run equally fast.
 
-A machine that does not lead keeps its ranks while its link to the leader is up. While it is down, it keeps them for the
-next leader, which waits for `GATHER_S`, only if the old leader has certainly ended.
+A machine that does not lead keeps its ranks while its link to the leader is up. While the link is down, the machine
+keeps its ranks for the next leader (which waits for `GATHER_S`) only if the old leader has certainly ended.
 
 Example: machine 0 renews term 1 for the last time at 10.0 and is killed: its term ends at 14.5. Machine 1, which read
 that renewal at 10.2, takes term 2 at 15.5.
@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 TTL_S = 5.0
 MARGIN_S = 0.5  # for ending processes, and for clocks that differ
-STAGGER_S = 0.3  # later for each following machine
-FIRST_S = 2.0  # the same while no run holds it
-REACH_S = 3.0  # for the connection to a new leader
+STAGGER_S = 0.3  # additional wait of each following machine
+FIRST_S = 2.0  # wait of each following machine while no run holds the lease
+REACH_S = 3.0  # for connecting to a new leader
 GATHER_S = 7.0  # exceeds TTL_S, REACH_S and the rest of `UNREACHABLE_S` when a lease ends
 DOUBT_S = 1.0  # for finding out whether a silent leader has ended
 GRACE_S = 2.0  # before a leader gives up a disconnected machine's ranks; exceeds DOUBT_S
@@ -33,11 +33,11 @@ class Lease:
 
     Attributes:
         term: counted from 1; 0: no machine has led yet.
-        node, holder: machine that holds it, and a word that no other process has.
+        node, holder: machine that holds the lease, and a random word of its process.
         beat: number of changes in this term.
-        prior: machine that held the term before; None: the run began with this term.
-        place: where the leader's supervisor listens, as JSON; "": not known.
-        over: why the run has ended; "": it succeeded; None: it has not ended.
+        prior: machine that held the previous term; None: the run began with this term.
+        place: address of the leader's supervisor, as JSON; "": unknown.
+        over: why the run has ended; "": the run succeeded; None: the run has not ended.
     """
 
     term: int = 0
@@ -50,22 +50,22 @@ class Lease:
 
     @property
     def free(self) -> bool:
-        """Whether no run holds it."""
+        """Whether no run holds the lease."""
         return not self.term or self.over is not None
 
 
 @dataclass(frozen=True)
 class LeaseView:
-    """A machine's knowledge; times are seconds of its own clock.
+    """A machine's view of the lease; times are in seconds of the machine's own clock.
 
     Attributes:
-        lease, since: the newest lease that it read or wrote, and when.
-        placed: when it learned of this term, or of this place of the leader.
-        answered: when it sent the last request that the register answered.
-        asked, asked_at: the lease that it last asked for, and when it first did.
+        lease, since: the newest lease that the machine read or wrote, and the time.
+        placed: time when the machine learned of this term, or of the leader's address.
+        answered: time of the last request that the register answered.
+        asked, asked_at: the lease that the machine last asked for, and the time of its first request.
         term: term in which this machine leads; 0: none.
-        until: when it stops leading, unless it renews before.
-        joined: whether it has read the lease of a running run.
+        until: time when the machine stops leading, unless it renews the lease before.
+        joined: whether the machine has read the lease of a running run.
     """
 
     lease: Lease = Lease()
@@ -94,9 +94,9 @@ def asking(standing: LeaseView, lease: Lease, now: float) -> LeaseView:
 
 
 def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> LeaseView:
-    """Return the view after the register's answer `lease` to a request of time `sent`.
+    """Return the view after the register's answer `lease` to a request sent at time `sent`.
 
-    If the lease was asked for, it was accepted, even if the request failed.
+    If the machine asked for this lease, the register has accepted the request, even if it seemed to fail.
     """
     before = standing.lease
     first = standing.answered == float("-inf")
@@ -114,7 +114,7 @@ def learned(standing: LeaseView, lease: Lease, sent: float, now: float) -> Lease
 
 
 def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
-    """Return the lease to ask for; None: leave it to its holder, or the run has ended."""
+    """Return the lease to ask for; None: another machine holds the lease, or the run has ended."""
     lease = standing.lease
     if standing.leads(now):
         return replace(lease, beat=lease.beat + 1)
@@ -127,10 +127,10 @@ def wanted(standing: LeaseView, own: Lease, now: float) -> Lease | None:
 
 
 def keeps(standing: LeaseView, term: int, since: float, refused: bool, now: float) -> bool:
-    """Return whether a machine without a leader keeps its ranks for the next one, or ends them.
+    """Return whether a machine without a leader keeps its ranks for the next leader; otherwise it ends them.
 
     Args:
-        term, since: term of the machine's former leader, and when the machine noticed that the link was down.
+        term, since: term of the machine's former leader, and time when the machine noticed that the link was down.
         refused: whether the leader's machine refuses connections: its supervisor has ended.
     """
     if now - standing.answered > TTL_S:

@@ -1,4 +1,4 @@
-"""Probe of the links between machines that do not lead, by datagrams."""
+"""Probe of the links between machines that do not lead, by UDP datagrams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LinkProbe:
     """Thread that sends datagrams to other machines and receives theirs.
 
     Args:
-        tell: called with machines heard before but not for `UNHEARD_S`, when they change.
+        tell: called with the machines that have become silent for `UNHEARD_S`, whenever this set changes.
     """
 
     def __init__(self, number: int, host: str, tell: Callable[[tuple[int, ...]], None]) -> None:
@@ -38,7 +38,7 @@ class LinkProbe:
         self._thread.start()
 
     def aim(self, peers: Mapping[int, Address], tag: bytes) -> None:
-        """Set the other machines; `tag`: prefix of datagrams of this run."""
+        """Set the other machines' addresses; `tag`: prefix of this run's datagrams."""
         self._tag = tag
         self._peers = {node: address for node, address in peers.items() if node != self._number}
 
@@ -49,7 +49,7 @@ class LinkProbe:
         self._socket.close()
 
     def _run(self) -> None:
-        silent_s: dict[int, float] = {}  # by machine that was heard before
+        silent_s: dict[int, float] = {}  # by machine, for machines heard before
         unheard: tuple[int, ...] = ()
         before = time.monotonic()
         sent = 0.0
@@ -72,7 +72,7 @@ class LinkProbe:
 
     def _heard(self) -> set[int]:
         heard = set()
-        with contextlib.suppress(OSError):  # none arrives in time
+        with contextlib.suppress(OSError):  # no datagram arrives in time
             data = self._socket.recv(256)
             self._socket.setblocking(False)
             while True:

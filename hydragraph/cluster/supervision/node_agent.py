@@ -1,4 +1,4 @@
-"""Supervisor of a machine that does not lead: it starts and ends processes as ordered."""
+"""Supervisor of a machine that does not lead: it starts and ends processes as the leader orders."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ from hydragraph.errors import EndedElsewhere
 _LOG = logging.getLogger(__name__)
 
 ARRIVAL_S = 1800.0  # for the first node to start
-BACK_S = 300.0  # for reconnecting to it
-_TRY_S = 0.5  # between two attempts to reach it
+BACK_S = 300.0  # for reconnecting to the first node
+_TRY_S = 0.5  # between two attempts to reach the first node
 _TRY_ELECTED_S = 0.1
-_TOGETHER_S = 1.0  # a stop of all machines reaches the leader sooner
+_TOGETHER_S = 1.0  # for the leader to report that all machines are stopped
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ class Deputy:
     _probe: LinkProbe | None = None
 
     def run(self, arrival_s: float = ARRIVAL_S, back_s: float = BACK_S) -> Handed | None:
-        """Serve until the run ends, or this machine is preempted or elected; then return the processes to lead with.
+        """Serve until the run ends or this machine is preempted or elected; if elected, return its processes.
 
         Args:
-            arrival_s, back_s: seconds to wait for the leader at first, and after the connection is lost.
+            arrival_s: seconds to wait for the leader at first.
+            back_s: seconds to wait for the leader after the connection is lost.
         """
         before = self._listen()
         handed = None
@@ -152,7 +153,7 @@ class Deputy:
         self._asked_at = self._asked_at or time.monotonic()
 
     def _reach(self, patience_s: float) -> Link | None:
-        """Return the link to the leader; None: preempted, elected, or the run has ended."""
+        """Return the link to the leader; None: this machine was preempted or elected, or the run has ended."""
         began = time.monotonic()
         told = self._election is not None
         while self._asked_at is None and not (self._election is not None and self._election.leads):
@@ -184,7 +185,7 @@ class Deputy:
         return f"could not be reached for {patience_s:g} s: {where}; then {again}"
 
     def _serve(self, link: Link) -> Over | None:
-        """Follow the leader's orders until the run ends; None: the link is down, or preempted."""
+        """Follow the leader's orders until the run ends; None: the link is down."""
         stops = Stops()
         self._probe = self._probing(link)
         self._alone = None
@@ -279,13 +280,13 @@ class Deputy:
         for member in wait_for_outcomes(self._live(), stops, 0, others_run=True):
             assert member.outcome is not None
             link.send(Ended(member.rank, member.outcome))
-            if not isinstance(member.outcome, Returned):  # returned processes stay until all have
+            if not isinstance(member.outcome, Returned):  # processes that returned stay until all have returned
                 self._forget(member.rank)
 
     def _drained(self, link: Link) -> bool:
-        """Forward a preemption notice to this machine's ranks; return whether all have left.
+        """Forward a preemption notice to this machine's ranks; return whether all of them have ended.
 
-        In a stop of the whole run, the leader's ranks decide.
+        If the whole run is being stopped, the leader's ranks decide when to end.
         """
         if self._asked_at is None or self._stopping or time.monotonic() - self._asked_at < _TOGETHER_S:
             return False

@@ -57,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 
 _ARRIVAL = timedelta(minutes=30)  # for all machines
 _LOOK_S = 0.02
-_GRACE_S = 8.0  # for members to report, once an error would recur
+_GRACE_S = 8.0  # for members to report, after an error that would recur
 _REJOIN_S = 0.5  # before a lost process is replaced; doubled for each short-lived replacement
 _REJOIN_MOST_S = 60.0
 _SHORT_S = 5.0  # lifetime below which a rank counts as short-lived
@@ -91,7 +91,7 @@ def run_members(
         if nodes is not None and hub is not None:
             node = nodes.of(seat, ranks)
             place = replace(place, host=nodes.address, node=node, here=nodes.here(node, ranks))
-            if node != nodes.number:  # its deputy has its own environment
+            if node != nodes.number:  # the deputy adds its own environment
                 order = Start(number, replace(place, environment={}, log_level=None), late, elastic.grace_s, work)
                 return hub.start(node, order)
             own = {name: value for name, value in place.environment.items() if not name.startswith("TORCHELASTIC_")}
@@ -179,7 +179,7 @@ class Supervisor:
         self._rules = Rules(self._ranks, self._elastic.min_ranks)
 
     def run(self, timeout: timedelta | None) -> None:
-        """Run until all members have reported their outcomes, or none can."""
+        """Run until all members have reported their outcomes, or no member can report any more."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout is not None else float("inf")
         if not self.crew:
             self._place.order(self._record.orders)
@@ -200,7 +200,7 @@ class Supervisor:
             raise TimeoutError(f"launch: processes {members} had not returned after {seconds:g} s")
 
     def lead(self, election: Election) -> None:
-        """Lead until this machine's lease ends; its ranks end before."""
+        """Lead until this machine's lease ends; a thread then kills this machine's ranks."""
         self._election = election
         election.guard(Fence(lambda standing, now: standing.leads(now), lambda: kill_here(list(self.crew))))
 
@@ -239,7 +239,7 @@ class Supervisor:
         return range(self._ranks + self._elastic.spares)
 
     def _save(self) -> None:
-        """Write what the next leader needs, before any member can act on it."""
+        """Save the state that the next leader needs, before any member can act on it."""
         if self._election is not None:
             members = {self._next - 1, *(member.rank for member in self._live())}
             nodes = {self._node(self._seats[member]) for member in members}
@@ -252,7 +252,7 @@ class Supervisor:
         self._stop = True  # called from a signal handler
 
     def refill(self) -> None:
-        """Start processes in empty seats, whose devices are back."""
+        """Start processes in empty seats, because their devices are back."""
         self._back = True
 
     def results(self) -> list[bytes]:
@@ -287,7 +287,7 @@ class Supervisor:
         return [member for member in self.crew if member.outcome is None]
 
     def _may_come_back(self) -> bool:
-        """Return whether processes are about to be started, although all have ended."""
+        """Return whether processes will be started although all processes have ended."""
         coming = bool(self._waiting) and not self._record.orders.over
         return coming and self._fatal_at is None and not self._stop
 
@@ -394,11 +394,11 @@ class Supervisor:
                 self._ended(member)
 
     def _give_up(self, said: Mapping[int, Said]) -> None:
-        """Give up members that do not come, or become ready, in time."""
+        """Give up members that do not join, or do not become ready, in time."""
         now = time.monotonic()
-        elapsed = min(now - self._before, PAUSE_S)  # a pause of this process delays no member
+        elapsed = min(now - self._before, PAUSE_S)  # members are not blamed for a pause of this process
         self._before = now
-        late = awaited(self._record, said) if self._held else ()  # until there is state, all begin together
+        late = awaited(self._record, said) if self._held else ()  # before any state exists, all members begin together
         self._waited = {member: self._waited.get(member, 0.0) + elapsed for member in late}
         coming = [member for member, one in said.items() if self._held and member in self._late and not one.ready]
         self._readying = {member: self._readying.get(member, 0.0) + elapsed for member in coming}

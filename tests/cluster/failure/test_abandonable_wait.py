@@ -48,7 +48,7 @@ def test_a_wait_ends_with_its_work(waiter: Waiter) -> None:
 def test_a_wait_goes_on_until_it_is_abandoned(waiter: Waiter) -> None:
     work: Any = Work()
     answers = iter([False, False, True])
-    with pytest.raises(RuntimeError, match="one operation did not end with it"):
+    with pytest.raises(RuntimeError, match="one operation did not end"):
         waiter.run(work.wait, lambda: next(answers))
     assert next(answers, None) is None, "it was asked three times"
     work.done.set()

@@ -53,5 +53,5 @@ def test_what_is_no_board_is_not_opened(tmp_path: Path) -> None:
     other.write_bytes(b"0" * 100)
     os.mkfifo(tmp_path / "pipe")
     for path in (other, tmp_path / "pipe", tmp_path):
-        with pytest.raises(OSError, match=r"not a board of this user|Is a directory"):
+        with pytest.raises(OSError, match=r"not a progress board of this user|Is a directory"):
             Board.open(str(path), 2)

@@ -49,11 +49,11 @@ def test_what_cannot_be_trusted_or_read_is_made_again(folder: Path, how: str, ca
         folder.chmod(0o755)
     with caplog.at_level(logging.WARNING):
         assert kept("capture", "key", lambda: 2) == 2
-    assert "making it again" in caplog.text
+    assert "computing it again" in caplog.text
 
 
 def test_what_cannot_be_pickled_is_not_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         keep((i for i in range(3)), "capture", "key")
-    assert "each makes one itself" in caplog.text
+    assert "ranks that join later compute their own" in caplog.text
     assert list(folder.iterdir()) == []

@@ -113,8 +113,8 @@ def run(prepared: None) -> None:
     ("prepare", "error", "text"),
     [
         (boom, KeyError, "boom"),
-        (killed, RuntimeError, "the process that prepares for ranks failed: killed by signal 9"),
-        (a_lock, ValueError, "what `prepare` returned cannot be sent to ranks .*lock"),
+        (killed, RuntimeError, "the process that runs `prepare` failed: killed by signal 9"),
+        (a_lock, ValueError, "the result of `prepare` cannot be sent to ranks .*lock"),
     ],
     ids=["raises", "dies", "returns a lock"],
 )
@@ -124,12 +124,12 @@ def test_preparing_fails(prepare: Callable[[], None], error: type[Exception], te
 
 
 def test_preparing_takes_too_long() -> None:
-    with pytest.raises(TimeoutError, match="preparing had not ended after 1 s"):
+    with pytest.raises(TimeoutError, match="`prepare` had not returned after 1 s"):
         launch(run, 2, prepare=asleep, timeout=timedelta(seconds=1))
 
 
 def test_preparing_leaves_no_time() -> None:
-    with pytest.raises(TimeoutError, match="preparing took all of the 1 s"):
+    with pytest.raises(TimeoutError, match="`prepare` took the whole timeout of 1 s"):
         left_of(timedelta(seconds=1), time.monotonic() - 2)
 
 

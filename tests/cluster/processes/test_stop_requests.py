@@ -48,7 +48,7 @@ def test_work_in_hand_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)  # the first Ctrl-C
         assert stopping.signal == signal.SIGTERM
-    said = "hydragraph: stopping after this step, within 30 s; Ctrl-C again ends at once\n"
+    said = "hydragraph: stopping after this step, within 30 s; press Ctrl-C again to end at once\n"
     assert capfd.readouterr().err == said
     assert not [
         thread

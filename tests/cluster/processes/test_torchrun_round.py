@@ -62,7 +62,7 @@ def test_an_attempt_that_failed_while_it_started_confuses_nobody(arrived: set[in
     failed = [Rank(store, rank, 3, limit=SHORT) for rank in arrived]
     for each in failed:
         each.join()
-        assert "start all again" in each.error
+        assert "start all ranks again" in each.error
     assert together(store, 3, 1)
 
 
