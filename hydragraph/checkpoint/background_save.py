@@ -1,7 +1,7 @@
 """Checkpoints written by a background thread during training.
 
 Training waits only for a copy of this rank's shards to CPU memory (12 bytes per owned parameter with Adam). The thread
-has its own communicators, and is not a daemon: a normal exit waits for it.
+has its own communicators. A normal exit waits for the thread, because it is not a daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Saver:
-    """One rank's background saves, one at a time; all ranks call the same methods in the same order."""
+    """Background saves of one rank; all ranks call its methods in the same order."""
 
     _world: World
     _timeout: timedelta
@@ -38,7 +38,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save failed and its error was not raised yet; ranks may differ."""
+        """Whether a save failed and its error has not been raised yet; may differ between ranks."""
         return self._error is not None
 
     def start(
@@ -49,10 +49,10 @@ class Saver:
         extra: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        """Wait for an earlier save, copy the state and start writing; arguments as for `save_and_load.save`."""
+        """Wait for an earlier save, copy the state and start writing; arguments are as for `save_and_load.save`."""
         self.wait()
         if self._groups is None:
-            world = replace(self._world, backend="gloo")  # objects and names only
+            world = replace(self._world, backend="gloo")  # only for objects and file names
             self._groups = Groups(world, self._timeout, watch=self._world.watch)
         prepared = save_and_load.prepare(path, home, optimizer, extra, groups)
         try:
@@ -65,7 +65,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is complete; raise its error, once, on every rank."""
+        """Wait until the last save is complete; if it failed, raise its error once, on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -49,7 +49,7 @@ class ShardedSave(DefaultSavePlanner):
 
 
 class ShardedLoad(LoadPlanner):
-    """Reads overlapping data into the boxes of `OwnedBoxes` values."""
+    """Fills the boxes of `OwnedBoxes` values from stored tensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PROBE = 4 << 20  # bytes: more than a full disk may have left
+_PROBE = 4 << 20  # bytes; more than the free space of a full disk
 
 
 @contextmanager
 def file_errors(directory: Path, shown: Path) -> Iterator[None]:
-    """Raise errors of writing files in the block as an OSError with cause and path.
+    """Convert errors of writing files in this context to an OSError with the cause and path.
 
     On a full disk, PyTorch's C++ writer raises RuntimeError("... inline_container.cc ... unexpected pos").
     """
@@ -40,7 +40,7 @@ def refusal(directory: Path) -> OSError | None:
         return error
     try:
         left = _PROBE
-        while left:  # at the end of the disk, a write returns a smaller count
+        while left:  # when the disk gets full, a write returns a smaller count
             left -= os.write(descriptor, bytes(left))
         os.fsync(descriptor)
     except OSError as error:

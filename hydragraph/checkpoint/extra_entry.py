@@ -12,7 +12,7 @@ from hydragraph.checkpoint.optimizer_state import Plain, merged
 
 
 def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Serialise the entry; `parts`: each rank's part of the optimizer's unsharded state."""
+    """Serialize the entry; `parts`: each rank's part of the optimizer's unsharded state."""
     for name, value in extra.items():
         encoded(f"extra[{name!r}]", value)
     states = [Plain(**fields) for part in parts if (fields := decoded(part)) is not None]
@@ -20,7 +20,7 @@ def packed(extra: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
 
 
 def encoded(what: str, value: object) -> bytes:
-    """Serialise plain data."""
+    """Serialize plain data."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -34,5 +34,5 @@ def encoded(what: str, value: object) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """Read back what `encoded` returned, without running code from it."""
+    """Deserialize the result of `encoded`, without running code from the data."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

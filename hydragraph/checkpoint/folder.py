@@ -22,7 +22,7 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(?:tmp|old)-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of the checkpoint after a step."""
+    """Return the directory name of the checkpoint saved after a step."""
     return f"step-{step:08d}"
 
 
@@ -46,9 +46,9 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
-    """Delete all but the newest `keep` complete checkpoints and `spared`, and leftovers of crashed saves.
+    """Delete complete checkpoints, except the newest `keep` and `spared`, and leftovers of crashed saves.
 
-    Only one rank calls it, while no rank saves or loads there.
+    Only one rank may call this, while no rank uses the directory.
     """
     if keep < 1:
         raise ValueError(f"prune {directory}: keep={keep}: keep at least one checkpoint")
@@ -56,8 +56,8 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
     checkpoints = complete(directory)
     for step, path in checkpoints[:-keep]:
         if step != spared:
-            shutil.rmtree(set_aside(path, "old"))  # after a crash it must not look complete
-            _LOG.info("pruned checkpoint %s: the newest %d stay", path, keep)
+            shutil.rmtree(set_aside(path, "old"))  # a partly deleted checkpoint must not look complete
+            _LOG.info("deleted checkpoint %s: only the newest %d are kept", path, keep)
     for path in directory.iterdir() if checkpoints else ():
         leftover = _LEFTOVER.fullmatch(path.name)
         if leftover is not None and int(leftover[1]) <= checkpoints[-1][0]:
@@ -65,7 +65,7 @@ def prune(directory: PathLike, keep: int, spared: int | None = None) -> None:
 
 
 def make_scratch(path: Path) -> Path:
-    """Create the directory to write into; `commit` renames it."""
+    """Create the scratch directory of a checkpoint; `commit` renames it."""
     if path.exists() and not (path / MARKER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(
             f"checkpoint {path}: it exists, but has no {MARKER}, so it is not a checkpoint: choose another path or "
@@ -82,7 +82,7 @@ def written_files(scratch: Path, rank: int) -> dict[str, SavedFile]:
 
 
 def commit(path: Path, scratch: Path, manifest: CheckpointManifest) -> None:
-    """Complete the checkpoint in a scratch directory, and rename it to its path."""
+    """Complete the checkpoint in a scratch directory, and move the directory to its path."""
     unseen = [name for name in manifest.files if not (scratch / name).is_file()]
     if unseen:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Manifest `complete.json`, which makes a directory a checkpoint."""
+"""Manifest `complete.json`, which marks a directory as a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METADATA = ".metadata"  # DCP's index of all entries
 
 
 class Damaged(ValueError):  # noqa: N818
-    """A checkpoint differs from what was written."""
+    """A checkpoint's content has changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CheckpointManifest:
     """Contents of `complete.json`.
 
     Attributes:
-        ranks: number of ranks that saved it.
+        ranks: number of ranks at the save.
         optimizer: class name; None if only weights were saved.
     """
 
@@ -52,13 +52,13 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a complete checkpoint.
 
     Raises:
-        Damaged: it cannot be read.
-        ValueError: there is none, or its format is not supported.
+        Damaged: the manifest cannot be read.
+        ValueError: the directory has no manifest, or the format is not supported.
     """
     if not (path / MARKER).is_file():
         aside = [str(p) for p in sorted(path.parent.glob(f"{path.name}.old-*")) if (p / MARKER).is_file()]
         remedy = (
-            f"rename {aside[0]}, which a crashed save moved aside" if aside else "name a directory that `save` made"
+            f"rename {aside[0]}, which a crashed save moved aside" if aside else "name a directory that `save` wrote"
         )
         raise ValueError(f"checkpoint {path}: it has no {MARKER}, so it is incomplete or not a checkpoint: {remedy}")
     try:
@@ -68,7 +68,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
             content["parameters"] = {name: tuple(shape) for name, shape in content["parameters"].items()}
             content["files"] = {_plain(name): SavedFile(**file) for name, file in content["files"].items()}
             if METADATA not in content["files"]:
-                raise ValueError(f"it does not name {METADATA}")
+                raise ValueError(f"it does not list {METADATA}")
             return CheckpointManifest(**content)
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         raise Damaged(f"checkpoint {path}: {MARKER} is damaged ({error}): load an earlier checkpoint") from error
@@ -78,7 +78,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: str, sharing: tuple[int, ...]) -> None:
-    """Hash all files, together with ranks `sharing` the copy; raise Damaged on all ranks if any is."""
+    """Hash all files, divided among the ranks `sharing` this copy; raise Damaged on all ranks if a file is damaged."""
     mine = sorted(manifest.files)[sharing.index(groups.world.rank) :: len(sharing)]
     by_rank = together(groups, what, lambda: [text for n in mine if (text := damage(path / n, manifest.files[n]))])
     damages = [text for part in by_rank for text in part]
@@ -89,7 +89,7 @@ def check_files(path: Path, manifest: CheckpointManifest, groups: Groups, what: 
 def check_model(
     path: Path, manifest: CheckpointManifest, shapes: Mapping[str, tuple[int, ...]], optimizer: str | None
 ) -> None:
-    """Raise a ValueError unless a checkpoint belongs to this model and optimizer (None: any)."""
+    """Raise a ValueError unless a checkpoint belongs to this model and optimizer (None: any optimizer)."""
     stored = manifest.parameters
     different = [
         f"{name} is {list(stored[name]) if name in stored else 'missing'} in the checkpoint and"
@@ -103,7 +103,7 @@ def check_model(
     if optimizer is not None and manifest.optimizer != optimizer:
         raise ValueError(
             f"checkpoint {path}: it holds the state of {manifest.optimizer or 'no optimizer'}, not of"
-            f" {optimizer}: use the optimizer that it was saved with, or none to load weights alone"
+            f" {optimizer}: use the optimizer of the saved run, or no optimizer to load only weights"
         )
 
 
@@ -114,7 +114,7 @@ def _plain(name: str) -> str:
 
 
 def damage(path: Path, expected: SavedFile) -> str | None:
-    """Return how a file differs from what was written, or None."""
+    """Return how a file differs from its entry in the manifest, or None."""
     if not path.is_file():
         return f"{path.name} is missing, expected {expected.bytes} bytes with SHA-256 {expected.sha256}"
     try:

@@ -1,4 +1,4 @@
-"""Safe reader of a checkpoint's metadata, as a pickle can call anything."""
+"""Safe reader of a checkpoint's metadata, a pickle that could otherwise run any code."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from hydragraph.checkpoint.manifest import Damaged
 
 _PLAIN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PATHS = ("pathlib", "pathlib._local")  # the second since Python 3.13
+_PATHS = ("pathlib", "pathlib._local")  # pathlib._local: since Python 3.13
 _NAMED = frozenset({("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")})
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's directory; metadata may name only `files`."""
+    """Reader of a checkpoint's directory, whose metadata may name only `files`."""
 
     def __init__(self, path: Path, files: Collection[str]) -> None:
         super().__init__(path)
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata; raise Damaged for foreign objects or files."""
+        """Read the metadata; raise Damaged if they name objects or files outside a checkpoint."""
         file = Path(self.path) / ".metadata"
         try:
             with file.open("rb") as stream:
                 metadata = _Plain(stream).load()
         except OSError:
             raise
-        except Exception as error:  # a damaged pickle may raise anything
-            raise Damaged(f"{file} cannot be read as a checkpoint's metadata ({error}): use another one") from error
+        except Exception as error:  # a damaged pickle may raise any error
+            raise Damaged(
+                f"{file} cannot be read as a checkpoint's metadata ({error}): use another checkpoint"
+            ) from error
         if not isinstance(metadata, Metadata):
-            raise Damaged(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata: use another one")
+            raise Damaged(
+                f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata: use another checkpoint"
+            )
         paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
         if outside := [path for path in paths if path not in self._files]:
-            raise Damaged(f"{file} names {outside[0]!r}, which is not a file of this checkpoint: use another one")
+            raise Damaged(
+                f"{file} names {outside[0]!r}, which is not a file of this checkpoint: use another checkpoint"
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -23,8 +23,8 @@ class Plain:
 
     Attributes:
         groups: parameter names by group.
-        hyperparameters: those of each group.
-        scalars: parameter -> state -> value; on a rank, for parameters that it owns in part.
+        hyperparameters: values by name, for each group.
+        scalars: parameter -> state -> value; on each rank, for the parameters of which it owns elements.
     """
 
     groups: list[list[str]]
@@ -50,7 +50,7 @@ def plain_state(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def elementwise_states(home: HomeState, optimizer: torch.optim.Optimizer | None) -> dict[str, OwnedBoxes]:
-    """Return this rank's parts of per-element states, by name in the checkpoint."""
+    """Return this rank's shards of per-element states, by name in the checkpoint."""
     states = {}
     for name, state, value in _states(home, optimizer) if optimizer is not None else ():
         if isinstance(value, Tensor) and value.dim():
@@ -66,8 +66,8 @@ def merged(parts: Sequence[Plain]) -> Plain:
             earlier = scalars.setdefault(name, values)
             if earlier.keys() != values.keys() or any(bool(earlier[k] != values[k]) for k in earlier):
                 raise ValueError(
-                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: step the"
-                    " optimizer on all ranks alike"
+                    f"optimizer, parameter {name}: {values} on rank {rank} but {earlier} on an earlier rank: make the"
+                    " same optimizer steps on all ranks"
                 )
     return Plain(parts[0].groups, parts[0].hyperparameters, scalars)
 
@@ -93,14 +93,14 @@ def restore(
     """Restore state into this rank's optimizer, in place.
 
     Args:
-        states: parameter -> state -> this rank's part, 1-D.
+        states: parameter -> state -> 1-D tensor of this rank's elements.
     """
     groups = _group_names(home, optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in plain.groups]:
         moved = _places(groups).items() ^ _places(plain.groups).items()
         raise ValueError(
-            f"{what}: its optimizer has {len(plain.groups)} parameter groups, this one {len(groups)}; they"
-            f" differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the groups that were saved"
+            f"{what}: the saved optimizer has {len(plain.groups)} parameter groups, and this optimizer {len(groups)};"
+            f" they differ in {sorted({name for name, _ in moved})[:3]}: build the optimizer with the saved groups"
         )
     stepped = {name for name in home.pieces if states.get(name) or plain.scalars.get(name)}
     optimizer.load_state_dict(
@@ -124,7 +124,7 @@ def _states(home: HomeState, optimizer: torch.optim.Optimizer) -> Iterable[tuple
                 raise Unsupported(
                     f"its state {state} has shape {tuple(value.shape)} for {parameter.numel()} elements",
                     where=f"optimizer {type(optimizer).__name__}, parameter {name}",
-                    remedy="use an optimizer whose states are one value per element, or one per parameter",
+                    remedy="use an optimizer whose states have one value per element or per parameter",
                 )
             yield name, state, value
 

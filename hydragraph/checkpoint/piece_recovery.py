@@ -1,6 +1,7 @@
 """Recovery from a checkpoint in pieces, each read from the nearest place.
 
-Threads read what a rank needs itself; meanwhile ranks exchange, in windows of bounded size, what they read for others.
+Threads read the pieces that only their own rank needs. Meanwhile, ranks exchange shared pieces in windows of bounded
+size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Recovered:
     """Result of a recovery, on one rank.
 
     Attributes:
-        read, received: bytes read by tier, and received from others.
+        read, received: number of bytes read, by tier, and received from other ranks.
     """
 
     kept: Kept
@@ -55,25 +56,25 @@ def recover(
     chunk: int = CHUNK,
     least: int | None = None,
 ) -> Recovered | None:
-    """Read the newest checkpoint that is complete, without unreadable pieces; all ranks call it.
+    """Read the newest complete checkpoint whose pieces can be read; all ranks call this.
 
     Args:
-        chunk: bytes that ranks together exchange at a time.
-        least: earliest step; without one, all ranks return None. None: any step.
+        chunk: bytes that all ranks together exchange at a time.
+        least: earliest step to accept; if all checkpoints are older, all ranks return None.
 
     Raises:
-        ValueError: on all ranks: no checkpoint exists, or parts of the newest are missing.
+        ValueError: on all ranks: no checkpoint exists, or parts of the newest checkpoint are missing.
     """
     while True:
         unreadable_before = len(pieces.unreadable)
         try:
             newest = _newest(pieces, home, groups, least)
             return None if newest is None else _read(pieces, newest, buckets, home, groups, chunk)
-        except ValueError as error:  # raised on all ranks
+        except ValueError as error:  # every rank raises this error
             if not any(groups.gather(len(pieces.unreadable) > unreadable_before)):
                 raise
             if len(pieces.unreadable) > unreadable_before:
-                _LOG.warning("%s; another copy or an earlier checkpoint is read", error)
+                _LOG.warning("%s; reading another copy or an earlier checkpoint", error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,9 @@ class _Found:
 def _newest(pieces: Pieces, home: HomeState, groups: Groups, least: int | None) -> _Found | None:
     nodes, there = _survey(pieces, groups)
     if not there and least is None:
-        raise ValueError(f"{_WHAT}: no remaining place holds any: keep some with Executable.keep, or load a checkpoint")
+        raise ValueError(
+            f"{_WHAT}: no remaining place holds any piece: write some with Executable.keep, or load a checkpoint"
+        )
     refusals = []
     for kept in sorted(there, reverse=True):
         if least is not None and kept.step < least:
@@ -152,7 +155,7 @@ def _survey(pieces: Pieces, groups: Groups) -> tuple[list[int], dict[Kept, dict[
     def listed() -> dict[Kept, dict[PiecePlace, list[StatePiece]]]:
         by_checkpoint: dict[Kept, dict[PiecePlace, list[StatePiece]]] = {}
         for tier, ranks in reach.items():
-            if tier in pieces.shelves and min(ranks) == rank:  # one of the sharing ranks lists it
+            if tier in pieces.shelves and min(ranks) == rank:  # one of the ranks that share a place lists it
                 without = set().union(*(hosts[sharer][2] for sharer in ranks))
                 for kept, shelf_pieces in pieces.held(tier).items():
                     readable = [piece for piece in shelf_pieces if (tier, kept, piece) not in without]
@@ -197,7 +200,7 @@ class _PieceReader:
         return sum((hi - lo) * dtype.itemsize for _, lo, hi, _, dtype in self.spans(fetch))
 
     def read(self, fetch: Fetch) -> Tensor:
-        """Return a fetch's bytes, 1-D, on the CPU; record an unreadable piece."""
+        """Return the bytes of a fetch as a 1-D CPU tensor; record an unreadable piece."""
         piece = fetch.piece
         whole = (fetch.lo, fetch.hi) == (piece.lo, piece.hi)
         try:
@@ -215,7 +218,7 @@ class _PieceReader:
         home = self.state.home
         rows = home.layouts[fetch.piece.bucket].of(home.rank)
         row = int(((rows.lo <= fetch.lo) & (fetch.lo < rows.hi)).argmax())
-        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # of the first element in the shard
+        at = int(rows.at[row]) + fetch.lo - int(rows.lo[row])  # position in the shard of the fetch's first element
         offsets = self.buckets[fetch.piece.bucket].offsets()
         begin = 0
         for name, lo, hi, column, dtype in self.spans(fetch):

@@ -1,12 +1,12 @@
 """Choice of the source of each piece of a checkpoint.
 
-    the piece is             read from, by                                                read once per
-    in memory on the node    this memory, by its rank, for all of the node that need it   rank that has it and needs it
-    on the node's disk       the disk, by one rank that needs it, for all of the node     node
-    on another node          memory before disk, by a rank there                          node that needs it
-    only in the store        the store, by one rank that needs it, for all of the node    node
+    the piece is             it is read from, by                                          once per
+    in memory on the node    the memory of a rank, by this rank, for the node's ranks     rank that has and needs it
+    on the node's disk       the disk, by one rank that needs it, for the node's ranks    node
+    on another node          memory before disk, by a rank of that node                   node that needs it
+    only in the store        the store, by one rank that needs it, for the node's ranks   node
 
-Among equally near readers, the one with the least to read is chosen.
+Among equally near readers, the rank with the least to read is chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.ir.layout import Layout
 
 
 class Tier(IntEnum):
-    """Kind of place that holds a piece, nearer ones first."""
+    """Kinds of places that hold pieces, from near to far."""
 
     MEMORY = 0
     DISK = 1
@@ -63,15 +63,15 @@ class Fetch:
 def fetch_plan(
     held: Mapping[PiecePlace, Sequence[StatePiece]], nodes: Sequence[int], needed: Mapping[str, Layout]
 ) -> list[Fetch]:
-    """Plan which rank reads what from where, equally on all ranks.
+    """Plan which rank reads which elements from which place; all ranks compute the same plan.
 
     Args:
         held: pieces of one checkpoint, by place.
-        nodes: the node of each rank.
-        needed: elements of each rank, by bucket.
+        nodes: node of each rank.
+        needed: elements that each rank needs, by bucket.
 
     Returns:
-        Reads in order of buckets and elements; ranks receive each element once.
+        Reads in order of buckets and elements; a rank receives each element once.
     """
     load = [0] * len(nodes)
     places: dict[StatePiece, list[PiecePlace]] = {}
@@ -85,7 +85,7 @@ def fetch_plan(
     open_at: dict[tuple[object, ...], int] = {}  # index of a read that may be extended
     for bucket, layout in needed.items():
         pieces = by_bucket.get(bucket, [])
-        # Between neighbouring marks, elements share the ranks that need them and the pieces.
+        # Elements between two marks are needed by the same ranks, and are in the same pieces.
         marks = {*layout.lo.tolist(), *layout.hi.tolist(), *(edge for piece in pieces for edge in (piece.lo, piece.hi))}
         for lo, hi in pairwise(sorted(marks)):
             needing = tuple(sorted(set(layout.rank[(layout.lo <= lo) & (hi <= layout.hi)].tolist())))
@@ -116,11 +116,11 @@ def _fetches(
         for place in places:
             for rank in place.ranks:
                 reach[rank] = min(reach.get(rank, (place.tier, piece)), (place.tier, piece))
-    reads: dict[int, list[int]] = {}  # reader -> ranks that need what it reads
+    reads: dict[int, list[int]] = {}  # reader -> ranks for which it reads
     own = [rank for rank in needing if rank in reach and reach[rank][0] is Tier.MEMORY]
     for rank in own:
         reads[rank] = [rank]
-    # Nodes with a copy come first, as they can send it to others.
+    # Nodes with a copy come first, because they can send the copy to other nodes.
     left = sorted({nodes[rank] for rank in needing if rank not in own}, key=lambda node: not _on(node, reach, nodes))
     for node in left:
         receivers = [rank for rank in needing if rank not in own and nodes[rank] == node]
@@ -136,7 +136,7 @@ def _fetches(
         if reader is None:
             raise ValueError(
                 f"elements [{lo}, {hi}) of bucket {bucket}, which rank {receivers[0]} needs, are in no memory, on no"
-                " disk and not in the store: keep checkpoints in a store too, or more copies of the state"
+                " disk and not in the store: also keep checkpoints in a store, or keep more copies of the state"
             )
         reads.setdefault(reader, []).extend(receivers)
     for reader, receivers in reads.items():

@@ -1,10 +1,10 @@
-"""Checkpoints of the home state and the optimizer of all ranks, which any number of ranks can load.
+"""Checkpoints of all ranks' home state and optimizer, which any number of ranks can load.
 
-A checkpoint is a directory of torch.distributed.checkpoint (DCP), readable by DCP's tools: one unsharded tensor per
-parameter under its name, and one per elementwise optimizer state under `optimizer.{state}.{parameter}`.
-Hyperparameters, step counts and `extra` are one further entry.
+A checkpoint is a directory of torch.distributed.checkpoint (DCP), readable by DCP's tools. The entries are unsharded
+tensors: each parameter under its name, and each elementwise optimizer state under `optimizer.{state}.{parameter}`. One
+more entry has the hyperparameters, step counts and `extra`.
 
-All ranks call `save` and `load` together, and an error on one of them is raised on all.
+All ranks call `save` and `load` together, and an error on one rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ BUFFERS = "buffers"  # key of `extra`: persistent buffers by name
 def save(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> None:
-    """Save weights, optimizer and `extra`; `path` keeps its content until all is written.
+    """Save weights, optimizer and `extra`; `path` does not change until the checkpoint is complete.
 
     Args:
-        path: a directory visible to all ranks; only a checkpoint is replaced.
-        optimizer: None: only weights are saved.
-        extra: rank 0's; numbers, strings, tensors, and containers of them.
+        path: a directory visible to all ranks; replaced only if it is a checkpoint or empty.
+        optimizer: None saves only weights.
+        extra: rank 0's numbers, strings, tensors, and containers of them.
 
     Raises:
         ValueError: on all ranks: `path` is unsuitable, or a value cannot be stored.
-        OSError: this rank cannot write there.
+        OSError: this rank cannot write to `path`.
         RankFailure: another rank failed while writing.
     """
     write(prepare(path, home, optimizer, extra, groups), groups)
@@ -97,16 +97,16 @@ class PendingCheckpoint:
         return f"save checkpoint {self.path}"
 
     def discard(self) -> None:
-        """Remove the scratch directory; only rank 0 calls it."""
+        """Remove the scratch directory; only rank 0 calls this."""
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def prepare(
     path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], groups: Groups
 ) -> PendingCheckpoint:
-    """Check that a checkpoint can be saved, and create its scratch directory; arguments as for `save`.
+    """Check that a checkpoint can be saved, and create its scratch directory; arguments are as for `save`.
 
-    The result's tensors are not copies.
+    The result refers to the state, without copies.
     """
     what = f"save checkpoint {path}"
     path = Path(path)
@@ -159,14 +159,14 @@ def load(path: PathLike, home: HomeState, optimizer: torch.optim.Optimizer | Non
 
     Args:
         path: a directory shared by all ranks, or copied to every host.
-        optimizer: None: only weights are loaded.
+        optimizer: None loads only weights.
 
     Returns:
         The saved `extra`, on every rank.
 
     Raises:
-        Damaged: it differs from what was written; some ranks may raise a plain ValueError.
-        ValueError: on all ranks: it is missing, incomplete, or of another model or optimizer.
+        Damaged: the checkpoint has changed since it was written; some ranks may raise a plain ValueError.
+        ValueError: on all ranks: the checkpoint is missing, incomplete, or of another model or optimizer.
     """
     what = f"load checkpoint {path}"
     path = Path(path)
@@ -197,7 +197,7 @@ def read_steps(path: Path) -> int:
 
 
 def _write_entries(prepared: PendingCheckpoint, groups: Groups) -> None:
-    """Perform DCP's save, which uses the default process group, step by step."""
+    """Perform DCP's save over `groups` instead of the default process group."""
     what = prepared.what
     leader = groups.world.rank == 0
     writer = FileSystemWriter(prepared.scratch, overwrite=False)

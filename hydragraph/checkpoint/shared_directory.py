@@ -1,4 +1,4 @@
-"""Checks whether hosts see the same directory at a path."""
+"""Checks that all hosts see the same directory at a path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.cluster.communicators import Groups
 
 
 def leave_mark(directory: Path) -> Path:
-    """Create a file for other ranks to look for, under an uncached name."""
+    """Create a file that other ranks look for, with a name that no host has cached."""
     mark = directory / f".seen-{uuid.uuid4().hex}"
     mark.touch(exist_ok=False)
     return mark
@@ -33,13 +33,13 @@ def read_alike(path: Path, groups: Groups, what: str) -> CheckpointManifest:
     there = together(groups, what, (path / MARKER).is_file)
     if lacking := [rank for rank, is_there in enumerate(there) if is_there < max(there)]:
         raise ValueError(
-            f"checkpoint {path}: ranks {lacking} see no {MARKER} there, the others do: name a directory that all hosts "
-            "share, or copy the checkpoint to every host"
+            f"checkpoint {path}: ranks {lacking} see no {MARKER} there, but the others do: name a directory that all "
+            "hosts share, or copy the checkpoint to every host"
         )
     manifests = together(groups, what, lambda: read_manifest(path))
     if other := [rank for rank, manifest in enumerate(manifests) if manifest != manifests[0]]:
         raise ValueError(
-            f"checkpoint {path}: ranks {other} see another checkpoint there than rank 0: name a directory that all"
+            f"checkpoint {path}: ranks {other} see a different checkpoint there than rank 0: name a directory that all"
             " hosts share, or copy the same checkpoint to every host"
         )
     return manifests[0]

@@ -1,12 +1,12 @@
-"""Checkpoints in pieces in several places: memory, a disk of the node, a store.
+"""Checkpoints in pieces, stored in several places: memory, a disk of the node, and a store.
 
 A piece is one rank's interval of a bucket in all columns (weights and per-element optimizer state), in a safetensors
 file:
 
-    step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements of it
+    step-40.a-9f2c/layer.3/1024-2048.safetensors  "model.layers.3.mlp.up_proj.weight|exp_avg": elements
     step-40.a-9f2c/common.pt                      steps of parameters, hyperparameters, the caller's extra
 
-Readers take the newest complete checkpoint. The series, which ends a directory's name, changes when training returns
+Readers use the newest complete checkpoint. A directory's name ends with a series, which changes when training returns
 to an earlier step.
 """
 
@@ -39,7 +39,7 @@ _STEP = re.compile(r"step-(\d+)\.([0-9a-z]*-[0-9a-f]+)")
 _PIECE = re.compile(r"(\d+)-(\d+)\.safetensors")
 _COMMON = "common.pt"
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "r2"}  # protocols of fsspec
-_HEAD = 8  # bytes with the header's length
+_HEAD = 8  # number of bytes that store the header's length
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +47,7 @@ class Kept:
     """A checkpoint in pieces.
 
     Attributes:
-        series: "run-random", new after each return to an earlier step.
+        series: "run-random"; changes when training returns to an earlier step.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Kept:
 
     @staticmethod
     def of(folder: str) -> Kept | None:
-        """Parse a directory's name; return None if it is not that of a checkpoint."""
+        """Parse the name of a checkpoint's directory; return None for other directories."""
         match = _STEP.fullmatch(folder)
         return None if match is None else Kept(int(match[1]), match[2])
 
@@ -135,7 +135,7 @@ class DiskShelf:
         return [path.name for path in self.root.glob("step-*")]
 
     def drop(self, folder: str) -> None:
-        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may do the same concurrently
+        shutil.rmtree(self.root / folder, ignore_errors=True)  # another rank may delete the same folder concurrently
 
 
 class StoreShelf:
@@ -151,10 +151,10 @@ class StoreShelf:
     def put(self, name: str, data: bytes) -> None:
         path = f"{self._root}/{name}"
         protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
-        if "file" in protocols:  # partial files would be visible
+        if "file" in protocols:  # partly written files would be visible
             DiskShelf(Path(self._root)).put(name, data)
             return
-        if not protocols & _OBJECT_STORES:  # makedirs could create a misspelt bucket
+        if not protocols & _OBJECT_STORES:  # makedirs could create a misspelled bucket
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
         self._files.pipe_file(path, data)
 
@@ -185,12 +185,12 @@ class StoreShelf:
 
 
 class Pieces:
-    """Places where this process keeps checkpoints in pieces.
+    """Places in which this process stores checkpoints in pieces.
 
     Args:
         disk: a directory shared by this node's ranks.
         store: a path or fsspec URL ("s3://bucket/run") for all nodes.
-        keep: number of checkpoints; one complete checkpoint is always kept.
+        keep: number of checkpoints to keep; one complete checkpoint is always kept.
         run: name of this run, in lower-case letters and digits. Pieces of other runs are not read, and are eventually
             deleted. "": read the pieces of all runs.
     """
@@ -212,7 +212,7 @@ class Pieces:
             self.shelves[Tier.STORE] = StoreShelf(store) if "://" in store else DiskShelf(Path(store))
         if not self.shelves or keep < 1:
             raise ValueError(
-                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: give a place, and keep at least 1"
+                f"pieces: memory={memory}, disk={disk}, store={store}, keep={keep}: set a place, and keep at least 1"
             )
         if not re.fullmatch(r"[0-9a-z]*", run):
             raise ValueError(f"pieces: run={run!r}: give lower-case letters and digits")
@@ -255,10 +255,10 @@ class Pieces:
         """Copy this rank's state to CPU memory, and write it to all places in the background.
 
         Args:
-            columns: of every parameter.
-            without: places to omit, equal on all ranks: those that are `busy` on any rank.
-            whole: by place, the last checkpoint of all ranks.
-            tidies: delete old checkpoints from the store; one rank is enough.
+            columns: dtypes of every parameter's columns.
+            without: places to skip, equal on all ranks: those `busy` on any rank.
+            whole: last checkpoint that all ranks have written, by place.
+            tidies: whether to delete old checkpoints from the store; one rank is enough.
         """
         self.last = kept
         self._whole.update(whole or {})
@@ -268,7 +268,7 @@ class Pieces:
             self._preparing = self._begin(partial(self._prepare, kept, parts, common, wholes, tidies))
 
     def wait(self) -> None:
-        """Wait for pending writes; raise the first of their errors, once."""
+        """Wait for pending writes; raise the first error since the last call."""
         self._join()
         if errors := self.errors():
             raise errors[0]
@@ -279,18 +279,18 @@ class Pieces:
         return errors
 
     def clear(self, store: bool) -> None:
-        """Wait for pending writes, then delete all checkpoints; in the store, if `store`."""
+        """Wait for pending writes, then delete all checkpoints; in the store, only if `store` is true."""
         self._join()
         for tier, shelf in self.shelves.items():
             for folder in shelf.folders() if store or tier is not Tier.STORE else ():
                 if Kept.of(folder) is not None:
                     shelf.drop(folder)
             if isinstance(shelf, DiskShelf) and (store or tier is not Tier.STORE):
-                with suppress(OSError):  # other files or another rank's are in it
+                with suppress(OSError):  # the directory has other files, or another rank's
                     shelf.root.rmdir()
 
     def held(self, tier: Tier) -> dict[Kept, list[StatePiece]]:
-        """List this run's pieces in a place, even unreadable ones, for checkpoints with a common part there."""
+        """List this run's pieces in a place, even unreadable ones; skip checkpoints without a common part there."""
         by_checkpoint: dict[Kept, list[StatePiece]] = {}
         common: set[Kept] = set()
         shelf = self.shelves.get(tier)
@@ -310,7 +310,7 @@ class Pieces:
         return self.shelves[tier].get(f"{kept.folder}/{_COMMON}")
 
     def reader(self, tier: Tier, kept: Kept, piece: StatePiece, whole: bool) -> PieceFile:
-        """Open a piece; `whole`: to read all of it."""
+        """Open a piece; `whole`: the caller will read the whole piece."""
         return PieceFile(self.shelves[tier], _name(kept, piece), whole)
 
     def _join(self) -> None:
@@ -348,13 +348,13 @@ class Pieces:
                 self._writing[tier] = self._begin(write)
 
     def _write(self, tier: Tier, kept: Kept, files: Mapping[str, bytes], whole: Kept | None, tidies: bool) -> None:
-        """Write files, and delete checkpoints that `whole`, the last complete one here, replaces."""
+        """Write files, and delete the checkpoints that `whole`, the last complete one in this place, replaces."""
         shelf = self.shelves[tier]
         try:
             for name, data in files.items():
                 shelf.put(name, data)
         except Exception:
-            with suppress(Exception):  # useless if incomplete, and a full disk needs the space
+            with suppress(Exception):  # an incomplete checkpoint is useless, and a full disk needs the space
                 shelf.drop(kept.folder)
             raise
         self._written[tier] = kept
@@ -369,7 +369,7 @@ class Pieces:
 
 
 class PieceFile:
-    """A piece with random access; `whole`: load all of it immediately."""
+    """A piece with random access; `whole`: load the whole piece immediately."""
 
     def __init__(self, shelf: Shelf, name: str, whole: bool) -> None:
         self._shelf = MemoryShelf({name: shelf.get(name)}) if whole else shelf
@@ -388,7 +388,7 @@ class PieceFile:
         """Return elements [lo, hi) of a parameter's column, 1-D, on the CPU.
 
         Raises:
-            ValueError: they differ from what was written; only whole columns have a checksum.
+            ValueError: the elements differ from those written; only whole columns have a checksum.
         """
         key = f"{parameter}|{column}"
         begin, end = self._spans[key]
@@ -396,9 +396,9 @@ class PieceFile:
         low, high = begin + (lo - first) * dtype.itemsize, begin + (hi - first) * dtype.itemsize
         data = bytearray(self._shelf.get(self._name, self._start + low, self._start + high))
         if len(data) != high - low or not begin <= low <= high <= end:
-            raise self._damaged(f"{key} is cut off")
+            raise self._damaged(f"{key} is truncated")
         if (low, high) == (begin, end) and crc32(data) != self._sums[key]:
-            raise self._damaged(f"{key} has another checksum")
+            raise self._damaged(f"{key} has a wrong checksum")
         return torch.frombuffer(data, dtype=dtype)
 
     def _damaged(self, how: str) -> ValueError:
@@ -411,7 +411,7 @@ class PieceCopy:
 
     Attributes:
         tensors: "parameter|column" -> values in the interval.
-        firsts: parameter -> its first element in the interval.
+        firsts: parameter -> index of its first element in the interval.
     """
 
     piece: StatePiece

@@ -60,7 +60,7 @@ def test_a_forged_manifest_names_no_files_elsewhere(name: str, made: Path, group
         save_and_load.load(made, *make(ALONE), groups)
     del manifest["files"][".metadata"]
     (made / "complete.json").write_text(json.dumps(manifest))
-    with pytest.raises(Damaged, match=r"it does not name \.metadata"):
+    with pytest.raises(Damaged, match=r"it does not list \.metadata"):
         save_and_load.load(made, *make(ALONE), groups)
 
 
@@ -73,5 +73,7 @@ def test_another_model_or_optimizer_is_refused(made: Path, groups: Groups) -> No
         save_and_load.load(made, *make(ALONE, model=renamed), groups)
     with pytest.raises(ValueError, match="holds the state of AdamW, not of SGD"):
         save_and_load.load(made, *make(ALONE, sgd), groups)
-    with pytest.raises(ValueError, match=r"has 2 parameter groups, this one 1; they differ in \['layer.0.norm'\]"):
+    with pytest.raises(
+        ValueError, match=r"has 2 parameter groups, and this optimizer 1; they differ in \['layer.0.norm'\]"
+    ):
         save_and_load.load(made, *make(ALONE, torch.optim.AdamW), groups)

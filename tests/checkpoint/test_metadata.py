@@ -96,7 +96,7 @@ def test_damage_is_named(saved: Path) -> None:
     whole = (saved / ".metadata").read_bytes()
     for data in (b"", whole[: len(whole) // 2], pickle.dumps([1])):
         (saved / ".metadata").write_bytes(data)
-        with pytest.raises(ValueError, match=r"\.metadata .*: use another one"):
+        with pytest.raises(ValueError, match=r"\.metadata .*: use another checkpoint"):
             reader(saved).read_metadata()
     write(saved, Metadata({}))
     assert reader(saved).read_metadata().state_dict_metadata == {}

@@ -168,8 +168,8 @@ def test_damage_is_told(tmp_path: Path) -> None:
     name = "step-4.-a1/tiny/0-2.safetensors"
     data = place.get(name)
     for damaged, how in (
-        (data[:-8] + bytes(8), r"tiny\|\w* has another checksum"),
-        (data[:-30], r"tiny\|\w* is cut off"),
+        (data[:-8] + bytes(8), r"tiny\|\w* has a wrong checksum"),
+        (data[:-30], r"tiny\|\w* is truncated"),
         (data[:4] + b"x" + data[5:], ""),
         (b"", ""),
     ):
@@ -195,7 +195,7 @@ def test_what_a_store_raises_is_told_once(tmp_path: Path) -> None:
 
 
 def test_no_place_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory=False.*give a place"):
+    with pytest.raises(ValueError, match=r"memory=False.*set a place"):
         Pieces(memory=False)
     with pytest.raises(ValueError, match="keep=0"):
         Pieces(keep=0)

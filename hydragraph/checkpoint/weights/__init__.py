@@ -1,1 +1,1 @@
-"""Weights of Hugging Face directories: read by their owners, and written."""
+"""Readers and writers of the weights of Hugging Face directories."""

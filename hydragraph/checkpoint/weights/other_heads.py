@@ -1,6 +1,6 @@
-"""Detection of heads of other classes of a model's family, which may be left unread.
+"""Detection of heads that belong to other classes of a model's family, and that need not be read.
 
-A directory of `BertForPreTraining` holds a pooler, which `BertForMaskedLM` does not have.
+A directory of `BertForPreTraining` has a pooler, which `BertForMaskedLM` does not have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Family:
 
     @staticmethod
     def of(model: nn.Module) -> Family:
-        """Collect the classes of the Python modules of a transformers model's class and its bases."""
+        """Collect the classes in the Python modules that define a transformers model's class and its bases."""
         places = [vars(sys.modules[base.__module__]).values() for base in type(model).__mro__]
         modules = {
             value for place in places for value in place if isinstance(value, type) and issubclass(value, nn.Module)
@@ -33,7 +33,7 @@ class Family:
         return Family(tuple(sorted(kinds, key=lambda kind: kind.__qualname__)), copy.deepcopy(model.config))
 
     def heads(self, names: frozenset[str]) -> frozenset[str]:
-        """Return the names that belong to the family."""
+        """Return the names in `names` that belong to the family."""
         recognised: set[str] = set()
         for own in self._names():
             recognised |= names & own
@@ -47,5 +47,5 @@ class Family:
                 with torch.device("meta"):
                     model = kind(copy.deepcopy(self.config))
             except Exception:
-                continue  # not buildable with this config
+                continue  # the class cannot be built with this config
             yield frozenset(model.state_dict())

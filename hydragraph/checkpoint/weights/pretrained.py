@@ -1,4 +1,4 @@
-"""Loader of safetensors directories: each rank reads all headers, and elements that it owns.
+"""Loader of safetensors directories: each rank reads all headers, but only the elements that it owns.
 
 `transformers.conversion_mapping` maps names in files to names of the model.
 """
@@ -50,7 +50,7 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module | None, sources: Mapping[str, str]) -> Names:
-        """Collect the names from a model, even on meta; without one, use the keys."""
+        """Collect the names from a model, even on the meta device."""
         if model is None or not is_huggingface(model) or is_peft(model):
             return Names(sources, (), None, None, Family())
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -67,7 +67,7 @@ class Names:
         return Names(sources, conversions, str(model.base_model_prefix), pattern, Family.of(model))
 
     def placed(self, held: Mapping[str, Stored]) -> list[tuple[str, Whole]]:
-        """Return the files' tensors by names in the model, which may not have all."""
+        """Return the files' tensors with their names in the model, which may not have all of them."""
         if self.prefix is None:
             return [(key, Whole.of(stored)) for key, stored in held.items()]
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -98,25 +98,25 @@ class Names:
 def load(path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names, groups: Groups) -> None:
     """Read this rank's weights, and all persistent buffers, from a directory.
 
-    All ranks call it together. All headers are checked before any weight changes. A tensor must be equal under all its
-    tied names. Heads of other classes, and keys that transformers ignores, stay unread.
+    All ranks call this together. All headers are checked before any weight changes. Tied names must have equal tensors.
+    Heads of other classes, and keys that transformers ignores, are not read.
 
     Raises:
-        ValueError: on all ranks: files are missing or damaged, or keys missing, unknown or of another shape.
-        Unsupported: computed or quantised tensors, or pickled files.
+        ValueError: on all ranks: files are missing or damaged, or keys are missing, unknown or of another shape.
+        Unsupported: tensors are computed or quantized, or files are pickled.
     """
     what = f"load pretrained {path}"
     stored, unread = together_own(groups, what, lambda: _matched(path, home, buffers, names))
     if unread and groups.world.rank == 0:
         modules = list(dict.fromkeys(key.rpartition(".")[0] for key in unread))
-        _LOG.warning("pretrained %s: left unread, as the model has no such part: %s", path, shortened(modules, 10))
+        _LOG.warning("pretrained %s: skipped weights that the model does not have: %s", path, shortened(modules, 10))
     together(groups, what, lambda: _read(path, stored, home, buffers))
 
 
 def _matched(
     path: Path, home: HomeState, buffers: Mapping[str, Tensor], names: Names
 ) -> tuple[Mapping[str, tuple[Whole, ...]], list[str]]:
-    """Return the stored tensors of each parameter or buffer, one per tied name, and ignored keys."""
+    """Return the stored tensors of each parameter or buffer, one per tied name, and the ignored keys."""
     places: dict[str, tuple[Whole, ...]] = {}
     unplaced: dict[str, str] = {}
     for name, whole in names.placed(contents(path)):
@@ -143,7 +143,7 @@ def _unknown(names: Names, unplaced: Mapping[str, str]) -> list[str]:
 def _class(path: Path) -> str:
     try:
         classes = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
-        return f", {classes[0]} with the config beside them"
+        return f", {classes[0]} with the config in their directory"
     except (OSError, LookupError, TypeError, ValueError):
         return ""
 
@@ -174,7 +174,7 @@ def _refuse_misfit(
         *([f"of another shape: {shortened(wrong)}"] if wrong else ()),
     ]
     if faults:
-        more = "" if missing or wrong else "; or drop them once with from_pretrained and save_pretrained of your class"
+        more = "" if missing or wrong else "; or remove them with from_pretrained and save_pretrained of your class"
         remedy = f"build the model that the files belong to{_class(path)}{more}"
         raise ValueError(f"pretrained {path}: {'; '.join(faults)}: {remedy}")
 

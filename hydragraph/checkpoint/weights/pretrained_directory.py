@@ -27,7 +27,7 @@ class Shell:
 
     @staticmethod
     def of(model: nn.Module) -> Shell | None:
-        """Copy a model without its weights; None if transformers could not load it."""
+        """Copy a model without its weights; None for a model that is not from transformers."""
         return Shell(meta_copy(model, torch.float32)) if is_huggingface(model) else None
 
     @cached_property
@@ -36,7 +36,7 @@ class Shell:
         return fp32_keys(self.model)
 
     def keys(self, merged: bool) -> frozenset[str] | None:
-        """Return the keys that `write` needs; None: all."""
+        """Return the keys that `write` needs; None: all keys."""
         return adapter_keys(self.model) if is_peft(self.model) and not merged else None
 
     def write(
@@ -46,8 +46,8 @@ class Shell:
 
         Args:
             state: full CPU tensors of `keys`.
-            merged: write the base model with active adapters merged in.
-            dtype: of floating-point tensors, except `fp32_keys`.
+            merged: whether to merge active adapters into the base model.
+            dtype: dtype of floating-point tensors, except `fp32_keys`.
         """
         if self.keys(merged) is not None:
             adapters = {key: t.to(dtype) if t.is_floating_point() else t for key, t in state.items()}
@@ -65,7 +65,7 @@ class Shell:
 
 
 def published_keys(shell: Shell) -> frozenset[str] | None:
-    """Return the keys that `published_names` needs; None: all."""
+    """Return the keys that `published_names` needs; None: all keys."""
     if not is_peft(shell.model):
         return None
     adapters = adapter_names(shell.model)
@@ -82,8 +82,8 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
     """Return tensors with the names and shapes of `save_pretrained`.
 
     Args:
-        shell: the model; None: not from transformers, so its names stay.
-        state: tensors by state-dict key; groups such as experts are complete.
+        shell: the model; None keeps all names.
+        state: tensors by state-dict key; groups such as experts must be complete.
     """
     if shell is None:
         return dict(state)
@@ -97,7 +97,7 @@ def published_names(shell: Shell | None, state: Mapping[str, Tensor]) -> dict[st
 
 
 def fp32_keys(model: nn.Module) -> frozenset[str]:
-    """Return the state-dict keys that a model's classes list as fp32, or build so."""
+    """Return the state-dict keys that a model's classes list as fp32, or create in fp32."""
     names: set[str] = set()
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
@@ -114,7 +114,7 @@ def _built_in_fp32(model: Any) -> Iterator[str]:
         with torch.device("meta"):
             built = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     except Exception:
-        return  # from_pretrained cannot build it either
+        return  # from_pretrained cannot build the model either
     yield from (key for key, tensor in built.state_dict().items() if tensor.dtype == torch.float32)
 
 
@@ -126,22 +126,23 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
-    """Return the base model with the active adapters merged in; a head that then differs from its tied embeddings is
-    untied.
+    """Return the base model with the active adapters merged in.
+
+    A head that then differs from its tied embeddings is untied.
     """
     # Merging adds in place, so tied weights are copied.
     model.load_state_dict({key: tensor.clone() for key, tensor in state.items()}, assign=True)
     base = model.get_base_model()
     tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
     configs = (base.config, base.config.get_text_config())
-    before = [config.tie_word_embeddings for config in configs]  # peft unsets it for untied memory
+    before = [config.tie_word_embeddings for config in configs]  # peft unsets it if tied weights do not share memory
     try:
         base = model.merge_and_unload()
     except RuntimeError as error:
         raise Unsupported(
             f"peft cannot merge these adapters ({error})",
             where="save_pretrained",
-            remedy="leave merged out, and load the adapters with peft.PeftModel.from_pretrained",
+            remedy="omit merged, and load the adapters with peft.PeftModel.from_pretrained",
         ) from error
     weights = dict(base.named_parameters(remove_duplicate=False))
     apart = {k: source for k, source in tied.items() if not torch.equal(weights[k], weights[source])}
@@ -157,7 +158,7 @@ def _merged(model: Any, state: Mapping[str, Tensor]) -> Any:
         raise Unsupported(
             f"an adapter changes only one of two tied weights, {others[0]} and {apart[others[0]]}",
             where="save_pretrained",
-            remedy="leave merged out, and load the adapters with peft.PeftModel.from_pretrained",
+            remedy="omit merged, and load the adapters with peft.PeftModel.from_pretrained",
         )
     for config in configs:
         config.tie_word_embeddings = False
@@ -175,5 +176,5 @@ def check(shell: Shell | None, merged: bool) -> Shell:
             remedy="write the tensors of full_state_dict() yourself, with torch.save or safetensors",
         )
     if merged and not is_peft(shell.model):
-        raise Unsupported("merged=True without adapters", where="save_pretrained", remedy="leave merged out")
+        raise Unsupported("merged=True without adapters", where="save_pretrained", remedy="omit merged")
     return shell

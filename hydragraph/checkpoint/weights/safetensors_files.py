@@ -23,7 +23,7 @@ Read = Callable[[Sequence[int], Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file; `dtype` is safetensors' name."""
+    """One tensor of a file; `dtype` is the dtype's name in safetensors."""
 
     file: Path
     key: str
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, Stored]:
                     tensors[key] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
     absent = [f"{key} in {place}" for key, place in places.items() if key not in tensors]
     if absent:
-        raise ValueError(f"pretrained {path}: {_INDEX} promises {shortened(absent)}, which is not there: copy it again")
+        raise ValueError(f"pretrained {path}: {_INDEX} lists {shortened(absent)}, which is missing: copy it again")
     return tensors
 
 
@@ -66,7 +66,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise ValueError(f"pretrained {path}: {_INDEX} is damaged ({error}): copy it again") from error
     absent = sorted({place for place in places.values() if not (path / place).is_file()})
     if absent:
-        raise ValueError(f"pretrained {path}: {_INDEX} names {shortened(absent)}, which is not there: copy it again")
+        raise ValueError(f"pretrained {path}: {_INDEX} names {shortened(absent)}, which is missing: copy it again")
     return [path / place for place in sorted(set(places.values()))], places
 
 
@@ -101,6 +101,6 @@ def _reader(part: Any) -> Read:
 
 
 def shortened(texts: Sequence[str], most: int = 3) -> str:
-    """Join at most `most` texts and count the rest."""
+    """Join at most `most` texts, and append the number of other texts."""
     rest = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + rest

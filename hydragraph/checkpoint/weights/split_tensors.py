@@ -1,9 +1,10 @@
-"""Tensors that files store in pieces, or several in one, as in original directories of the hub.
+"""Tensors that files store split or merged, as in some models' directories on the Hugging Face hub.
 
 gate_up_proj [8 experts, 2 x 14336, 4096]  =  cat(stack(w1 of each expert), stack(w3 of each expert), dim 1)
 the piece experts.5.w3 [14336, 4096] begins at (5, 14336, 0) and has no dimension 0
 
-k_proj [768, 768]  =  the second of the three chunks of qkv_proj [2304, 768], which begins at (-768, 0) of it
+k_proj [768, 768]  =  the second of three chunks of qkv_proj [2304, 768]
+the piece qkv_proj begins at (-768, 0) in k_proj
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class StoredPiece:
     """Stored tensor as a part of a tensor of the model.
 
     Attributes:
-        at: start of the piece in the whole tensor; negative if the whole is a later part of the piece.
-        lacks: dimensions that this piece does not have.
+        at: start of the piece in the model's tensor; negative if that tensor is a later part of the piece.
+        lacks: dimensions that the piece does not have.
     """
 
     stored: Stored
@@ -35,7 +36,7 @@ class StoredPiece:
         return tuple(1 if d in self.lacks else next(own) for d in range(len(self.at)))
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> StoredOverlap | None:
-        """Return the overlap with a box of the whole tensor, or None."""
+        """Return the overlap with a box of the model's tensor, or None."""
         spans = [
             (max(a, at), min(a + n, at + own))
             for a, n, at, own in zip(offsets, sizes, self.at, self.sizes, strict=True)
@@ -53,12 +54,12 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredOverlap:
-    """Overlap of a piece and a box of the whole.
+    """Overlap of a piece with a box of the model's tensor.
 
     Attributes:
         source: offsets and sizes within the piece's tensor.
         target: slices of the box.
-        sizes: along each dimension of the whole.
+        sizes: sizes of the overlap.
     """
 
     source: tuple[list[int], list[int]]
@@ -68,7 +69,7 @@ class StoredOverlap:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of the model and its pieces, usually one."""
+    """A tensor of the model and its pieces (usually one piece)."""
 
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]

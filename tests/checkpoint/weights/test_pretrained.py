@@ -256,7 +256,7 @@ def test_heads_that_only_other_classes_have_are_left_unread_with_a_warning(
         exe.load_pretrained(tmp_path)
     (warning,) = caplog.messages
     assert warning == (
-        f"pretrained {tmp_path}: left unread, as the model has no such part: bert.pooler.dense, cls.seq_relationship"
+        f"pretrained {tmp_path}: skipped weights that the model does not have: bert.pooler.dense, cls.seq_relationship"
     )
     heads = (whole.bert.pooler, whole.cls.seq_relationship)
     assert sum(counts) == stored_bytes(tmp_path) - sum(4 * p.numel() for head in heads for p in head.parameters())
@@ -383,7 +383,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         in_file(add),
         "ValueError",
         "unknown to the model: model.more.0, model.more.1, model.more.2 and 2 more: build the model that the files"
-        " belong to, GemmaForCausalLM with the config beside them; or drop them once with from_pretrained",
+        " belong to, GemmaForCausalLM with the config in their directory; or remove them with from_pretrained",
     ),
     "shape": (in_file(widen), "ValueError", "model.norm.weight is [65] in model.safetensors and [64] in the model"),
     "quantised": (in_file(quantise), "Unsupported", "model.norm.weight is stored as I8; dequantise"),
@@ -394,12 +394,12 @@ REFUSALS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no file": (
         index_of({"model.norm.weight": "other.safetensors"}),
         "ValueError",
-        "names other.safetensors, which is not there",
+        "names other.safetensors, which is missing",
     ),
     "no key": (
         index_of({"model.gone.weight": "part.safetensors"}),
         "ValueError",
-        "promises model.gone.weight in part.safetensors, which is not there",
+        "lists model.gone.weight in part.safetensors, which is missing",
     ),
     "pickled": (pickle, "Unsupported", "its weights are pickled (.bin)"),
     "nothing": (lose, "ValueError", "there is neither model.safetensors nor model.safetensors.index.json"),
