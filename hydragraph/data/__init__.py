@@ -1,1 +1,1 @@
-"""Text files to mini-batches of tokens, independently of strategies, ranks and models."""
+"""Conversion of text files to mini-batches of tokens, independent of strategies, ranks and models."""

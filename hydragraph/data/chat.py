@@ -1,4 +1,4 @@
-"""Documents as tokens; in conversations and completions, only the model's output is a target."""
+"""Conversion of documents to tokens; in conversations and completions, only the model's output is a target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# For tokenizers without these tokens. The last turn ends the document, with the token END.
+# ChatML for tokenizers without these tokens: END ends each turn and the document.
 _BASE_CHATML = (
     "{% for message in messages %}{{ ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + END }}{% endgeneration %}"
@@ -33,7 +33,7 @@ _BASE_CHATML = (
 
 
 def chatml(special: Collection[str], end: str) -> str:
-    """Return ChatML for a tokenizer; without `<|im_end|>`, turns end with `end`."""
+    """Return the ChatML template for a tokenizer; if the tokenizer has no `<|im_end|>`, turns end with `end`."""
     return CHATML if CHATML_TOKENS[1] in special else _BASE_CHATML.replace("END", json.dumps(end, ensure_ascii=False))
 
 
@@ -43,7 +43,7 @@ class DocumentEncoder:
 
     Attributes:
         tokenizer: a tokenizer that neither truncates nor pads.
-        end: id that ends texts, and answers without a special token.
+        end: id of the token that ends texts, and answers without a final special token.
     """
 
     tokenizer: Tokenizer
@@ -68,7 +68,7 @@ class DocumentEncoder:
         return next((around[:n] for n in range(len(around)) if around[n : n + len(ids)] == ids), [])
 
     def encode(self, document: Document, place: str) -> Encoded:
-        """Return a document as tokens; a ValueError refuses one without targets or rejected by its template."""
+        """Return a document as tokens; raise a ValueError if it has no targets or its template rejects it."""
         if isinstance(document, str):
             return Encoded([*self._begun(document), self.end])
         if isinstance(document, TokenIds):
@@ -93,12 +93,12 @@ class DocumentEncoder:
         if odd is not None:
             raise ValueError(
                 f"{place}: the id {odd} is not one of the tokenizer's (0 to {most - 1}): set data.tokenizer to the "
-                "one that made them"
+                "tokenizer that produced the ids"
             )
         return Encoded(list(tokens.ids), None if tokens.targets is None else list(tokens.targets))
 
     def _completion(self, pair: Completion) -> Encoded:
-        """Encode the texts separately, as for generation."""
+        """Encode prompt and completion separately, as in generation."""
         prompt = self._begun(pair.prompt)
         answer = self._ids(pair.completion)
         if answer[-1:] != [self.end]:
@@ -117,9 +117,9 @@ class DocumentEncoder:
         ids: list[int] = encoding.ids
         targets = _within(encoding.offsets, spans)
         if not any(targets):
-            raise ValueError(f"{place}: the assistant's text has no token: leave the conversation out")
+            raise ValueError(f"{place}: the assistant's text has no token: remove the conversation")
         if not text[spans[-1][1] :].strip() and not self._ends(ids):
-            # The end directly follows the model's output.
+            # The end token directly follows the model's output.
             kept = len(targets) - targets[::-1].index(True)
             ids, targets = [*ids[:kept], self.end], [*targets[:kept], True]
         return Encoded(ids, targets)

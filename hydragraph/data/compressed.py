@@ -28,7 +28,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
     Raises:
         ValueError: the file is damaged.
-        ImportError: Zstandard, and pyarrow is not installed.
+        ImportError: the file is compressed with Zstandard, and pyarrow is not installed.
     """
     if not is_compressed(path):
         with path.open("rb") as file:

@@ -21,10 +21,10 @@ from hydragraph.data.documents import OF_MESSAGES, PLAIN, Conversation, Document
 
 @dataclass
 class CorpusReport:
-    """Counts that `documents` fills in while it is consumed.
+    """Counts of a corpus, which `documents` updates while it is iterated.
 
     Attributes:
-        empty: omitted documents without text.
+        empty: number of skipped documents without text.
         unread: non-empty fields that are not read.
         bytes, read: size of the corpus, and bytes read so far.
     """
@@ -41,7 +41,7 @@ class CorpusReport:
         return min(self.read / self.bytes, 1.0) if self.bytes else 0.0
 
     def sentence(self) -> str:
-        text = f"read {self.documents} documents; left out {self.empty} empty"
+        text = f"read {self.documents} documents; skipped {self.empty} empty"
         if self.unread:
             text = f"{text}; did not read the fields {', '.join(self.unread)}"
         if not self.undecodable:
@@ -53,16 +53,16 @@ class CorpusReport:
 
 
 def files(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """List a corpus's files: paths in the order given, directories in sorted order.
+    """List a corpus's files: paths in the given order, directories in sorted order.
 
     Args:
-        paths: files and directories, without hidden entries, `__pycache__` and links to directories; of directories
-            saved by `datasets`, only Arrow files.
-        suffixes: of files to take from directories, such as `(".py", ".md")`; None: records (.jsonl, .parquet, ...),
-            without evaluation splits if there are training splits, or else all texts.
+        paths: files and directories. Hidden entries, `__pycache__` and links to directories are skipped. In directories
+            saved by `datasets`, only Arrow files are listed.
+        suffixes: suffixes of files in directories, such as `(".py", ".md")`. None: all records (.jsonl, .parquet, ...),
+            except evaluation splits next to training splits; without records, all texts.
 
     Raises:
-        ValueError: a path or suffix is wrong, a file is reached twice, or there is none.
+        ValueError: a path or suffix is wrong, a file is reached twice, or the corpus has no file.
     """
     for suffix in suffixes or ():
         if not suffix.startswith("."):
@@ -103,21 +103,21 @@ def documents(
 ) -> Iterator[Placed]:
     """Yield every document of a corpus: a .jsonl line, a row of a table, or any other file as a whole.
 
-    A pair of answers is two documents, the preferred one first. Texts keep their line ends, but not a byte-order mark.
-    Documents without text and undecodable ones are omitted, counted in `report` and logged.
+    A pair of answers is two documents, the preferred answer first. Line ends do not change, and a byte-order mark is
+    removed. Documents that have no text or cannot be decoded are skipped, counted in `report` and logged.
 
     Args:
-        limit: yield at most this many records; None: all.
+        limit: maximum number of records to read; None: no limit.
 
     Raises:
-        ValueError: as for `files`, at once; later, a missing field or a broken file.
-        ImportError: a table, and pyarrow is not installed.
+        ValueError: immediately, as for `files`; during iteration, for a missing field or a damaged file.
+        ImportError: the corpus has a table, and pyarrow is not installed.
     """
     return _logged(files(paths, suffixes), fields, CorpusReport() if report is None else report, limit)
 
 
 def formats(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None, fields: Fields = PLAIN) -> set[Format]:
-    """Return the formats of a corpus's files, from the first record of each."""
+    """Return the formats of a corpus's files, from the first record of each file."""
     seen_formats: set[Format] = set()
     for path in files(paths, suffixes):
         suffix = suffix_of(path)
@@ -142,7 +142,7 @@ _BINARY = re.compile("[\x00-\x07\x0e-\x1a]")  # control characters that texts do
 
 
 def _is_text(start: bytes) -> bool:
-    """Return whether a UTF-8 text may start like this; the last character may be cut off."""
+    """Return whether a file that begins with `start` may be UTF-8 text; the last character may be incomplete."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
@@ -172,16 +172,16 @@ def _found_otherwise(path: str) -> str:
     return "correct the path"
 
 
-# Refused if named; read as text in directories.
+# Files refused if named; in directories, they are read as text only if `suffixes` lists them.
 _NO_TEXTS: dict[str, str] = {
     ".json": "write one JSON object per line and call it .jsonl; or call it .txt",
-    ".xlsx": "make it Parquet, pandas.read_excel(...).to_parquet(...)",
-    **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack it, and name what was in it"),
-    **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name that file"),
+    ".xlsx": "convert it to Parquet: pandas.read_excel(...).to_parquet(...)",
+    **dict.fromkeys((".xz", ".bz2", ".tgz", ".zip", ".tar", ".7z"), "unpack it, and name its files"),
+    **dict.fromkeys((".pdf", ".docx", ".epub"), "extract its text, and name the text file"),
 }
 
 
-_ABOUT = ("README", "LICENSE")  # no data if there are other files
+_ABOUT = ("README", "LICENSE")  # not data if a directory has other files
 # Names of splits, as in `datasets`.
 _TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 _EVALUATION = re.compile(r"(?<![a-z])(test(ing)?|val|valid(ation)?|dev|eval(uation)?)(?![a-z])", re.IGNORECASE)
@@ -220,7 +220,7 @@ def _of_training(paths: list[Path], root: Path) -> list[Path]:
 
 
 def left_out(paths: Sequence[Path], suffixes: tuple[str, ...] | None = None) -> list[Path]:
-    """Return the files in directories that are not read."""
+    """Return the files in the corpus's directories that are not read."""
     roots = [root for root in map(Path, paths) if root.is_dir()] if suffixes is None else []
     return [path for root in roots for path in sorted(set(_inside(root, None)) - set(_walk(root, None)))]
 
@@ -312,7 +312,7 @@ def _read(path: Path, fields: Fields, report: CorpusReport) -> Iterator[_Found]:
 
 def _read_text(path: Path, report: CorpusReport) -> Iterator[_Found]:
     try:
-        # Reading in text mode would rewrite line ends.
+        # Reading in text mode would change line ends.
         with opened(path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Documents of a corpus, made from records."""
+"""Documents of a corpus, created from records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "bard", "bing", "claude", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function_response", "observation"), "tool"),
 }
-_ROLES = ("user", "assistant", "system", "tool")  # whatever their letters' case
+_ROLES = ("user", "assistant", "system", "tool")  # in any letter case
 _INSTRUCTION, _SYSTEM, _HISTORY = "instruction", "system", "history"
 _INPUTS = ("input", "context")
 _OUTPUTS = ("output", "response")
@@ -67,7 +67,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class AlpacaRecord(Conversation):
-    """Alpaca record: a conversation for a chat template, else a completion of Alpaca's prompt."""
+    """Alpaca record: a conversation if there is a chat template, else a completion of Alpaca's prompt."""
 
     completion: Completion = Completion("", "")
 
@@ -95,9 +95,9 @@ class Fields:
 
     Attributes:
         format: one of `Format`, or "auto": derived from a file's first record.
-        messages: a list of {role, content}, or of ShareGPT's {from, value}.
-        prompt, completion: both texts or both lists of messages.
-        chosen, rejected: answers to a prompt: texts, messages, or conversations with a common beginning.
+        messages: field with a list of {role, content}, or of ShareGPT's {from, value}.
+        prompt, completion: fields with two texts, or with two lists of messages.
+        chosen, rejected: fields with answers to a prompt: texts, messages, or conversations with a common beginning.
     """
 
     format: str = "auto"
@@ -132,7 +132,7 @@ class Fields:
         return [name for name, value in record.items() if name not in read and value not in (None, "", [], {})]
 
     def format_of(self, names: Collection[str], place: str, kind: str = "field") -> Format:
-        """Return the format of records with these fields; `place` and `kind` are for errors."""
+        """Return the format of records with these fields; errors show `place` and `kind`."""
         needed: dict[Format, tuple[str, ...]] = {
             "text": (self.text,),
             "chat": (self.messages,),
@@ -150,7 +150,7 @@ class Fields:
                 remedy = (
                     f"set {settings[chosen]} to one of {list(names)}"
                     if chosen in settings
-                    else f"there are {list(names)}: choose another format"
+                    else f"choose another format for the {kind}s {list(names)}"
                 )
                 raise ValueError(f"{place}: no {kind} {missing[0]!r}: {remedy}")
             return chosen
@@ -160,7 +160,7 @@ class Fields:
             possible.remove("alpaca")
         if len(possible) > 1:
             raise ValueError(
-                f"{place}: it could be {' or '.join(possible)} by its {kind}s {list(names)}: set format to one of them"
+                f"{place}: its {kind}s {list(names)} fit the formats {' and '.join(possible)}: set format to one"
             )
         return possible[0] if possible else "text"
 
@@ -185,7 +185,7 @@ class Fields:
         completion = _field(record, self.completion, place)
         if isinstance(prompt, str) and isinstance(completion, str):
             if not completion:
-                raise ValueError(f"{place}: {self.completion!r} is empty: leave it out")
+                raise ValueError(f"{place}: {self.completion!r} is empty: remove the record")
             return Completion(prompt, completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             turns = (*_messages(prompt, self.prompt, place), *_messages(completion, self.completion, place))
@@ -230,7 +230,7 @@ class Fields:
         if isinstance(value, Mapping):  # a single message
             value = [value]
         if value is None or value in ("", []):
-            raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): leave the pair out")
+            raise ValueError(f"{place}: there is no {name} answer ({name!r} is {value!r}): remove the pair")
         if not isinstance(value, str | list):
             raise ValueError(f"{place}: {name!r} is a {type(value).__name__}: give a text, or a list of messages")
         return value if isinstance(value, str) else _messages(value, name, place)
@@ -256,7 +256,7 @@ class Fields:
         blanks = [blank.start() for blank in re.finditer(r"\s", chosen[: shared_length(chosen, rejected)])]
         if not blanks or not chosen[: blanks[-1]].strip() or any(record.get(name) for name in PROMPTS):
             raise ValueError(self._no_prompt(record, place))
-        # Words are not cut: tokenizers join a blank with the next word.
+        # The prompt ends before a blank: tokenizers join a blank with the next word.
         at = blanks[-1]
         return Preference(*(Completion(text[:at], text[at:]) for text in (chosen, rejected)))
 
@@ -297,7 +297,7 @@ PLAIN = Fields()
 
 
 def _prompts_untrained(chosen: Messages, rejected: Messages) -> Iterator[Messages]:
-    """Yield conversations whose common first messages, except the last of either, are not trained."""
+    """Yield both conversations, with their common first messages (never the last message) marked as not trained."""
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     for messages in (chosen, rejected):
@@ -315,7 +315,7 @@ def _instruction(record: Mapping[str, Any], place: str) -> AlpacaRecord | None:
     name = next((name for name in _OUTPUTS if name in record), _OUTPUTS[0])
     output = _text(_field(record, name, place), name, place)
     if not output:
-        raise ValueError(f"{place}: {name!r} is empty: leave it out")
+        raise ValueError(f"{place}: {name!r} is empty: remove the record")
     input_text = next((text for name in _INPUTS if (text := _text(record.get(name), name, place))), "")
     messages: list[Mapping[str, Any]] = []
     system = _text(record.get(_SYSTEM), _SYSTEM, place)
@@ -348,8 +348,8 @@ def _token_ids(record: Mapping[str, Any], place: str) -> TokenIds | None:
         odd = next((i for i in kept if labels[i] not in (ids[i], _NO_LABEL)), None)
         if odd is not None:
             raise ValueError(
-                f"{place}: {_LABELS}[{odd}] is {labels[odd]} and {_IDS}[{odd}] {ids[odd]}: a label is the id at the "
-                f"same place, which the model learns to predict, or {_NO_LABEL}"
+                f"{place}: {_LABELS}[{odd}] is {labels[odd]}, but {_IDS}[{odd}] is {ids[odd]}: set each label to "
+                f"the id at the same position (labels are not shifted), or {_NO_LABEL}"
             )
     if not kept:
         return None
@@ -371,7 +371,7 @@ def _arguments(record: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 def _field(record: Mapping[str, Any], name: str, place: str) -> Any:
     if name not in record:
         raise ValueError(
-            f"{place}: no field {name!r}, which others of the file have; it has {sorted(record)}: "
+            f"{place}: no field {name!r}, which other records of the file have, but {sorted(record)}: "
             "keep records of one kind in a file"
         )
     return record[name]
@@ -397,7 +397,7 @@ def _messages(value: object, name: str, place: str) -> Messages:
 def _message(message: object, where: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}: give a mapping with role and content")
-    # Templates would write the nulls of absent fields.
+    # Templates would write the nulls of missing fields.
     converted = {name: value for name, value in message.items() if value is not None}
     if "role" not in converted and "from" in converted:
         converted["role"] = converted.pop("from")
@@ -423,8 +423,8 @@ def _message(message: object, where: str) -> Mapping[str, Any]:
     if calls is not None:
         converted["tool_calls"] = _calls(calls, where)
     if content is None and not calls:
-        raise ValueError(f"{where}: a message of {role} without content or tool_calls: give it a content")
-    converted.setdefault("content", "")  # templates concatenate it
+        raise ValueError(f"{where}: a message of {role} without content or tool_calls: add content")
+    converted.setdefault("content", "")  # templates concatenate the content
     return converted
 
 

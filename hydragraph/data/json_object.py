@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file; a ValueError for other contents ends with `remedy`."""
+    """Return the object in a JSON file; for other contents, raise a ValueError that ends with `remedy`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

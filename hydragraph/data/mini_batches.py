@@ -1,4 +1,4 @@
-"""Endless mini-batches by a token budget."""
+"""Endless stream of mini-batches that fill a token budget."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EPOCH_STREAM = 1
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Pieces of documents, in file order; three int64 arrays of one length.
+    """Pieces of documents, in file order; three int64 arrays of equal length.
 
     Attributes:
-        starts: first token in the document.
+        starts: index of each piece's first token in its document.
         lengths: number of tokens, at least 2.
     """
 
@@ -42,7 +42,7 @@ class Chunks:
 
 
 def cut(lengths: _Indices, documents: _Indices, max_length: int) -> Chunks:
-    """Cut documents into chunks of `max_length` tokens and a tail of at least two."""
+    """Split documents into chunks of `max_length` tokens; a document's last chunk has at least two tokens."""
     totals = lengths[documents]
     counts = totals // max_length + (totals % max_length >= 2)
     first = np.cumsum(counts) - counts
@@ -55,7 +55,9 @@ def split_pieces(chunks: Chunks, split: Split, heldout: float) -> Chunks:
     """Return one split of a single document's pieces; the last pieces are held out."""
     count = len(chunks)
     if count < 2:
-        raise ValueError(f"heldout {heldout} of one document of {count} piece: give more text, or heldout=0")
+        raise ValueError(
+            f"heldout {heldout}: one document of {count} piece cannot be split: give more text, or heldout=0"
+        )
     at = count - min(max(round(heldout * count), 1), count - 1)
     return chunks[at:] if split == "heldout" else chunks[:at]
 
@@ -64,16 +66,18 @@ def split_documents(count: int, split: Split, heldout: float, split_seed: int = 
     """Return the documents of one split, in file order; the last documents of a seeded shuffle are held out.
 
     Args:
-        heldout: fraction of documents, rounded, but at least one on each side; 0: none.
+        heldout: fraction of documents to hold out, rounded; both splits get at least one. 0: none.
     """
     if heldout and count < 2:
-        raise ValueError(f"heldout {heldout} of {count} document: give at least 2 documents, or heldout=0")
+        raise ValueError(
+            f"heldout {heldout}: {count} document cannot be split: give at least 2 documents, or heldout=0"
+        )
     heldout_count = min(max(round(heldout * count), 1), count - 1) if heldout else 0
     order = _shuffle(count, _SPLIT_STREAM, split_seed)
     return np.sort(order[count - heldout_count :] if split == "heldout" else order[: count - heldout_count])
 
 
-# A sequence: token ids, or those with labels.
+# A sequence: token ids, or a mapping with token ids and labels.
 Drawn = Tensor | dict[str, Tensor]
 
 
@@ -82,25 +86,25 @@ def length_of(drawn: Drawn) -> int:
 
 
 class MiniBatches(Iterator[list[Drawn]]):
-    """Endless mini-batches of every chunk once per epoch, in an order drawn from (seed, epoch).
+    """Endless mini-batches in which each epoch has every chunk once, in an order drawn from (seed, epoch).
 
-    A mini-batch takes chunks, even across epochs, until the next would exceed the budget. The stream depends
-    only on the file and the settings.
+    Chunks are added to a mini-batch, even across epochs, until the next chunk would exceed the budget. The stream
+    depends only on the file and the settings.
 
     Args:
-        tokens: budget of one mini-batch, at least one chunk or pair.
-        heldout: fraction of documents, or of a single document's pieces, held out.
+        tokens: token budget of a mini-batch, at least the length of any chunk or pair.
+        heldout: fraction of documents, or of a single document's pieces, to hold out.
         split_seed: seed of the held-out documents; keep it when `seed` changes.
         overlong: "cut" or "drop" documents longer than `max_length`.
-        pairs: whether every two documents are a pair of answers, which stay together; "cut" keeps the first
-            `max_length` tokens of an answer, "drop" omits the pair.
+        pairs: whether every two documents are a pair of answers, which share a mini-batch; "cut" keeps the first
+            `max_length` tokens of an answer, "drop" skips the pair.
 
     Attributes:
-        chunks: of one epoch; answers of a pair are neighbours.
-        scores: by chunk, the "reference" of its sequence.
+        chunks: chunks of one epoch; the answers of a pair are adjacent.
+        scores: score of each chunk, which becomes "reference" in its sequence.
 
     Raises:
-        ValueError: the split has no document of two tokens.
+        ValueError: the split has no document of at least two tokens.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class MiniBatches(Iterator[list[Drawn]]):
             remedy = "give a corpus with longer texts"
             if overlong == "drop" and len(file):
                 shortest = int(file.lengths.min())
-                remedy = f"raise data.max_length (the shortest has {shortest} tokens), or cut longer ones"
+                remedy = f"raise data.max_length (the shortest has {shortest} tokens), or set data.overlong to cut"
             raise ValueError(f"{file.path}: no {split} {what}{short}: {remedy}")
         self.lengths: tuple[int, ...] = ()
         self.drawn: tuple[int, ...] = ()
@@ -203,7 +207,7 @@ class MiniBatches(Iterator[list[Drawn]]):
         return list(range(unit * self._together, (unit + 1) * self._together))
 
     def read(self, chunk: int, with_score: bool = True) -> Drawn:
-        """Read a chunk, with its score if there is one."""
+        """Read a chunk, with its score if it has one."""
         document = int(self.chunks.documents[chunk])
         start = int(self.chunks.starts[chunk])
         stop = start + int(self.chunks.lengths[chunk])
@@ -221,11 +225,11 @@ class MiniBatches(Iterator[list[Drawn]]):
         return json.dumps({n: value for n, value in self._settings.items() if n not in ("tokens", "seed")})
 
     def state_dict(self) -> dict[str, int | float | str]:
-        """Return the next mini-batch's position, and the settings."""
+        """Return the position of the next mini-batch, and the settings."""
         return {**self._settings, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; a ValueError refuses another file or settings."""
+        """Continue from a state of `state_dict`; raise a ValueError if the file or the settings differ."""
         for name, mine in self._settings.items():
             theirs = state.get(name, {"overlong": "cut", "pairs": False}.get(name))  # default of earlier versions
             if theirs != mine:
@@ -261,7 +265,7 @@ class MiniBatches(Iterator[list[Drawn]]):
 
 
 def _pairs(file: TokenFile, max_length: int, overlong: str, pairs: _Indices) -> Chunks:
-    """Return the answers of pairs (documents 2i, 2i + 1) in which both keep a target."""
+    """Return chunks of the pairs (documents 2i and 2i + 1) in which both answers still have a target."""
     documents = np.stack([2 * pairs, 2 * pairs + 1], 1).ravel()
     whole = file.lengths[documents]
     lengths = np.minimum(whole, max_length)

@@ -1,4 +1,4 @@
-"""Mini-batches from several corpora by weight."""
+"""Mini-batches from several corpora, in proportion to weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hydragraph.data.mini_batches import Drawn, MiniBatches
 class Mixture(Iterator[list[Drawn]]):
     """Endless mini-batches in which each corpus has its share of the tokens, to within a sequence.
 
-    The corpus that is furthest below its share is next.
+    The next sequence is from the corpus that is furthest below its share.
 
     Args:
         members: streams of the corpora; their budgets are ignored.
-        weights: shares of the tokens, above 0, in any unit.
+        weights: positive numbers, proportional to the corpora's shares of the tokens.
     """
 
     def __init__(self, members: Sequence[MiniBatches], weights: Sequence[float], tokens: int) -> None:
@@ -42,7 +42,7 @@ class Mixture(Iterator[list[Drawn]]):
         return {"weights": list(self._weights), "drawn": list(self._drawn), "members": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; a ValueError refuses other corpora, weights or settings."""
+        """Continue from a state of `state_dict`; raise a ValueError if corpora, weights or settings differ."""
         weights = state.get("weights")
         if weights != list(self._weights):
             raise ValueError(

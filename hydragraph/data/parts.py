@@ -1,4 +1,4 @@
-"""Encoded documents in parts, so that preparation can continue."""
+"""Encoded documents, stored in parts so that an interrupted preparation can continue."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hydragraph.data.corpus import Placed
 from hydragraph.data.documents import characters_of
 from hydragraph.data.token_file import Encoded, batched, encode_texts
 
-_EVERY_S = 20.0  # most work that an interruption loses
+_EVERY_S = 20.0  # maximum work that an interruption loses
 
 
 class EncodedParts:
-    """Encoded documents of one corpus; a part holds `every_s` seconds of work."""
+    """Encoded documents of one corpus; each part stores `every_s` seconds of work."""
 
     def __init__(self, directory: Path, every_s: float = _EVERY_S) -> None:
         self._directory = directory
@@ -32,7 +32,7 @@ class EncodedParts:
     def encoded(
         self, documents: Iterable[Placed], encoder: DocumentEncoder, progress: Callable[[int], None] | None = None
     ) -> Iterator[int]:
-        """Encode the missing documents; yield the number done after each part.
+        """Encode the missing documents; after each part, yield the number of encoded documents.
 
         Args:
             documents: the whole corpus, always in the same order.

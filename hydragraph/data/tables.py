@@ -1,4 +1,4 @@
-"""Rows of Parquet, Arrow and CSV files, and of directories by `datasets`."""
+"""Rows of Parquet, Arrow and CSV files, and of directories saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hydragraph.data.json_object import read_object
 
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV", ".tsv": "TSV"}
 SUFFIXES = tuple(_KINDS)
-_ROWS = 4096  # in memory at a time
-_CSV_BYTES = 1 << 24  # in memory at a time, and the longest row
+_ROWS = 4096  # rows in memory at a time
+_CSV_BYTES = 1 << 24  # bytes in memory at a time, and maximum size of a row
 _REMEDY = "save the dataset again"
 
 Row = Mapping[str, Any]
@@ -23,7 +23,7 @@ def columns(path: Path) -> list[str]:
     """Return the names of a table's columns.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the table cannot be read.
         ImportError: pyarrow is not installed.
     """
     with _table(path) as (names, _):
@@ -31,7 +31,7 @@ def columns(path: Path) -> list[str]:
 
 
 def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
-    """Yield columns of each row, None for a row that is not UTF-8; errors as for `columns`."""
+    """Yield the wanted columns of each row, or None for a row that is not UTF-8; errors are as for `columns`."""
     with _table(path) as (names, batches):
         chosen = [name for name in names if name in wanted]
         for batch in batches(chosen):
@@ -46,7 +46,7 @@ def rows(path: Path, wanted: Collection[str]) -> Iterator[Row | None]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a `Dataset.save_to_disk` directory, in order; None for others."""
+    """Return the Arrow files of a `Dataset.save_to_disk` directory, in order; None for other directories."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = read_object(splits, _REMEDY).get("splits", [])
@@ -64,7 +64,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 @contextmanager
 def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Open a table: column names, and a function from columns to batches of rows."""
+    """Open a table; yield its column names, and a function from columns to batches of rows."""
     kind = _KINDS[suffix_of(path)]
     try:
         import pyarrow
@@ -94,7 +94,7 @@ def _table(path: Path) -> Iterator[tuple[list[str], Any]]:
 
 
 def _csv(csv: Any, path: Path, delimiter: str) -> Any:
-    """Open a CSV file, compressed or not, with all values as texts."""
+    """Open a CSV file, compressed or not, and read all values as texts."""
     how = {
         "read_options": csv.ReadOptions(block_size=_CSV_BYTES),
         "parse_options": csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),

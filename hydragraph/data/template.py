@@ -1,4 +1,4 @@
-"""Chat templates: texts, and spans of trained messages."""
+"""Chat templates: rendered texts, and spans of trained messages in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hydragraph.data.documents import ASSISTANT, Conversation, shared_length
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Special tokens, if the tokenizer's are not known.
+# Pattern of special tokens, if the tokenizer's are unknown.
 _MARKS = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>|</?s>")
 # Placeholder for a message's content, to find its position.
 _PROBE = "\ue000\ue001\ue002"
@@ -24,12 +24,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template of Hugging Face.
+    """A Jinja chat template, as in Hugging Face's tokenizers.
 
     Attributes:
-        text: `{% generation %}` blocks, if any, are trained; else turns without the generation prompt.
-        special: tokens by name, such as {"bos_token": "<s>"}.
-        train_on: "assistant": its messages; "last": only the last of them; "all": every token.
+        text: the template; `{% generation %}` blocks are trained, or else turns without the generation prompt.
+        special: special tokens by name, such as {"bos_token": "<s>"}.
+        train_on: "assistant": train the assistant's messages; "last": only its last message; "all": every token.
     """
 
     text: str
@@ -41,7 +41,7 @@ class ChatTemplate:
         """Return a conversation's text, and the disjoint, ordered spans of trained characters.
 
         Args:
-            marks: the tokenizer's special tokens, which no span may cut.
+            marks: the tokenizer's special tokens, which no span may split.
 
         Raises:
             ValueError: the template rejects the conversation or a message, or trains no message.
@@ -62,10 +62,10 @@ class ChatTemplate:
         says = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not says:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise ValueError(f"{place}: no message of the assistant (only of {roles}): leave it out")
+            raise ValueError(f"{place}: no message of the assistant (only of {roles}): remove the conversation")
         trained = [i for i in (says[-1:] if self.train_on == "last" else says) if messages[i].get("weight") != 0]
         if not trained:
-            raise ValueError(f"{place}: all messages of the assistant have weight 0: leave the conversation out")
+            raise ValueError(f"{place}: all messages of the assistant have weight 0: remove the conversation")
         return trained
 
     def _written(self, conversation: Conversation, place: str, marks: Collection[str]) -> _Written:
@@ -108,14 +108,14 @@ class ChatTemplate:
             sentence = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{place}: the chat template refuses it ({sentence}): correct the conversation, or set "
-                "data.chat_template to a template that takes it"
+                "data.chat_template to a template that accepts it"
             ) from error
         return str(texts[0]), [(int(start), int(end)) for start, end in marked[0]] if mask else []
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A form of messages: contents as lists of parts, arguments of tool calls as text."""
+    """Form of messages; `parts`: contents are lists of parts; `texts`: arguments of tool calls are texts."""
 
     parts: bool = False
     texts: bool = False
@@ -184,7 +184,7 @@ class _Written:
         if function["name"] not in self.text and self._region(_with(self._messages, i, without), i) is None:
             raise ValueError(
                 f"{self._place}: the chat template leaves out the tool calls of messages[{i}]: set data.chat_template "
-                "to one that writes them, or put them into the content"
+                "to a template that writes tool calls, or put the calls into the content"
             )
         mapping = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         python = str(mapping)
@@ -239,10 +239,11 @@ class _Written:
         return span
 
     def _aligned(self, i: int, before: str, after: str) -> Span:
-        """Find a turn that is rendered differently at the conversation's end: content, extended by header and ending.
+        """Return the span of a turn's content and ending, if the template renders the last turn differently.
 
         Args:
-            before, after: text before it, with the generation prompt; text up to its end.
+            before: text before the turn, with the generation prompt.
+            after: text up to the end of the turn.
         """
         messages = self._messages
         content = self._region(messages, i)
@@ -269,7 +270,7 @@ class _Written:
         return start + header, content[1] + ending
 
     def _common(self, first: str, second: str) -> int:
-        """Return the length of two texts' common beginning, without cutting a special token."""
+        """Return the length of two texts' common beginning, without splitting a special token."""
         size = shared_length(first, second)
         for mark in self._pattern.finditer(first):
             if mark.start() < size < mark.end():
@@ -277,7 +278,7 @@ class _Written:
         return size
 
     def _region(self, messages: Sequence[Message], i: int, prompt: bool = False) -> Span | None:
-        """Return the position of a message's content, where the text changes with it; None: it is not written."""
+        """Return the span of the text that changes with a message's content; None: the content is not written."""
         text = self._text(messages, prompt)
         changed = _with(messages, i, _probed(messages[i]))
         try:
@@ -313,7 +314,7 @@ def _said(message: Message) -> str:
 
 
 def _probed(message: Message) -> Message:
-    """Replace a message's content, or else its first tool call."""
+    """Replace a message's content by the placeholder; without content, replace its first tool call."""
     if message["content"] or not message.get("tool_calls"):
         content = message["content"]
         return {**message, "content": [{"type": "text", "text": _PROBE}] if isinstance(content, list) else _PROBE}

@@ -3,12 +3,12 @@
 Little-endian, in this order:
 
     header     128 bytes: the fields of `_Header`, their hash, zeros
-    tokens     uint16 if the vocabulary fits, else uint32; in a file with targets the highest bit of a token is set if
-               it is not a target, which leaves 15 or 31 bits for its id
+    tokens     uint16 if the vocabulary fits, else uint32; in a file with targets, the highest bit marks a token that is
+               not a target, and 15 or 31 bits remain for the id
     padding    zeros up to a multiple of 8 bytes
     offsets    int64, one more than documents: document i is tokens[offsets[i] : offsets[i + 1]]
 
-Tokens come first, as the number of documents is known last.
+Tokens come before offsets, because the number of documents is known last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAGIC = b"HGTOKENS"
 _VERSION = 2
 _HEADER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQQIII32s")
-# Parallel encoding needs many documents; both bounds limit memory.
+# Limits of a batch: parallel encoding needs many documents, but limited memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 22
 _READ_BYTES = 1 << 24
@@ -48,11 +48,11 @@ class NoText(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class _Header:
-    """First bytes of a token file.
+    """Header of a token file.
 
     Attributes:
-        item_bytes: bytes of one token: 2 or 4.
-        documents, tokens: counts, with end-of-text tokens.
+        item_bytes: size of one token in bytes: 2 or 4.
+        documents, tokens: counts, including end-of-text tokens.
         targeted: 1 if tokens store whether they are targets, else 0.
     """
 
@@ -82,7 +82,7 @@ class TokenFile:
     """Memory-mapped, read-only documents of token ids; use `TokenFile.open`.
 
     Attributes:
-        lengths: tokens of each document, int64 [documents], with the end-of-text token.
+        lengths: number of tokens of each document, with the end-of-text token: int64 [documents].
         targeted: whether only some tokens are targets (see `targets`).
         fingerprint: a hash of the content, 64 hexadecimal digits.
     """
@@ -98,9 +98,9 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
-        """Map a file, checking everything except the tokens (see `verify`)."""
+        """Map a file, and check everything except the tokens (see `verify`)."""
         header = _read_header(path)
-        # asarray: results of a memmap would be memmaps.
+        # asarray: operations on a memmap would return memmaps.
         tokens = np.asarray(np.memmap(path, f"<u{header.item_bytes}", "r", _HEADER_BYTES, (header.tokens,)))
         offsets = np.asarray(np.memmap(path, "<i8", "r", header.offsets_at, (header.documents + 1,)))
         lengths = np.diff(offsets).astype(np.int64, copy=False)
@@ -111,7 +111,7 @@ class TokenFile:
         return cls(path, lengths, *header_fields, tokens, offsets)
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Compare the file's checksum; a ValueError refuses a damaged file."""
+        """Check the file's checksum; raise a ValueError if the file is damaged."""
         digest = hashlib.sha256()
         read = 0
         with self.path.open("rb") as file:
@@ -169,7 +169,7 @@ class TokenFile:
         return int(np.searchsorted(self._offsets, tokens, side="right")) - 1
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenFile], tuple[Path]]:
-        """Pickle as the path, without tokens."""
+        """Pickle only the path."""
         return TokenFile.open, (self.path,)
 
 
@@ -178,7 +178,7 @@ class Encoded:
     """A document as tokens.
 
     Attributes:
-        targets: whether each is a target; None: all are.
+        targets: whether each token is a target; None: all tokens are targets.
     """
 
     ids: Sequence[int]
@@ -186,7 +186,7 @@ class Encoded:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """Return the minimum vocabulary for a tokenizer's ids, which may have gaps."""
+    """Return the smallest vocabulary size for a tokenizer's ids, which may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -197,7 +197,7 @@ def write_encoded(
 
     Args:
         vocabulary: exclusive upper bound of all tokens.
-        targeted: whether some tokens may not be targets.
+        targeted: whether the file stores which tokens are targets.
 
     Raises:
         NoText: the corpus is empty.
@@ -222,7 +222,7 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, end: int, begin: Se
 
 
 def batched(documents: Iterable[T], characters_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group documents up to a count or a number of characters."""
+    """Group documents into batches with limited numbers of documents and characters."""
     batch: list[T] = []
     characters = 0
     for document in documents:

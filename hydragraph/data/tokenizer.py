@@ -1,4 +1,4 @@
-"""Byte-level BPE: trained, loaded, or saved for Hugging Face."""
+"""Training of byte-level BPE tokenizers, and loading and saving of Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     """Train a byte-level BPE, independently of the texts' order.
 
     Args:
-        vocab_size: number of tokens, with special ones and 256 bytes; fewer if no pairs are left.
+        vocab_size: number of tokens, including special tokens and 256 bytes; the result is smaller if no pair remains
+            to merge.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     least = len(alphabet) + len(special_tokens)
     if vocab_size < least:
-        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and the special tokens need {least}: ask for more")
+        raise ValueError(f"vocab_size {vocab_size}: 256 bytes and the special tokens need {least}: set a larger size")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +48,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, or a directory's, without truncation and padding."""
+    """Load a tokenizer.json, or the one in a directory, without truncation and padding."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json or a directory that has one")
@@ -66,7 +67,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # Known to transformers 4 and 5.
+        # transformers 4 and 5 have this class.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
         # Decoding must reproduce the text exactly.
@@ -87,7 +88,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
-    """Return the token that ends a document: the declared or first well-known one."""
+    """Return the token that ends a document: the declared token, or else the first well-known token."""
     candidates = _KNOWN_ENDS if declared is None else (declared, *_KNOWN_ENDS)
     for candidate in candidates:
         if tokenizer.token_to_id(candidate) is not None:
@@ -97,7 +98,7 @@ def end_of_text_token(tokenizer: Tokenizer, declared: str | None = None) -> str:
     name = json.dumps({"eos_token": special[0] if special else "..."})
     raise ValueError(
         f"the tokenizer has no end-of-text token {' or '.join(candidates)}: name one of its tokens{shown} in a "
-        f"tokenizer_config.json beside its tokenizer.json, as in {name}"
+        f"tokenizer_config.json next to its tokenizer.json, as in {name}"
     )
 
 
@@ -119,7 +120,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template in a tokenizer's directory (of several, the "default" one), or None."""
+    """Return the chat template in a tokenizer's directory, or None; if there are several, return "default"."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

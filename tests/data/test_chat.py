@@ -226,7 +226,7 @@ def test_tools_are_offered_and_called() -> None:
 @pytest.mark.parametrize(
     ("said", "template", "sentence"),
     [
-        (TURNS[:1], PLAIN, "here: no message of the assistant .*only of system.*leave it out"),
+        (TURNS[:1], PLAIN, "here: no message of the assistant .*only of system.*remove the conversation"),
         (TURNS[:2], MARKED, "here: no message of the assistant .*only of system, user"),
         (
             TURNS,

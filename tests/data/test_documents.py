@@ -25,7 +25,7 @@ def test_the_fields_say_what_a_record_holds() -> None:
     assert PLAIN.format_of(["prompt", "completion"], "f:1") == "completion"
     assert Fields(prompt="question", completion="answer").format_of(["question", "answer"], "f:1") == "completion"
     assert Fields(format="chat").format_of(["text", "messages"], "f:1") == "chat"
-    with pytest.raises(ValueError, match=r"f:1: it could be text or chat by its fields .*: set format"):
+    with pytest.raises(ValueError, match=r"f:1: its fields .* fit the formats text and chat: set format"):
         PLAIN.format_of(["text", "messages"], "f:1")
     with pytest.raises(ValueError, match=r"f:1: no field 'messages': set messages_field to one of \['chat'\]"):
         Fields(format="chat").format_of(["chat"], "f:1")
@@ -74,11 +74,15 @@ def test_a_malformed_conversation_is_told(messages: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("record", "format", "sentence"),
     [
-        ({"text": "a"}, "chat", r"f:3: no field 'messages', which others .*\['text'\]: keep records of one kind"),
+        (
+            {"text": "a"},
+            "chat",
+            r"f:3: no field 'messages', which other records .*\['text'\]: keep records of one kind",
+        ),
         ({"messages": HI}, "text", "f:3: 'messages' is a conversation: set messages_field to 'messages'"),
         ({"conversations": HI}, "text", "set messages_field to 'conversations'"),
         ({"prompt": "a"}, "completion", "f:3: no field 'completion'"),
-        ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty: leave it out"),
+        ({"prompt": "a", "completion": ""}, "completion", "'completion' is empty: remove the record"),
         ({"prompt": "a", "completion": HI}, "completion", "give two texts, or two lists"),
         ({"messages": HI, "tools": "x"}, "chat", "'tools' is a text that is not JSON"),
         ({"messages": HI, "tools": {"a": 1}}, "chat", "'tools' is not a list of tools"),
@@ -146,7 +150,7 @@ def test_token_ids_have_labels_at_their_own_places() -> None:
     assert PLAIN.document(record, "tokens", "f:1") == TokenIds((1, 2, 3), (False, True, True))
     assert PLAIN.document({"input_ids": [1, 2]}, "tokens", "f:1") == TokenIds((1, 2))
     for change, sentence in (
-        ({"labels": [2, 3, 0, -100]}, r"labels\[0\] is 2 and input_ids\[0\] 1"),
+        ({"labels": [2, 3, 0, -100]}, r"labels\[0\] is 2, but input_ids\[0\] is 1"),
         ({"labels": [1]}, "'labels' has 1 entries and 'input_ids' 4"),
         ({"input_ids": "1 2"}, "'input_ids' is not a list of whole numbers"),
     ):
@@ -242,7 +246,7 @@ def test_a_pair_for_an_instruction() -> None:
     [
         (
             {"prompt": "Q", "chosen": "A"},
-            r"f:3: there is no rejected answer \('rejected' is None\): leave the pair out",
+            r"f:3: there is no rejected answer \('rejected' is None\): remove the pair",
         ),
         ({"prompt": "Q", "chosen": "", "rejected": "B"}, "there is no chosen answer"),
         ({"prompt": "Q", "chosen": 1, "rejected": 2}, "'chosen' is a int: give a text, or a list of messages"),

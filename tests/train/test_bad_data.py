@@ -37,7 +37,12 @@ CASES: dict[str, tuple[str, str | bytes, dict[str, Any], str]] = {
         {},
         r"a.jsonl:1: no message of the assistant \(only of system\)",
     ),
-    "both texts and chats": ("a.jsonl", json.dumps({"text": "a", "messages": TURNS}), {}, "it could be text or chat"),
+    "both texts and chats": (
+        "a.jsonl",
+        json.dumps({"text": "a", "messages": TURNS}),
+        {},
+        "fit the formats text and chat",
+    ),
     "another format": ("a.jsonl", GOOD, {"format": "completion"}, "no field 'prompt': set prompt_field to one of"),
     "no parquet": ("a.parquet", "text", {}, "a.parquet: not a readable Parquet file"),
     "no arrow": ("a.arrow", "text", {}, "a.arrow: not a readable Arrow file"),

@@ -98,7 +98,7 @@ def test_a_tokenizer_without_an_end_of_text_is_used_once_its_configuration_names
         configuration.write_text(json.dumps({"pad_token": "<pad>"}))
     run = config(tmp_path, tokenizer=str(given))
     for reads in (check_data, prepare):
-        with pytest.raises(ValueError, match=r"\(<pad>, <stop>\) in a tokenizer_config.json beside .*, as in (.*)$"):
+        with pytest.raises(ValueError, match=r"\(<pad>, <stop>\) in a tokenizer_config.json next to .*, as in (.*)$"):
             reads(run)
     configuration.write_text(json.dumps({"eos_token": "<stop>"}))
     assert open_tokens(run, prepare(run)).end_of_text == 0
