@@ -1,9 +1,9 @@
-"""Pass `accumulate`: let the product that computes a weight's gradient add it to the sum of earlier micro-batches.
+"""Pass `accumulate`: add each weight gradient to the running sum inside the matrix product that computes it.
 
     before     dW = mm(dy^t, x)         returned; the executor computes total += dW
     after      total.addmm_(dy^t, x, beta=beta)
 
-This saves two thirds of the memory traffic. `beta` is 0 for the first micro-batch, else 1.
+Fusing the addition saves two thirds of the memory traffic. `beta` is 0 for the first micro-batch, else 1.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _Product:
 
 
 def accumulate(variant: Variant) -> Variant:
-    """Return a variant whose backward adds gradients to buffers (`added`) if they are products with one reader."""
+    """Return a variant whose backward adds gradients that are products with one reader to buffers (`added`)."""
     if not variant.gradients:
         return variant
     graph = fx.Graph()
     results: Any = graph.graph_copy(variant.backward.graph, {})
     # The hidden state's gradient is not summed.
     gradients = dict(zip(variant.gradients, results, strict=True))
-    # The output counts as a user of each gradient.
+    # The output must count as a user of each gradient.
     graph.output(results)
     products = {
         n: product for n, node in gradients.items() if n != "hidden" and (product := _product(node)) is not None

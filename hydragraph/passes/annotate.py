@@ -1,14 +1,14 @@
-"""Pass `annotate`: insert Communicate-Activation placeholders into a template where tensor parallelism may cut it.
+"""Pass `annotate`: insert `communicate` around the regions of a template that tensor parallelism may shard.
 
-    norm -> x                     x is whole, and each rank's part of the products yields a partial gradient
-    communicate(x, "enter")       so the backward sums the parts here
-    q, k, v, attention            cut by heads
-    linear(a, Wo) -> y            each rank has a part of a sum
-    communicate(y, "exit")        so the forward sums the parts here
+    norm -> x                     x is replicated, but each rank computes a partial gradient of x
+    communicate(x, "enter")       the backward sums the partial gradients here
+    q, k, v, attention            sharded by heads
+    linear(a, Wo) -> y            each rank computes a partial sum
+    communicate(y, "exit")        the forward sums the partial sums here
     hidden + y
 
-Experts compute several rows per token. To communicate less, "enter" precedes the choice or repetition of rows (and the
-router's weight has its own), and "exit" follows the sum over a token's rows.
+Experts compute several rows per token. To communicate less, "enter" comes before rows are selected or repeated, and
+"exit" comes after a token's rows are summed. Routing weights have their own "enter".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydragraph.passes.tensor_cut import Cuts
 aten = torch.ops.aten
 
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
-# Linear in their first operand.
+# Operators that are linear in their first operand.
 _LINEAR = VIEWS | MOVES | {aten.sum.dim_IntList, aten.div.Tensor, aten.clone.default, aten.contiguous.default}
 
 
@@ -37,7 +37,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
     `communicate(x, "enter")` comes before each part, and `communicate(y, "exit")` after it.
     """
-    # One placeholder per value, so that its gradient is summed once.
+    # Insert one placeholder per value, so that the value's gradient is summed once.
     result = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     entered: dict[fx.Node, fx.Node] = {}
@@ -58,7 +58,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
         if node.op == "output":
             result.output(fx.node.map_arg(node.args[0], lambda n: copied[n]))
             continue
-        # The push sums a parameter's partial gradient, except that of a mixed parameter, which is partly whole.
+        # The push sums parameters' partial gradients, but part of a mixed parameter's gradient is already complete.
         whole = _whole_operands(node, cuts) - partial - cuts.rows.keys() if node in cut_users else set()
         enter = {n for n in whole if n in learns and (n not in parameters or n in mixed)}
         operand = {n: entering(n) if n in enter else copied[n] for n in node.all_input_nodes}
@@ -72,7 +72,7 @@ def annotate(graph: fx.GraphModule, cuts: Cuts, parameters: set[fx.Node], hidden
 
 
 def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
-    """Return the nodes of parts of sums, from a row-parallel product of experts to its "exit"."""
+    """Return the nodes that hold partial sums, from the experts' row-parallel product to its "exit"."""
     partial: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [n for n in node.all_input_nodes if n in partial or (n in cuts.rows and is_grouped(n))]
@@ -82,7 +82,7 @@ def partial_sums(graph: fx.Graph, cuts: Cuts) -> set[fx.Node]:
 
 
 def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
-    # A parameter's gradient would be partial here, and whole elsewhere.
+    # Here, a parameter's gradient would be partial; elsewhere, it is complete.
     if any(n in cuts.cut or n.op == "placeholder" for n in node.all_input_nodes):
         return False
     first = operands(node)[0]
@@ -94,7 +94,7 @@ def _is_linear(node: fx.Node, operand: fx.Node, cuts: Cuts) -> bool:
 
 
 def _spreads(node: fx.Node) -> bool:
-    """Return whether a value repeats tokens, such as the rows of several experts."""
+    """Return whether a value repeats tokens, for example as rows for several experts."""
     if _chooses_rows(node) or node.target is aten.repeat.default:
         return True
     inputs = node.all_input_nodes

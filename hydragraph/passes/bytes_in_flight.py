@@ -1,6 +1,6 @@
-"""Limit on the bytes in flight: pulls and pushes wait for earlier ones that leave no room (`hg.compile(window=)`).
+"""Limit on the bytes in flight (`hg.compile(window=)`): a pull or push waits until earlier ones free enough room.
 
-With room for two equal blocks, the pull of W.layer.2 comes `after W.layer.0`.
+If two equal blocks fit, the pull of W.layer.2 waits for an earlier pull (`after W.layer.0`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMED: Mapping[Op, Callable[[str], Value]] = {Op.PULL: weights, Op.PUSH: gradien
 
 
 def windowed(exchanges: Sequence[Instruction], outline: Outline) -> list[Instruction]:
-    """Make every pull or push wait until it has room; a lone bucket always fits."""
+    """Make every pull or push wait until its bucket fits in the limit; a single bucket always fits."""
     room = outline.room(exchange.target for exchange in exchanges)
     result = []
     under_way: deque[str] = deque()
@@ -38,9 +38,9 @@ def _behind(exchange: Instruction, over: Sequence[Value]) -> Instruction:
 
 
 def interleaved(pulls: Sequence[Instruction], work: Sequence[Instruction]) -> list[Instruction]:
-    """Put pulls before a rank's work; after a pull that waits for a block's weights, put the block's forward.
+    """Put pulls before a rank's work, but put a block's forward after the pull that waits for the block's weights.
 
-    Only a first stage computes between pulls: a later one would wait for a hidden state.
+    Only a first stage computes between pulls: a later stage would have to wait for a hidden state.
     """
     first = _first_forwards(work)
     arrived: set[Value] = set()
@@ -70,10 +70,10 @@ def _pulled(instruction: Instruction) -> set[Value]:
 
 
 def free_to_wait(work: Sequence[Instruction], first_stage: bool) -> int:
-    """Return the first index in a rank's work after which no rank waits for it, so it may wait for pushes.
+    """Return the index in a rank's work from which the rank may wait for pushes without delaying other ranks.
 
-    On a first stage, this is the index after its last message. On other stages it is the end of the rank's work, since
-    not all ranks of a stage send.
+    On a first stage, this is the index after the rank's last message. On other stages, it is the end of the rank's
+    work, because not all ranks of a stage send.
     """
     last = -1
     for i, instruction in enumerate(work):

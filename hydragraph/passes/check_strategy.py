@@ -26,8 +26,9 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
     """Check that a strategy fits a model and a world, with the same result on every rank.
 
     Raises:
-        ValueError: wrong number of layers, unknown ranks, or heads that are not divisible.
-        Unsupported: a stage's degree cannot shard a parameter, or does not shard any, or its schedule cannot stream.
+        ValueError: the number of layers, a rank or the number of heads does not fit.
+        Unsupported: a stage's degree cannot shard a parameter, a layer has no parameter to shard, or the schedule does
+            not support streaming.
     """
     refuse_streams(strategy)
     strategy.check(program.layers, ranks, program.heads)
@@ -40,10 +41,10 @@ def check_strategy(program: Program, strategy: Strategy, ranks: int) -> None:
 def refuse_uncut(program: Program, strategy: Strategy) -> None:
     """Check that tensor parallelism shards every layer.
 
-    Small parameters (norms, a router) and the head of a loss that needs all logits may stay whole.
+    Small parameters (norms, a router) and the head of a loss that needs all logits may stay replicated.
 
     Raises:
-        Unsupported: a layer has experts, or an operator without a rule on a value that would be cut.
+        Unsupported: a layer has experts, a convolution or another operator without a sharding rule.
     """
     if all(stage.tp == 1 for pipeline in strategy.pipelines for stage in pipeline.stages):
         return
@@ -55,7 +56,7 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
             raise Unsupported(what, where=block.parameters[template.parameters.index(place)], remedy=REMEDY)
         if not any(program.parameters[name].rule for name in block.parameters):
             raise Unsupported(
-                "none of its products has a weight that can be cut, so every rank would repeat all of it",
+                "none of its products has a weight to shard, so every rank would compute the whole block",
                 where=block.name,
                 remedy=REMEDY,
             )
@@ -63,7 +64,7 @@ def refuse_uncut(program: Program, strategy: Strategy) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _problem(template: Template) -> tuple[str, str] | None:
-    # A third dimension is of experts, or of a convolution's taps; a size of 1 only aligns a vector.
+    # Weights of experts and of convolutions have three dimensions. A vector may have extra dimensions of size 1.
     nodes = placeholders_of(template.graph)
     parameters = dict(zip(nodes, template.parameters, strict=False))
     cuts = find_cuts(template.graph.graph, set(parameters), None, set())

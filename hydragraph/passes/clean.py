@@ -1,4 +1,4 @@
-"""Pass `clean`: normalise an exported graph by removing assertions, no-op casts, fixed devices and dead code."""
+"""Pass `clean`: normalize an exported graph by removing assertions, no-op casts, fixed devices and dead code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_OPS = frozenset(
         *(aten.to.dtype, aten.to.device, aten.to.dtype_layout),
     }
 )
-# They hold for one example; `prove_sizes` proves the graph for all sizes.
+# These assertions hold for the example's sizes; `prove_sizes` proves the graph for all sizes.
 ASSERTIONS = frozenset(
     {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 )
@@ -62,7 +62,7 @@ def clean(graph: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
         elif node.target is aten.copy.default and _fills(node):
-            # x[...] = y became a copy of all of y over x, which has no derivative.
+            # Export turns x[...] = y into copy(x, y), which has no derivative: use y itself.
             node.replace_all_uses_with(node.args[1])
             result.graph.erase_node(node)
         else:
@@ -104,7 +104,7 @@ def _is_no_op(node: fx.Node) -> bool:
         return False
     if node.target is aten.contiguous.default and not before.is_contiguous():
         return False
-    # The trace chose the meta device.
+    # A meta device comes from tracing, not from the model.
     return bool(before.dtype == after.dtype and (before.device == after.device or after.device.type == "meta"))
 
 
@@ -137,14 +137,14 @@ def on_device(node: fx.Node, device: torch.device) -> None:
 
 
 def region(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return the body of a region and its arguments."""
+    """Return a region's body and the region's arguments."""
     at = 1 if GRAD_MODE in str(node.target) else 4
     body, *arguments = operands(node)[at:]
     return getattr(module, body.target), arguments
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inline `torch.no_grad()` regions, with detached results, and regions with autocast disabled."""
+    """Inline `torch.no_grad()` regions, whose results are detached, and regions that disable autocast."""
     for node in list(module.graph.nodes):
         if GRAD_MODE not in str(node.target) and AUTOCAST not in str(node.target):
             continue

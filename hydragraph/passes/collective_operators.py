@@ -1,7 +1,7 @@
 """Tensor-parallel collectives as operators of the forward graph; each has its own backward.
 
-They have no implementation: after differentiation they become calls on the runtime's `collectives`. States R (whole),
-P (partial) and S (by tokens) are as in `hydragraph.passes.shard`.
+These operators have no implementation: after differentiation, calls of the runtime's `collectives` replace them. The
+states R (replicated), P (partial sum) and S (sharded by tokens) are those of `hydragraph.passes.shard`.
 
                forward             backward
     tp_enter   R -> R  no-op       P -> R  all_reduce
@@ -24,7 +24,7 @@ from torch.library import define, register_autograd, register_fake
 from hydragraph.kernels.linear_cross_entropy import keep_gradients, like_gradients, scale_gradients
 from hydragraph.kernels.linear_token_losses import keep_operands, like_losses, token_gradients
 
-# Collectives that change a dimension by the number of ranks -> their backwards.
+# Collectives that multiply or divide a dimension by the number of ranks -> their backwards.
 _LONGER = {"tp_gather": "tp_scatter", "tp_join": "tp_split"}
 _SHORTER = {"tp_scatter": "tp_gather", "tp_split": "tp_join"}
 _HEAD = "Tensor hidden, Tensor weight, Tensor labels, Tensor start, SymInt ignored, SymInt rows"
@@ -33,10 +33,11 @@ for _name in ("tp_enter", "tp_sum", "tp_max"):
     define(f"hydragraph::{_name}", "(Tensor x) -> Tensor")
 for _name in _LONGER | _SHORTER:
     define(f"hydragraph::{_name}", "(Tensor x, SymInt dim, SymInt ranks) -> Tensor")
-# R, rows of the head from `start` -> the loss (R), and the gradients of hidden (P) and of these rows. `rows`:
-# approximate rows per rank, equal on all ranks; `classes`: rows of all ranks; `smoothing`: of the labels.
+# hidden (R), this rank's rows of the head, from row `start` -> the loss (R), and the gradients of hidden (P) and of the
+# rows. `rows`: approximate rows per rank, equal on all ranks; `classes`: rows on all ranks together; `smoothing`: label
+# smoothing.
 define("hydragraph::tp_head_loss", f"({_HEAD}, float smoothing, SymInt classes) -> (Tensor, Tensor, Tensor)")
-# The same, for each token: its loss and lse (R).
+# The same inputs -> each token's loss and log-sum-exp (R).
 define("hydragraph::tp_head_token_losses", f"({_HEAD}) -> (Tensor, Tensor)")
 
 
@@ -78,7 +79,7 @@ register_fake("hydragraph::tp_head_loss", lambda hidden, weight, *_: like_gradie
 register_autograd("hydragraph::tp_head_loss", scale_gradients, setup_context=keep_gradients)
 
 register_fake("hydragraph::tp_head_token_losses", lambda hidden, *_: like_losses(hidden))
-# Its backward does not communicate, and the gradient of hidden is this rank's part (P).
+# The backward of tp_head_token_losses does not communicate: its gradient of hidden is this rank's part of a sum (P).
 register_autograd("hydragraph::tp_head_token_losses", token_gradients, setup_context=keep_operands)
 
 # Runtime methods that replace the operators after differentiation.

@@ -1,7 +1,8 @@
 """Pass `compile_variant`: compile a variant's graphs with Inductor, in pieces between operators that stay unchanged.
 
-Some operators are not compiled: collectives; operators that sum rows in thread-arrival order, because Inductor's
-versions are not deterministic; and runs of operators with too little to fuse, such as views and one matrix product.
+Collectives are not compiled. Operators that sum rows are not compiled if Inductor's version sums in thread-arrival
+order, which is not deterministic. Runs of operators with too little to fuse, such as views and one matrix product, are
+not compiled either.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from hydragraph.spec.strategy import Strategy
 aten = torch.ops.aten
 
 BACKENDS = ("inductor", "eager")
-# Sizes to tune kernels for.
+# First symbolic size for which kernels are tuned.
 TUNED = 2048
-# Per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
+# Maximum codes per piece: Inductor distinguishes small from large sizes, and 32-bit from 64-bit indices.
 CODES = 4
 WORTH = 2
 
-# They sum rows in thread-arrival order.
+# Operators whose Inductor version sums rows in thread-arrival order.
 UNORDERED = frozenset(
     {
         *(aten.embedding_dense_backward.default, aten.index_add.default, aten.index_put.default),
         *(aten._unsafe_index_put.default, aten.scatter_add.default, aten.scatter_reduce.two),
     }
 )
-# Not worth compiling: products run on cuBLAS or oneDNN in any case, and NO_WORK changes no element.
+# Operators not worth compiling: products run on cuBLAS or oneDNN in any case, and those in NO_WORK change no element.
 UNFUSED = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 NO_WORK = frozenset({aten._unsafe_view.default, aten.detach.default, aten.scalar_tensor.default})
 
@@ -62,10 +63,10 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
     Raises:
         ValueError: `asked` is another name.
-        Unsupported: Inductor has no compiler here.
+        Unsupported: Inductor finds no compiler on this host.
     """
     if asked is not None and asked not in BACKENDS:
-        raise ValueError(f"backend is {asked!r}: use {' or '.join(map(repr, BACKENDS))}, or None for the device's own")
+        raise ValueError(f"backend is {asked!r}: use {' or '.join(map(repr, BACKENDS))}, or None to choose by device")
     backend = asked or ("inductor" if device.type == "cuda" else "eager")
     missing = missing_compiler(device) if backend == "inductor" else None
     if missing is not None:
@@ -91,7 +92,7 @@ def compile_variant(
     Args:
         variant: traced on CPU with contiguous weights.
         strides: parameter name -> strides of its shard in a flat buffer. Other inputs are made contiguous.
-        device: device of the inputs; 0-d integers are on the CPU.
+        device: device of the inputs, except 0-d integers, which are on the CPU.
 
     Raises:
         Unsupported: Inductor fails.
@@ -110,8 +111,8 @@ def compile_variant(
             backward, _ = _compile(variant.backward, [values.get(n) for n in variant.needs], strides, variant.needs)
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        what = f"Inductor cannot compile it ({type(error).__name__}: {first_line})"
-        raise Unsupported(what, where=where, remedy='pass backend="eager"; the cause is above') from error
+        what = f"Inductor cannot compile the graph ({type(error).__name__}: {first_line})"
+        raise Unsupported(what, where=where, remedy='pass backend="eager"; see the error above') from error
     return replace(variant, forward=forward, backward=backward)
 
 
@@ -128,11 +129,11 @@ def _place(value: Any, device: torch.device, strides: tuple[int, ...] | None) ->
 
 
 class GraphPiece(nn.Module):
-    """Part of a graph: takes the values of `symbols`, then the inputs; returns a tuple.
+    """Compiled part of a graph, called with the values of `symbols`, then the inputs; it returns a tuple.
 
     Attributes:
-        graph: used for sizes of 0 and 1, and once there are `CODES` codes.
-        codes: compiled codes, each with the sizes that it supports.
+        graph: uncompiled graph, run for sizes of 0 and 1, and if no code supports the sizes.
+        codes: compiled codes, each with a test of whether it supports given sizes.
     """
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -142,11 +143,11 @@ class GraphPiece(nn.Module):
         self._outputs = tuple(outputs)
         self.symbols = symbols_of(inputs)
         self.codes: list[tuple[Code, Condition]] = []
-        # Different sizes, or Inductor would merge the symbols of tokens and sequences.
+        # The sizes differ, because Inductor would merge the symbols of tokens and sequences otherwise.
         self._compiled([TUNED + 64 * i for i in range(len(self.symbols))])
 
     def forward(self, *arguments: Any) -> Sequence[Any]:
-        """Run code compiled for the sizes, or else the graph."""
+        """Run the code compiled for the arguments' sizes, or the graph if no code supports them."""
         sizes = arguments[: len(self.symbols)]
         code = next((code for code, holds in self.codes if holds(sizes)), None)
         if code is None and self.codes and len(self.codes) < CODES and min(sizes) >= LEAST:
@@ -180,13 +181,13 @@ def _compile(
     placeholders = _placeholders(module)
     for node, value in zip(placeholders, inputs, strict=True):
         outer.copy(node, value)
-    # Code expects contiguous inputs, except shards and saved values.
+    # Compiled code expects contiguous inputs, except for shards and saved values.
     for node, name in zip(placeholders, names, strict=True):
         if isinstance(outer.values[node], Tensor) and name not in strides and not name.startswith("saved."):
             outer.new[node] = outer.graph.call_function(aten.contiguous.default, (outer.new[node],))
     _read_sizes(outer, placeholders)
     mode = mode_of(inputs)
-    # In the graph's order: all ranks must call collectives alike.
+    # Keep the graph's order: all ranks must call collectives in the same order.
     for run in _runs(module):
         values = _run(outer, run, mode)
         if _worth(run, values):
@@ -209,7 +210,7 @@ def _read_sizes(outer: _Outer, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _runs(module: fx.GraphModule) -> list[list[fx.Node]]:
-    """Split nodes around those that stay unchanged; getitem nodes stay with their operator."""
+    """Split the nodes into runs around uncompiled nodes; getitem nodes join the run of their operator."""
     runs: list[list[fx.Node]] = [[]]
     place: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -252,7 +253,7 @@ def _received(value: Any, device: torch.device) -> Any:
 
 
 def _worth(run: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
-    # Calling a piece costs more than calling a lone operator.
+    # Calling a piece costs more than calling a single operator.
     fusable = [n for n in run if not _kept(n) and n.target not in UNFUSED and _works(n)]
     ends = {*_entering(run), *_leaving(run)}
     return len(fusable) >= WORTH and all(isinstance(values[n], Tensor | torch.SymInt) for n in ends)

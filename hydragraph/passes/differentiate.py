@@ -1,12 +1,14 @@
 """Pass `differentiate`: split a sharded forward graph into a forward and a backward graph with explicit saved values.
 
-For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the joint graph and how "min_cut" splits it:
+For y = linear(x, W), with W [8, 4] and the hidden state x [1, T, 4], the partitioner "min_cut" splits the joint graph
+as follows:
 
     joint      (W, x, dy) -> (y, dW = dy^t x, dx = dy W)      placeholders primals_1, primals_2, tangents_1
     forward    (W, x) -> (y, x as [T, 4], W again, T)         `outputs` 1; the three others are saved.0, .1 and .2
     backward   (T, x as [T, 4], W again, dy) -> (dW, dx)      `needs` saved.2, saved.0, saved.1, tangent
 
-A parameter that the backward needs is in `needs`, not saved, so that micro-batches in flight do not hold it.
+A parameter that the backward needs is passed again (`needs`), not saved, so that micro-batches in flight do not keep it
+in memory.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ class Variant:
 
     Attributes:
         forward: takes `inputs` in order; returns the outputs, then the saved values.
-        backward: takes `needs` in order, then for each name of `added` the 2-D buffer to add its gradient to and a
-            number beta: 0 to ignore the buffer's content, else 1. Returns one gradient per name of `gradients`.
-        inputs: names of parameters, buffers and template inputs, one start per name of `vocabulary`, and maybe
-            "collectives".
-        needs: "saved.{i}", a parameter name (its weight again), "tangent", or "collectives".
+        backward: takes `needs` in order, then two arguments for each name in `added`: the 2-D buffer to which the
+            gradient is added, and beta, which is 0 to ignore the buffer's content, else 1. Returns one gradient per
+            name in `gradients`.
+        inputs: names of parameters, buffers and template inputs, then `start_of` each name in `vocabulary`, and
+            "collectives" if the forward communicates.
+        needs: each is "saved.{i}", a parameter's name, "tangent" (the output's gradient), or "collectives".
         gradients: names of the trainable parameters, and "hidden" if anything before the block is trained.
         vocabulary: parameters sharded along the vocabulary; see `start_of`.
     """
@@ -70,7 +73,7 @@ class Variant:
         return {**fields, "forward": None, "backward": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A rank runs only part of what ranks share.
+        # Graphs are decoded on first use, because a rank runs only some variants.
         vars(self).update(
             {name: value for name, value in state.items() if name not in _GRAPHS}, _data=state["backward"]
         )
@@ -99,7 +102,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
     Without gradients, there are no saved values and the backward is empty.
 
     Raises:
-        Unsupported: its graphs would hold only for some numbers of tokens.
+        Unsupported: the graphs would be valid only for some numbers of tokens.
     """
     template = spec.template
     budget = spec.part.recompute
@@ -140,7 +143,7 @@ def differentiate(spec: VariantSpec, sharded: ShardedTemplate) -> Variant:
 
 
 def start_of(table: str) -> str:
-    """Return the name of the input with a rank's first row of a parameter (0-d int64)."""
+    """Return the name of the input that gives the first row of a rank's vocabulary shard (0-d int64)."""
     return f"vocabulary_start.{table}"
 
 

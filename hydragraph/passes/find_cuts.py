@@ -1,11 +1,11 @@
-"""Search for the dimensions that tensor parallelism may shard, following cut values through a template's forward graph.
+"""Search for the dimensions that tensor parallelism may shard: a walk follows sharded values through a forward graph.
 
-A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from it
-stays cut along the same units until a second product sums the parts (*row-parallel*). The walk starts with every
-product on a replicated input as a candidate, and drops it when an operator needs its whole dimension. A parameter is
-cut only if all its readers use the same cut.
+A product with a weight may give each rank some columns of its result (*column-parallel*). Everything computed from
+these columns stays sharded along the same units until a second product sums the parts (*row-parallel*). The walk starts
+with every product on a replicated input as a candidate. It drops a candidate when an operator needs the whole sharded
+dimension. A parameter is sharded only if all its readers need the same shards.
 
-In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, with (dim, scale) of each cut:
+In a Llama with 4 heads of size 16 (H = 64), the walk from the query's product finds these cuts, as (dim, scale):
 
     q = linear(x, Wq)           [1, T, 64]      (2, 1)    a candidate: one element of q is one row of Wq
     view, transpose             [1, 4, T, 16]   (1, 16)   a head is 16 rows of Wq, so its unit becomes 16
@@ -13,8 +13,8 @@ In a Llama with 4 heads of 16 (H = 64), the walk through the query's product, wi
     varlen_attention(q, k, v)   [T, 4, 16]      (1, 16)   the units of q, k and v are heads from now on
     linear(y, Wo)               [1, T, 64]      -         the parts are summed here
 
-The walk is repeated until no candidate is dropped (`banned`), no parameter must stay whole (`excluded`), and no unit
-changes (`origins`).
+The walk is repeated until it drops no further candidate (`banned`), keeps no further parameter whole (`excluded`), and
+changes no unit (`origins`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from hydragraph.private.operator_schemas import has_tag
 
 aten = torch.ops.aten
 
-# Fewer units are not worth the communication, unless they are heads.
+# Sharding fewer units is not worth the communication, unless the units are heads.
 NARROWEST = 16
 
 
 class _Conflict(Exception):  # noqa: N818
-    """Candidates that an operator needs whole."""
+    """Raised for candidates whose whole value an operator needs."""
 
     def __init__(self, origins: frozenset[fx.Node], unknown: fx.Node | None) -> None:
         self.origins = origins
@@ -71,14 +71,14 @@ def find_cuts(graph: fx.Graph, parameters: set[fx.Node], tokens: fx.Node | None,
             cuts = _Walk(parameters, tokens, excluded, banned, origins).run(graph)
         except _Conflict as conflict:
             banned |= conflict.origins
-            # In graph order: all ranks must name the same problem.
+            # Keep graph order: all ranks must report the same problem.
             unknown |= {
                 n: conflict.unknown for n in graph.nodes if n in conflict.origins and conflict.unknown is not None
             }
             origins.clear()
             continue
         stray = _unfinished(cuts)
-        # Each iteration bans a product, excludes a parameter or refines a unit.
+        # The loop ends, because each iteration bans a product, excludes a parameter or refines a unit.
         if stray:
             banned |= stray
             origins.clear()
@@ -187,10 +187,10 @@ class _Walk:
         return cut
 
     def _cut_partners(self, node: fx.Node) -> None:
-        """Cut parameters that a cut value meets elementwise: biases, taps, and scales."""
+        """Shard the parameters that are combined elementwise with a sharded value: biases, taps, and scales."""
         first = next(n for n in node.all_input_nodes if self.cuts.of(n) is not None)
         cut = self.cuts.cut[first]
-        # One segment of a fused product has other units than the whole.
+        # One segment of a fused product has other units than the whole product.
         if cut.outer or not (cut.pieces or (cut.start, cut.length) == (0, width(cut.lead))):
             return
         for operand in node.all_input_nodes:
@@ -202,9 +202,9 @@ class _Walk:
                 self.cuts.cut.update({value: replace(cut, dim=at) for value, at in self._from_parameter(operand, dim)})
 
     def _from_parameter(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """Return a value and its inputs up to a parameter, each with the place of a dimension in it.
+        """Return a value and its inputs up to a parameter, each with the index of the given dimension.
 
-        The list is empty if the value is not made from one parameter, or if others read any of them.
+        The list is empty if the value is not computed from one parameter, or if other nodes read one of these values.
         """
         chain = [(node, dim)]
         while len(node.users) == 1:
@@ -225,8 +225,8 @@ class _Walk:
         return []
 
     def _prefer_wider(self, node: fx.Node) -> None:
-        """If a cut value meets a result of narrower cut products, drop those."""
-        # LoRA: a layer's result is cut, and its adapter's, from a row product over 8 columns, is whole.
+        """Drop narrower candidates whose result is combined with a wider sharded value."""
+        # With LoRA, a layer's result is sharded, but the adapter's row-parallel product over 8 columns is whole.
         cut = next(c for n in node.all_input_nodes if (c := self.cuts.of(n)))
         for operand in node.all_input_nodes:
             while operand not in self.cuts.rows and len(operand.all_input_nodes) == 1 and product(operand) is None:
@@ -240,7 +240,7 @@ class _Walk:
 
     def _product(self, node: fx.Node) -> Cut | None:
         x, weight, bias, _, outer, _ = known_product(node)
-        # It ends a region (row-parallel), is inside one, or starts one (column-parallel).
+        # The product ends a sharded region (row-parallel), is inside a region, or starts a region (column-parallel).
         cut = self.cuts.of(x)
         last = len(shape(x)) - 1
         known_bias = bias is None or bias in self.parameters
@@ -279,7 +279,7 @@ class _Walk:
         cut = self.cuts.of(logits)
         if node.target is torch.ops.hydragraph.token_entropy.default:
             weight = None
-        # Vocabulary-parallel: plain classes (scale 1), and no class weights.
+        # A vocabulary-parallel loss requires single classes as units (scale 1) and no class weights.
         if cut is None or cut.dim != 1 or weight is not None or cut.scale != 1:
             self._need_whole(node)
         else:
@@ -293,7 +293,7 @@ def rules(cuts: Cuts) -> dict[fx.Node, ShardRule]:
 
 
 def _wanted(cuts: Cuts) -> dict[fx.Node, set[ShardRule | None]]:
-    """Return the rules that the readers of each cut parameter need; None: whole."""
+    """Return the rules that the readers of each sharded parameter need; None means the whole parameter."""
     rule_of_reader: dict[fx.Node, dict[fx.Node, ShardRule]] = {}
     for node in cuts.columns:
         if node.target is aten.embedding.default:
@@ -341,11 +341,11 @@ def _met_rule(cuts: Cuts, cut: Cut) -> ShardRule:
 
 
 def _reader(node: fx.Node) -> fx.Node:
-    """Return the product, or the transpose that reads its weight."""
+    """Return the node that reads a product's weight: the product itself or a transpose."""
     parts = known_product(node)
     return node if parts.given is parts.weight else parts.given
 
 
 def uncut_heads(graph: fx.Graph) -> int:
-    """Return the greatest common divisor of query head counts, or 0."""
+    """Return the greatest common divisor of all attentions' query head counts, or 0 without attention."""
     return math.gcd(*(int(shape(operands(n)[0])[1]) for n in graph.nodes if n.target in ATTENDING))

@@ -1,4 +1,4 @@
-"""Search for the valid values of a batch's fields, which the indexed tables and the loss limit.
+"""Search for the valid ranges of a batch's fields, as limited by indexed tables and by the loss.
 
 A table of 50 rows that is read at `position_ids + 2`, as in OPT, admits positions from -2 to 47.
 """
@@ -44,7 +44,7 @@ def field_ranges_of(program: Program) -> tuple[FieldRange, ...]:
     aux = program.templates[program.aux.template]
     fields: dict[fx.Node, Shifted] = {}
     limits.update(_lookups(aux.graph, {name: (name, 0) for name in aux.inputs}, program.aux, program, fields))
-    # aux may pass fields on, such as positions.
+    # The block aux may return fields, such as positions, to other blocks.
     outputs = next(n for n in aux.graph.graph.nodes if n.op == "output").args[0]
     shared = [fields.get(node) for node in outputs]
     seen = set()
@@ -75,7 +75,7 @@ def _lookups(
     program: Program,
     fields: dict[fx.Node, Shifted],
 ) -> Iterator[FieldRange]:
-    """Yield a block's limits; add values that are an input plus a number to `fields`."""
+    """Yield a block's limits, and record in `fields` each value that equals an input plus a constant."""
     template = program.templates[block.template]
     placeholders = placeholders_of(graph)
     tensor_names = dict(zip(placeholders, (*block.parameters, *block.buffers), strict=False))

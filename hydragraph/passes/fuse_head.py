@@ -1,11 +1,11 @@
-"""Pass `fuse_head`: fuse the head's product and the loss into one operator that never materialises the logits.
+"""Pass `fuse_head`: fuse the head's product and the loss into one operator that never materializes the logits.
 
     hidden [1, T, H] -- linear(weight [V, H]) --> logits [1, T, V] -- view, to fp32 --> [T, V]
                      -- cross_entropy(labels [T], "sum") --> loss []
     becomes
     hidden -- flatten --> [T, H] -- head_loss(weight, labels) --> (loss, and its gradients of hidden and of weight)
 
-Losses by token, cross_entropy(labels, "none") --> [T], become head_token_losses(weight, labels).
+Per-token losses, cross_entropy(labels, "none") --> [T], become head_token_losses(weight, labels).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Head:
 
 
 def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph over whole weights with the fused operator, or the same graph without head and loss."""
+    """Return a graph over unsharded weights with the fused operator, or the given graph if it has no head to fuse."""
     graph = copy_of(module)
     head = next((h for n in graph.nodes if (h := find_head(n)) is not None), None)
     if head is None:
@@ -62,7 +62,7 @@ def fuse_head(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def find_head(loss: fx.Node) -> Head | None:
-    """Return the head that ends in this node; None for class weights, a mean, a bias, or smoothing by token."""
+    """Return the head whose loss is this node; None for class weights, a mean, a bias, or smoothed per-token losses."""
     if loss.target is not aten.cross_entropy_loss.default:
         return None
     defaults: tuple[Any, ...] = (None, MEAN, -100, 0.0)

@@ -22,9 +22,9 @@ dropout = torch.ops.hydragraph.dropout.default
 ATTENDING = frozenset({varlen, attention_dropout})
 delta_rule = torch.ops.hydragraph.gated_delta_rule.default
 causal_convolution = torch.ops.hydragraph.causal_convolution.default
-# Their fourth argument is cu_seqlens.
+# Operators whose fourth argument is cu_seqlens.
 ALONG_SEQUENCES = ATTENDING | {delta_rule, causal_convolution}
-# By name: not all releases of transformers register theirs.
+# Matched by name: not all releases of transformers register their operator.
 GROUPED = frozenset({"aten._grouped_mm.default", "aten.grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 DRAWN = frozenset({dropout, attention_dropout})
 
@@ -40,12 +40,12 @@ def operands(node: fx.Node) -> tuple[Any, ...]:
 
 
 class Product(NamedTuple):
-    """Operands of a product with a weight, or with that of each row's expert.
+    """Operands of a product with a weight, or with the weight of each row's expert.
 
     Attributes:
-        weight: two-dimensional, or of experts [experts, in, out] or [experts, out, in].
+        weight: 2-D, or for experts [experts, in, out] or [experts, out, in].
         inner, outer: the weight's input and output dimension.
-        given: the product's operand: the weight, or its transpose.
+        given: operand of the product, which is the weight or its transpose.
     """
 
     x: fx.Node
@@ -63,7 +63,7 @@ def product(node: fx.Node) -> Product | None:
         weight = _untransposed(operand)
         inner, outer = (1, 2) if weight is operand else (2, 1)
         return Product(x, weight, None, inner, outer, operand)
-    # The weight of `linear` is [out, in], that of `addmm` (Conv1D of transformers) and of `mm` [in, out].
+    # The weight is [out, in] for `linear`, and [in, out] for `addmm` (Conv1D of transformers) and `mm`.
     if node.target is aten.linear.default:
         x, weight, *bias = operands(node)
         return Product(x, weight, bias[0] if bias else None, 1, 0, weight)
@@ -77,7 +77,7 @@ def product(node: fx.Node) -> Product | None:
 
 
 def is_grouped(node: fx.Node) -> bool:
-    """Return whether a node multiplies rows by their expert's weight, grouped or as [experts, rows, in]."""
+    """Return whether a node multiplies rows, grouped by expert or [experts, rows, in], by their expert's weight."""
     if node.target is aten.bmm.default:
         return _untransposed(operands(node)[1]).op == "placeholder"
     return node.op == "call_function" and str(node.target) in GROUPED

@@ -1,4 +1,4 @@
-"""Graph passes: the steps from a block's template to a rank's forward graph (`shard`, `fuse_head`) and `Variant`."""
+"""Graph passes: the steps that turn a block's template into the graphs that a rank runs (`Variant`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GraphPass:
 
     @property
     def meaning(self) -> str:
-        """Purpose, in a sentence."""
+        """Purpose of the pass, in one sentence."""
         return " ".join((self.run.__doc__ or "").split())
 
 
@@ -48,43 +48,43 @@ class PassResult:
 
 
 def _shard(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Cut parameters and sizes to this rank's part, and write collectives where communication was annotated."""
+    """Shard parameters and sizes for this rank, and replace annotations by collectives."""
     assert isinstance(graphs, Template)
     return shard(graphs, spec.parameters, spec.part, spec.fused_head)
 
 
 def _fuse_head(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Make the head's product and the loss one operator, so that the logits never exist as a whole."""
+    """Fuse the head's product and the loss into one operator that never materializes all logits."""
     assert isinstance(graphs, ShardedTemplate)
     return replace(graphs, graph=fuse_head(graphs.graph))
 
 
 def _differentiate(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Trace forward and backward together, decide what is saved between them, and cut them apart."""
+    """Trace forward and backward together, select the values to save, and split the trace into two graphs."""
     assert isinstance(graphs, ShardedTemplate)
     return differentiate(spec, graphs)
 
 
 def _accumulate(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Let the product that makes a weight's gradient add it to those of earlier micro-batches."""
+    """Add each weight gradient to the running sum inside the matrix product that computes it."""
     assert isinstance(graphs, Variant)
     return accumulate(graphs)
 
 
 def _sums_in_pieces(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Compute products in pieces of the tokens, and sum each piece over the ranks while the next is computed."""
+    """Compute products in pieces of the tokens, and all-reduce each piece while the next piece is computed."""
     assert isinstance(graphs, Variant)
     return sums_in_pieces(graphs)
 
 
 def _overlap_collectives(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Start collectives early and end them late, so that they overlap with weight gradients."""
+    """Start collectives early and wait for them late, so that they overlap with weight gradients."""
     assert isinstance(graphs, Variant)
     return overlap_collectives(graphs)
 
 
 def _compile(spec: VariantSpec, graphs: Graphs) -> Graphs:
-    """Let Inductor compile what lies between collectives and between operators that must stay PyTorch's."""
+    """Compile the graph with Inductor, except for collectives and operators that must run PyTorch's kernels."""
     assert isinstance(graphs, Variant)
     strides = {name: shard_strides(parameter, spec.part) for name, parameter in spec.parameters.items()}
     return compile_variant(graphs, strides, spec.device, where=spec.where)
@@ -105,7 +105,7 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
     """Run the passes that apply, in order, and yield the result of each.
 
     Args:
-        traced: variant of an equal spec; then only `compile` runs.
+        traced: already traced variant of an equal spec. If given, only `compile` runs.
 
     Raises:
         Unsupported: a pass does not support the block.
@@ -121,10 +121,10 @@ def run_passes(spec: VariantSpec, traced: Variant | None = None) -> Iterator[Pas
 def make_variant(
     spec: VariantSpec, traced: Variant | None = None, keep: Callable[[VariantSpec, Variant], None] | None = None
 ) -> tuple[Variant, dict[str, float]]:
-    """Run all passes that apply; return the graphs that a rank runs, and pass -> seconds.
+    """Run all passes that apply; return the graphs that a rank runs, and the seconds that each pass took.
 
     Args:
-        keep: called with the spec and its variant if that was traced now.
+        keep: called with the spec and its variant if this call traces the variant.
     """
     seconds: dict[str, float] = {}
     graphs: Graphs = traced or spec.template

@@ -10,7 +10,7 @@ from torch import fx
 
 def graph_text(module: fx.GraphModule) -> str:
     """Return a graph's operators, without names that depend on earlier traces."""
-    # Releases of transformers differ in the number of other inputs.
+    # Number other inputs from 0: releases of transformers differ in how many exist.
     names: dict[fx.Node, str] = {}
     others = 0
     lines = []
@@ -39,7 +39,7 @@ def changes(before: fx.GraphModule | None, after: fx.GraphModule) -> str:
         return f"{count}: unchanged"
     more = [f"+{times} {name}" for name, times in sorted((new - old).items())]
     fewer = [f"-{times} {name}" for name, times in sorted((old - new).items())]
-    return f"{count}: {', '.join(more + fewer) or 'the same ones, otherwise arranged'}"
+    return f"{count}: {', '.join(more + fewer) or 'the same operators, rearranged'}"
 
 
 def operator_name(node: fx.Node) -> str:
@@ -53,7 +53,7 @@ def operator_name(node: fx.Node) -> str:
 
 def _operators(module: fx.GraphModule | None) -> Counter[str]:
     nodes = module.graph.nodes if module is not None else ()
-    # Our functions are printed as "<function communicate".
+    # hydragraph's own functions are printed as "<function communicate".
     return Counter(
         operator_name(node).removeprefix("<function ") for node in nodes if node.op not in ("placeholder", "output")
     )

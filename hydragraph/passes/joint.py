@@ -1,13 +1,13 @@
-"""Joint graph of a sharded template, forward and backward in one, traced once for all degrees if that is proven valid.
+"""Joint forward and backward graph of a sharded template, traced once for all degrees if this is proven valid.
 
-Traces of two tensor-parallel degrees differ only in sizes. So a template is traced once with shares that are multiples
-of one large prime P, and each degree's graph is that trace with P replaced by 1 / degree: 32 heads are 32 P in the
-trace, and 16 for degree 2.
+Traces of two tensor-parallel degrees differ only in sizes. Therefore, a template is traced once with local sizes
+("shares") that are multiples of one large prime P. Replacing P by 1 / degree in the trace yields each degree's graph.
+For example, 32 heads are 32 P in the trace, and 16 heads for degree 2.
 
-Numbers of the model are less than P, and shares are multiples of P, also through sums and products (Kronecker's
-substitution). A degree gets its own trace if a number is not provably one or the other, if it does not divide a share,
-if a share becomes 1, which PyTorch specialises on, or under sequence parallelism. Stages that recompute share the trace
-of those that do not.
+The model's own numbers are less than P, so they remain distinguishable from shares after sums and products (Kronecker's
+substitution). A degree gets its own trace if a number may or may not be a share, if the degree does not divide a share,
+if a share becomes 1 (PyTorch specializes on 1), or under sequence parallelism. Stages with and without recomputation
+share a trace.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 _LOG = logging.getLogger(__name__)
 
-SHARE = 268_435_399  # P, a prime: numbers in models are smaller, and P times the elements of a weight fits 64 bits
-_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # of a slice
-_KEPT = 16  # traces
-_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # as data, since later passes may change a trace's sizes
-_WIDE = StagePart(StageKind(2))  # or any higher degree
+SHARE = 268_435_399  # the prime P: models' numbers are smaller, and P times the elements of a weight fits in 64 bits
+_UNBOUNDED = frozenset({2**63 - 1, -(2**63)})  # bounds of an unlimited slice
+_KEPT = 16  # cached traces
+_traces: LRU[str, Mapping[str, Any] | None] = LRU(_KEPT)  # encoded, because later passes may change a trace's sizes
+_WIDE = StagePart(StageKind(2))  # any degree above 1 gives the same trace
 
 
 class _NotProvenError(Exception):
-    """A number that may be a share or not."""
+    """Raised for a number that may or may not be a share."""
 
 
 @dataclass(frozen=True)
 class _WideRule(ShardRule):
-    """Rule whose parts are P times the whole."""
+    """Shard rule that gives a rank P times the whole dimension."""
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
         return 0, self.segments[segment] * SHARE
@@ -59,7 +59,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
     """Return a rank's joint graph with proven sizes, its placeholders' values, and its number of outputs.
 
     Raises:
-        Unsupported: the graph would hold only for some numbers of tokens.
+        Unsupported: the graph would be valid only for some numbers of tokens.
     """
     proven = f"{spec.where}, with its gradient"
     outputs = len(results_of(sharded.graph))
@@ -95,7 +95,7 @@ def joint_of(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModul
 
 
 def _plain(spec: VariantSpec) -> VariantSpec:
-    """Return the spec without recomputation and sums in pieces, which leave the joint graph as it is."""
+    """Return the spec without recomputation and sums in pieces, which do not change the joint graph."""
     kind = StageKind(spec.part.tp, spec.part.sequence_parallel)
     return replace(spec, part=StagePart(kind, spec.part.index))
 
@@ -103,7 +103,7 @@ def _plain(spec: VariantSpec) -> VariantSpec:
 def _decoded(data: Mapping[str, Any]) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     (joint,) = decode(data)
     for node in joint.graph.nodes:
-        value_of(node)  # stored where partitioners expect it
+        value_of(node)  # also stores the value where partitioners expect it
     return joint, [value_of(node) for node in placeholders_of(joint)]
 
 
@@ -127,11 +127,11 @@ def _wide_trace(
     try:
         sharded = shard(template, wide, _WIDE, fused_head)
         joint, values = _traced(spec, sharded)
-        if assumptions(values):  # graph data do not show them
+        if assumptions(values):  # encoded graphs do not include assumptions
             return None
         return _WideTrace(encode(sharded.graph), encode(joint))
     except Exception as error:
-        # Sizes exceed any machine, so any error may occur.
+        # Sizes exceed any machine's memory, so any error may occur.
         _LOG.debug("template %s has no trace for all degrees: %s", template.name, error)
         return None
 
@@ -145,7 +145,7 @@ def _widened(parameter: Parameter) -> Parameter:
 
 def _at(wide: _WideTrace, sharded: ShardedTemplate, tp: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """Return the joint graph of a degree and its placeholders' values, or raise _NotProvenError."""
-    # The forward must equal the degree's own; inputs count, because shards may be uneven.
+    # The converted forward must equal the degree's own forward, with equal inputs, because shards may be uneven.
     own = encode(sharded.graph)["graphs"][0]
     for narrowed, node in zip(_narrowed(wide.forward["graphs"][0], tp), own, strict=True):
         if narrowed[1:5] != node[1:5]:
@@ -203,7 +203,7 @@ def _share(number: int, tp: int) -> int:
 
 
 def _no_share(number: float) -> float:
-    """Return a number, unless it may be a multiple of P, or the inverse or root of one."""
+    """Return a number; raise _NotProvenError if it may be a multiple of P, or the inverse or root of a multiple."""
     size = abs(number)
     candidates = (size, 1 / size, size * size, 1 / size / size) if 1e-30 < size < 1e30 else ()
     for candidate in candidates:
@@ -232,8 +232,8 @@ def _traced(spec: VariantSpec, sharded: ShardedTemplate) -> tuple[fx.GraphModule
 def _spec(
     node: fx.Node, hints: dict[str, int], ranks: int, in_part: bool = False, differentiable: bool = False
 ) -> TensorSpec:
-    """Return a value's spec; with `in_part`, of a rank's part of its tokens under sequence parallelism."""
-    # "s0" for T; "s0/2" for a rank's part.
+    """Return a value's spec; with `in_part`, the value has only a rank's tokens under sequence parallelism."""
+    # The size T is "s0"; a rank's part of T is "s0/2" for two ranks.
     value = value_of(node)
     sizes = []
     for size in value.shape:

@@ -1,8 +1,8 @@
-"""Memory budgets: saved values that a backward computes again instead.
+"""Memory budgets: selection of the saved values that a backward recomputes instead.
 
-Among the storages that "min_cut" saves, except those of inputs and results of the forward, values are dropped one by
-one, always the one that adds the least cost per byte, until the budget's fraction of their bytes is left. Attention,
-collectives and random numbers never run again; values that need them stay saved.
+The storages that "min_cut" saves are dropped one by one until the budget's fraction of their bytes remains. Each step
+drops the storage that adds the least recomputation cost per byte. Inputs and results of the forward do not count.
+Attention, collectives and random numbers are never recomputed, so values that need them stay saved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRODUCTS = {  # operator -> its operand whose last dimension is summed over
 _LOCAL = frozenset(  # cheap, local, deterministic
     {torch.ops.hydragraph.dropout.default, torch.ops.hydragraph.tp_enter.default, torch.ops.hydragraph.tp_split.default}
 )
-# Operations of a product per element moved, on a GPU of 3e14 operations/s and 2e12 bytes/s.
+# Matrix-product operations in the time of moving one element, on a GPU with 3e14 operations/s and 2e12 bytes/s.
 PER_ELEMENT = 600
 
 
@@ -47,7 +47,7 @@ def within_budget(joint: fx.GraphModule, outputs: int, saved: Collection[str], b
     dropped: list[int] = []
     cost = _cost(gradients, _without(kept, dropped), forward)
     while sum(sizes.values()) - sum(sizes[key] for key in dropped) > room:
-        # In the order of the graph, so that equally cheap ones are dropped alike in every process.
+        # Iterate in graph order, so that every process drops the same one of equally cheap storages.
         costs = {key: _cost(gradients, _without(kept, [*dropped, key]), forward) for key in sizes if key not in dropped}
         cheapest = min(costs, key=lambda key: (costs[key] - cost) / sizes[key])
         if math.isinf(costs[cheapest]):
@@ -82,7 +82,7 @@ def _cost(gradients: Iterable[fx.Node], kept: Collection[fx.Node], forward: Coll
 
 
 def operations(node: fx.Node) -> float:
-    """Return a node's cost in operations of a product; infinite if it must not run again."""
+    """Return a node's recomputation cost in matrix-product operations; infinite if it must not run again."""
     if draws(node) or (str(node.target).startswith("hydragraph.") and node.target not in _LOCAL):
         return math.inf
     output_elements = sum(_elements(form) for _, form in storages_of(node))

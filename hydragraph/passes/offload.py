@@ -1,9 +1,10 @@
-"""Offload: move what forwards save for backwards to host memory, and back one computation ahead of its use.
+"""Offload: move saved values to host memory, and fetch them one computation before the backward that reads them.
 
     offload  o.layer.0.0, c.layer.0.0 = offload layer.0 [0] (s.layer.0.0)   after s.layer.0.0
     offload  f.layer.0.0 = fetch layer.0 [0] (o.layer.0.0)
 
-A stage then holds what two blocks save. Values whose backward follows too soon to free memory stay.
+A stage then keeps the saved values of only two blocks on its device. Values whose backward follows too soon to free
+memory are not offloaded.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from hydragraph.ir.rank_program import RankProgram
 from hydragraph.ir.value import Value, ValueKind, copying, fetched, offloaded
 from hydragraph.passes.place import Placement
 
-SMALL_BYTES = 1 << 16  # a copy's fixed cost equals its transfer
+SMALL_BYTES = 1 << 16  # size at which a copy's fixed cost equals its transfer time
 
 
 def moves(size: int) -> bool:
-    """Return whether a saved tensor with a memory of `size` bytes is offloaded."""
+    """Return whether a saved tensor of `size` bytes is offloaded."""
     return size > SMALL_BYTES
 
 
 def offload(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add the copies of a stage that offloads, and free what they have copied."""
+    """Add the copies of an offloading stage, and free the device memory of copied values."""
     del mode  # evaluations save no values
     stage = placement.stage_of.get(program.rank)
     if stage is None or not stage.offload:
         return program
     computing = [i for i in program.instructions if i.op in (Op.FORWARD, Op.BACKWARD) and i.target != "aux"]
     made: dict[Value, int] = {}  # saved value -> number of its forward
-    offloads: dict[int, Instruction] = {}  # by the computation before
-    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # by computation
+    offloads: dict[int, Instruction] = {}  # number of the preceding forward -> offload
+    before: defaultdict[int, list[Instruction]] = defaultdict(list)  # number of the next computation -> instructions
     for number, computation in enumerate(computing):
         made.update((value, number) for value in computation.writes if value.kind is ValueKind.SAVED)
         for value in computation.reads:

@@ -1,4 +1,4 @@
-"""Propagation rules of operators, from the cuts of operands to that of the result; None: whole operands are needed.
+"""Propagation rules of operators: operands' cuts -> the result's cut, or None if the operator needs whole operands.
 
 `passes.find_cuts` has an example. Operators that PyTorch tags as pointwise need no rule.
 """
@@ -60,7 +60,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
             cut = replace(cut, origins=cut.origins | out.origins)
         out = cut
     assert out is not None
-    # Whole operands must be the same for every unit: cos [1, 1, T, 16] is, a bias [64] is not.
+    # Unsharded operands must be the same for every unit, such as cos [1, 1, T, 16]; a bias [64] is not.
     for operand in node.all_input_nodes:
         if cuts.of(operand) is None and isinstance(value_of(operand), torch.Tensor):
             dim = out.dim - (ndim - len(shape(operand)))
@@ -68,7 +68,7 @@ def pointwise(cuts: Cuts, node: fx.Node) -> Cut | None:
                 return None
     if out.pieces:
         return out
-    # The unit of one becomes that of all: what gates heads is cut by heads.
+    # All operands must have the same unit: a gate that multiplies heads is sharded by heads.
     leads = [cuts.origins[c.lead] for n in node.all_input_nodes if (c := cuts.of(n)) is not None]
     head = next((lead.head for lead in leads if lead.heads), 0)
     for lead in leads:
@@ -104,7 +104,7 @@ def _move(cuts: Cuts, node: fx.Node) -> Cut | None:
     x, *rest = operands(node)
     cut = cuts.of(x)
     ndim = len(shape(x))
-    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each of the result
+    dims: list[int | None] = list(range(ndim))  # the operand's dimension for each dimension of the result
     match node.target:
         case aten.transpose.int:
             dims[rest[0]], dims[rest[1]] = dims[rest[1]], dims[rest[0]]
@@ -136,7 +136,8 @@ def _common(cuts: Sequence[Cut | None], key: Callable[[Cut], object]) -> Cut | N
 
 
 def _cat(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # Parts must be cut alike and joined along another dimension. One expanded to all heads expands to this rank's.
+    # Parts must have equal cuts and be joined along another dimension. A part that is expanded to all heads is instead
+    # expanded to this rank's heads.
     parts = operands(node)[0]
     first_cut = next((c for p in parts if (c := cuts.of(p)) is not None), None)
     for part in parts:
@@ -194,7 +195,8 @@ def _view(cuts: Cuts, node: fx.Node) -> Cut | None:
 def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
     """Return the dimension of a view whose outermost factor is dimension `dim` of the viewed value, or None.
 
-    For [1, T, 4, 16] as [T, 64], dimension 2 becomes 1; of dimension 3, each rank's part would be scattered.
+    For [1, T, 4, 16] viewed as [T, 64], dimension 2 becomes dimension 1. Dimension 3 becomes None, because each rank's
+    part would be scattered.
     """
     for source, target in _groups(before, after):
         if dim in source:
@@ -204,7 +206,7 @@ def carried(before: list[Any], after: list[Any], dim: int) -> int | None:
 
 
 def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | None:
-    """Return the cut of a view that merges the cut dimension with those before it, as [T, 64] as [T * 4, 16]."""
+    """Return the cut of a view that merges the cut dimension into earlier ones, such as [T, 64] as [T * 4, 16]."""
     for source, target in _groups(before, after):
         if cut.dim != source.stop - 1 or cut.pieces or len(target) > 2:
             continue
@@ -218,7 +220,7 @@ def _merged(cuts: Cuts, cut: Cut, before: list[Any], after: list[Any]) -> Cut | 
 
 
 def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]]:
-    """Yield groups of dimensions of equal product: (1, T) | (4, 16) and (T) | (64) for [1, T, 4, 16] as [T, 64]."""
+    """Yield groups of equal product: (1, T) and (T), then (4, 16) and (64), for a view of [1, T, 4, 16] as [T, 64]."""
     i = j = 0
     while i < len(before) and j < len(after):
         first_i = i
@@ -227,7 +229,7 @@ def _groups(before: list[Any], after: list[Any]) -> Iterator[tuple[range, range]
         b = after[j]
         i += 1
         j += 1
-        # Symbolic sizes are compared by name; their hints decide which side grows.
+        # Symbolic sizes are compared by name; their hints decide which group is extended.
         while not _same(a, b):
             if hint_of(a) < hint_of(b):
                 a = a * before[i]
@@ -307,7 +309,7 @@ def _slice(cuts: Cuts, node: fx.Node) -> Cut | None:
     if not isinstance(cut.scale, int) or cut.outer or cut.pieces:
         return None
     if step != 1:
-        # Two parts of a gate alternate: pairs stay together.
+        # Two parts of a gate alternate, so each pair must stay on one rank.
         if a >= step or b != size or size % step:
             return None
         cuts.refine(cut, cut.scale * step)
@@ -325,11 +327,11 @@ def _attention(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
-    """Return the cuts of values [T, heads, ...] that are all cut by heads, and record that; None if one is not."""
+    """Return the cuts of values [T, heads, ...], marked as heads, or None if a value is not sharded by heads."""
     head_cuts = [c for n in values if (c := cuts.of(n)) is not None and c.dim == 1 and not c.outer and not c.pieces]
     if len(head_cuts) < len(values) or not all(isinstance(cut.scale, int) for cut in head_cuts):
         return None
-    # Too few key heads are shared, so rules must know heads.
+    # Ranks may share key heads, so shard rules must know that units are heads.
     for cut in head_cuts:
         for origin in cut.origins:
             cuts.origins[origin].heads = True
@@ -338,19 +340,19 @@ def _by_heads(cuts: Cuts, values: Sequence[fx.Node]) -> list[Cut] | None:
 
 
 def _delta_rule(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, key heads, D] twice, [T, heads, D], and rates [T, heads].
+    # q and k are [T, key heads, D], v is [T, heads, D], and the rates g and beta are [T, heads].
     q, k, v, _, g, beta = operands(node)[:6]
     head_cuts = _by_heads(cuts, (q, k, v, g, beta))
     if head_cuts is None or cuts.of(operands(node)[3]):
         return None
-    # In products that give values, a key head must cover whole value heads.
+    # In products that also yield value heads, a key head must cover whole value heads.
     if any(cut.scale % cuts.origins[o].head for cut in head_cuts for o in cut.origins):
         return None
     return replace(head_cuts[2], origins=_origins(head_cuts))
 
 
 def _convolution(cuts: Cuts, node: fx.Node) -> Cut | None:
-    # [T, channels]; taps and bias are cut alike (`find_cuts`).
+    # x is [T, channels]; taps and bias must be sharded by channels, too (`find_cuts`).
     x, taps, bias, bounds = operands(node)[:4]
     cut = cuts.of(x)
     others = [taps] if bias is None else [taps, bias]
@@ -370,7 +372,7 @@ def _attention_dropout(cuts: Cuts, node: fx.Node) -> Cut | None:
 
 
 def _begins_like_first(cuts: Cuts, cut: Cut) -> bool:
-    """Return whether a cut value is one segment, as long as its lead's first."""
+    """Return whether a cut covers one whole segment, with the length of the lead's first segment."""
     bounds = sorted({0, *cuts.origins[cut.lead].bounds, width(cut.lead)})
     segment = [b for b in bounds if cut.start <= b <= cut.start + cut.length]
     return segment == [cut.start, cut.start + cut.length] and bounds[1] == cut.length
@@ -387,7 +389,7 @@ def _padded(node: fx.Node, ndim: int) -> set[int]:
 
 
 def _choice(cuts: Cuts, node: fx.Node) -> Cut | None:
-    """Refuse a cut: the largest entries are those of all ranks."""
+    """Require whole operands: the largest entries may be on any rank."""
     del cuts, node
     return None
 

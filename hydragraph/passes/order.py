@@ -1,4 +1,4 @@
-"""Order: a rank's compute and point-to-point instructions, in the order of the schedule."""
+"""Order: compute and point-to-point instructions of a rank, in the schedule's order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hydragraph.passes.place import PlacedRole, PlacedStage, Placement
 
 
 def order(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Fill a rank's empty program with forwards, backwards (to train), sends and receives.
+    """Fill a rank's empty program with forwards, backwards (unless the mode is "evaluate"), sends and receives.
 
-    Receiver j of a stage receives from sender j mod t of the t ranks before it.
+    Rank j of a stage receives from rank j mod t of the previous stage, which has t ranks.
     """
     stage = placement.stage_of.get(program.rank)
     if stage is None:
@@ -53,7 +53,7 @@ def _of_action(
 def _in_order_of_sends(
     placement: Placement, mode: Mode, rank: int, instructions: Sequence[Instruction]
 ) -> list[Instruction]:
-    """Move receives forward to the order in which each peer sends, as messages between two ranks arrive in order.
+    """Move receives earlier to match the order of each peer's sends, because messages arrive in order.
 
     With interleaved stages, the value that a peer sends first may be needed last.
     """
@@ -104,9 +104,9 @@ def _forward(
 def _backward(
     outline: Outline, stage: PlacedStage, role: PlacedRole, rank: int, m: int, work: Work
 ) -> Iterator[Instruction]:
-    """Run the stage's blocks in reverse, down to the lowest with trainable parameters: their backwards or a half.
+    """Run the backwards of a stage's blocks, or one half of each, in reverse down to the lowest trainable block.
 
-    A block without one of the halves runs its whole backward in the other.
+    A block that lacks one of the halves runs its whole backward in the other half.
     """
     first, last = stage.blocks[role.visit]
     if last <= outline.lowest:
@@ -142,6 +142,6 @@ def _receive(value: Value, senders: tuple[int, ...], stage: PlacedStage, rank: i
 
 
 def _send(value: Value, receivers: tuple[int, ...], stage: PlacedStage, rank: int) -> Iterator[Instruction]:
-    # Sender i of t serves receivers i, i + t, ...
+    # Rank i of a stage with t ranks sends to receivers i, i + t, ...
     for peer in receivers[stage.ranks.index(rank) :: len(stage.ranks)]:
         yield Instruction(Op.SEND, peer=peer, reads=(value,), writes=(message(value, peer),))

@@ -1,7 +1,6 @@
-"""Overlap: placement of pulls, pushes, receives and the ends of sends so that they overlap with computation.
+"""Overlap: placement of pulls, pushes, receives and waits for sends so that communication overlaps with computation.
 
-Exchanges of weights and of gradients are collectives: every rank enters all of them, in the same order, without
-blocking.
+Exchanges of weights and gradients are collectives: every rank enters all of them, in the same order, without blocking.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from hydragraph.passes.place import Placement
 
 
 def overlap(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add pulls, pushes (of gradients), commit and update (to train), post receives early, and set what waits for what.
+    """Add pulls, pushes, commit and (to train) update; post receives early; set the values to wait for.
 
     Pulls come first, in block order; pushes of trainable buckets follow in reverse. Messages still in flight are freed
     before the commit.
     """
-    if placement.streams:  # a rank must not wait early between exchanges
+    if placement.streams:  # receives are not posted early, because waits would delay exchanges
         placed = _with_ends(placement, program.rank, program.instructions)
     else:
         placed = _with_exchanges(placement, mode, program)
@@ -57,8 +56,8 @@ def _free_to_wait(placement: Placement, rank: int, work: Sequence[Instruction]) 
 def _post_early(placement: Placement, program: RankProgram) -> list[Instruction]:
     """Post a forward's receive before the preceding backward, so that the transfer overlaps with it.
 
-    Even a blocking receive is safe: the previous stage runs that forward first. If backward receives moved as well, two
-    stages could wait for each other.
+    Even a blocking receive is safe, because the previous stage runs its forward first. Backward receives are not moved,
+    because two stages could then wait for each other.
     """
     early: list[Instruction] = []
     for instruction in program.instructions:
@@ -89,9 +88,9 @@ def _earliest(placement: Placement, rank: int, before: Sequence[Instruction], in
 
 
 def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], free: int) -> list[Instruction]:
-    """Insert pushes in order, each once its gradient is complete, but before the next computation and after sends.
+    """Insert the pushes in order, each before the first computation that follows the completion of its gradient.
 
-    Pushes that wait for earlier ones come at index `free` at the earliest.
+    A push that waits for earlier pushes is inserted at index `free` or later.
     """
     complete = {
         value: i for i, instruction in enumerate(work) if instruction.op is Op.BACKWARD for value in instruction.writes
@@ -114,12 +113,13 @@ def _with_pushes(work: Sequence[Instruction], pushes: Sequence[Instruction], fre
 
 
 def _with_ends(placement: Placement, rank: int, work: Sequence[Instruction]) -> list[Instruction]:
-    """Free every message once it has certainly left, so that waiting for it delays no rank; free the others at the end.
+    """Free every message after it has certainly been sent, so that the wait delays no rank; free the rest at the end.
 
-    gloo reports this only to a rank that waits, so the program schedules the wait:
-    - h{k}.{m}, before the backward that waits for d{k}.{m}, which the next stage has computed from it.
-    - d{k}.{m}, before d{k}.{m + 2} of the same pipeline is sent: by then the previous stage has run the backward of m.
-      With interleaved stages, before d{k}.{m + n}, where n is the size of a set (`ir.schedules.clock`).
+    gloo reports completed sends only to a rank that waits, so the program schedules each wait:
+    - The wait for h{k}.{m} precedes the backward that reads d{k}.{m}, which the next stage computes from h{k}.{m}.
+    - The wait for d{k}.{m} precedes the send of d{k}.{m + 2} of the same pipeline: by then, the previous stage has run
+      the backward of m. With interleaved stages, it precedes the send of d{k}.{m + n}, where n is the size of a set
+      (`ir.schedules.clock`).
     """
     ended: list[Instruction] = []
     sent: defaultdict[Value, list[Value]] = defaultdict(list)  # value -> its messages
@@ -150,7 +150,7 @@ def _with_waits(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     waiting: list[Instruction] = []
     for instruction in instructions:
         after = (*waits(instruction, stream_of), *instruction.after)
-        # `replace` is several times slower.
+        # `dataclasses.replace` is several times slower.
         waiting.append(
             Instruction(
                 instruction.op,

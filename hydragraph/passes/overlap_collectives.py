@@ -1,10 +1,11 @@
-"""Pass `overlap_collectives`: let a stage's collectives run while the graph computes what does not depend on them.
+"""Pass `overlap_collectives`: run a stage's collectives while the graph computes values that do not depend on them.
 
     before     total += dy^t x;  dx = dy W;  s = all_reduce(dx);  y = s * w
     after      dx = dy W;  p = start_all_reduce(dx);  total += dy^t x;  s = p.result();  y = s * w
 
-A collective starts as soon as its operand exists and ends before its first reader, while products of weight gradients
-run (Megatron-LM, Shoeybi et al., 2019). Collectives keep their order, which all ranks of a stage share.
+A collective starts as soon as its operand exists. The wait for its result comes just before the first reader, so that
+products of weight gradients run meanwhile (Megatron-LM, Shoeybi et al., 2019). Collectives keep their order, which is
+the same on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ RESULT = "result"
 
 
 def overlap_collectives(variant: Variant) -> Variant:
-    """Return a variant that waits for a collective's result only where it reads it."""
+    """Return a variant that waits for each collective's result just before the first reader."""
     return replace(variant, forward=_overlapped(variant.forward), backward=_overlapped(variant.backward))
 
 
 def _overlapped(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    started: dict[fx.Node, fx.Node] = {}  # unread collective -> its start
+    started: dict[fx.Node, fx.Node] = {}  # collective without a reader so far -> its start
 
     def copy(nodes: Iterable[fx.Node]) -> None:
         for node in nodes:

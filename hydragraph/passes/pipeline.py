@@ -45,7 +45,7 @@ def rank_programs(
 def shared_programs(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], mode: Mode = "train", *, ranks: int
 ) -> SharedPrograms:
-    """Build programs like `rank_programs`; ranks that differ only in their peers share one."""
+    """Build programs like `rank_programs`; ranks that differ only in their peers share one program."""
     placement = _placed(outline, strategy, micro_batches, mode, ranks)
     name = str(strategy)
     return SharedPrograms.gather(_each_rank(placement, name, mode, ranks))
@@ -64,7 +64,7 @@ def _each_rank(placement: Placement, name: str, mode: Mode, ranks: int) -> Itera
 
 
 def _decides(placement: Placement, mode: Mode, rank: int) -> tuple[Hashable, Peers]:
-    """Return what determines a rank's instructions besides its neighbours, and these."""
+    """Return a key that determines a rank's instructions except for their peers, and the peers."""
     stage = placement.stage_of.get(rank)
     if stage is None:
         return None, ()
@@ -113,7 +113,7 @@ def _placed(outline: Outline, strategy: Strategy, micro_batches: Sequence[int], 
 
 
 def placed_program(placement: Placement, strategy: str, mode: Mode, rank: int, ranks: int) -> RankProgram:
-    """Run the passes on one rank of a placement; `strategy` is the text of its header."""
+    """Run the passes on one rank of a placement; `strategy` is the text for the program's header."""
     *_, (_, program) = _passes(placement, strategy, mode, rank, ranks)
     return program
 

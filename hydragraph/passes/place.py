@@ -1,4 +1,4 @@
-"""Placement: the stages that run each block, and that hold each bucket's weights."""
+"""Placement: assignment of blocks to stages, and of weight buckets to the stages that use them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlacedRole(Role):
-    """Role of a stage in one of its pipelines, and its neighbours there.
+    """Role of a stage in one of its pipelines, and its neighboring stages.
 
     Attributes:
-        previous, following: ranks of the neighbouring stages, in tensor-parallel order; empty at the ends.
-        visit: index among the stages of its ranks in the pipeline.
+        previous, following: ranks of the neighboring stages, in tensor-parallel order; empty at the ends.
+        visit: index among the pipeline's interleaved stages on the same ranks.
     """
 
     depth: int
@@ -34,11 +34,11 @@ class PlacedRole(Role):
 
 @dataclass(frozen=True)
 class PlacedStage:
-    """Stage with work, or all interleaved stages of the same ranks.
+    """Stage with micro-batches to run, or all interleaved stages of the same ranks.
 
     Attributes:
-        roles: one for each of its pipelines with work, or for each interleaved stage.
-        layers, blocks: half-open ranges of layers, and of positions of blocks, for each interleaved stage.
+        roles: one role for each of its pipelines with micro-batches, or for each interleaved stage.
+        layers, blocks: half-open ranges of layers and of block positions, one for each interleaved stage.
         stream: as in `spec.pipeline.Stage`.
     """
 
@@ -52,30 +52,30 @@ class PlacedStage:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether it pulls weights for every use of a block."""
+        """Whether the stage pulls weights for every use of a block."""
         return self.stream is True
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of micro-batches."""
+        """Numbers of the stage's micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Positions of blocks, ascending."""
+        """Positions of the stage's blocks, in ascending order."""
         return tuple(k for span in self.blocks for k in range(*span))
 
     @property
     def interleaved(self) -> bool:
-        """Whether it consists of several stages of a pipeline."""
+        """Whether the same ranks run several stages of a pipeline."""
         return len(self.blocks) > 1
 
     def role_of(self, micro_batch: int, visit: int = 0) -> PlacedRole:
-        """Return its role in the pipeline that runs a micro-batch."""
+        """Return the stage's role in the pipeline that runs a micro-batch."""
         return next(role for role in self.roles if micro_batch in role.micro_batches and role.visit == visit)
 
     def visit_of(self, position: int) -> int:
-        """Return which interleaved stage has the block at a position."""
+        """Return the index of the interleaved stage that has the block at a position."""
         return next(visit for visit, span in enumerate(self.blocks) if position in range(*span))
 
     def part_of(self, rank: int) -> StagePart:
@@ -85,7 +85,7 @@ class PlacedStage:
 
 @dataclass(frozen=True)
 class _Group:
-    """Pipelines scheduled together; `numbers`: the row of each stage's ranks in their shape."""
+    """Pipelines that are scheduled together; `numbers` maps the ranks of a stage to its row in `shape`."""
 
     pipelines: tuple[int, ...]
     shape: Shape
@@ -93,7 +93,7 @@ class _Group:
 
 
 def _group(stages: Mapping[int, Sequence[PlacedStage]], pipelines: tuple[int, ...]) -> _Group:
-    # Layers and numbers ascend along every pipeline, except where it returns to the same ranks.
+    # Layers and numbers ascend along every pipeline, unless an interleaved stage returns to earlier ranks.
     every = dict.fromkeys((stage.layers[0], stage.ranks) for pipeline in pipelines for stage in stages[pipeline])
     numbers = {ranks: number for number, (_, ranks) in enumerate(sorted(every))}
     counts = []
@@ -110,8 +110,8 @@ class Placement:
     """Placement of the blocks and weights of one iteration.
 
     Attributes:
-        stages: stages with work, by pipeline and stage; shared and interleaved stages occur once.
-        holders: for each held bucket, in pull order, the ranks of each stage that uses it.
+        stages: stages with micro-batches, by pipeline and stage; shared and interleaved stages occur once.
+        holders: for each used bucket, in pull order, the ranks of each stage that uses the bucket.
         joined: as in `Strategy.joined`.
     """
 
@@ -123,7 +123,7 @@ class Placement:
 
     @cached_property
     def stage_of(self) -> Mapping[int, PlacedStage]:
-        """Each rank's stage, or interleaved stages."""
+        """Stage, or interleaved stages, of each rank."""
         return {rank: stage for stage in self.stages for rank in stage.ranks}
 
     def actions(self, stage: PlacedStage, mode: Mode) -> tuple[Action, ...]:
@@ -153,7 +153,7 @@ class Placement:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """Results of passes for all ranks, by mode."""
+        """Cache of pass results that all ranks share, by mode."""
         return {}
 
     def held(self, rank: int) -> frozenset[str]:
@@ -168,7 +168,9 @@ def stage_buckets(outline: Outline, stage: PlacedStage) -> frozenset[str]:
 
 
 def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) -> Placement:
-    """Assign blocks to stages, the first with layer 0 and the last with the last layer, and buckets to their users.
+    """Assign each block to a stage, and each bucket to the stages that use it.
+
+    The first block joins the stage of layer 0, and the last block joins the stage of the last layer.
 
     Raises:
         ValueError: the numbers of layers or pipelines differ, or a number of micro-batches is negative.
@@ -180,7 +182,7 @@ def place(outline: Outline, strategy: Strategy, micro_batches: Sequence[int]) ->
 def refuse_streams(strategy: Strategy) -> None:
     """Raise Unsupported if a stage streams or offloads under a schedule that splits backwards.
 
-    Each half would pull, and fetched activations would stay on the device between the halves.
+    Each half of a backward would pull the weights, and fetched activations would stay on the device between the halves.
     """
     for chosen, what, flags in ((strategy.streams, "streaming", "w and g"), (strategy.offloads, "offloading", "o")):
         if chosen and strategy.schedule not in WHOLE_BACKWARD:
@@ -191,7 +193,7 @@ def refuse_streams(strategy: Strategy) -> None:
             )
 
 
-@lru_cache(maxsize=4)  # for all ranks
+@lru_cache(maxsize=4)  # one placement for all ranks
 def _place(outline: Outline, strategy: Strategy, micro_batches: tuple[int, ...]) -> Placement:
     if strategy.layers != outline.layers:
         raise ValueError(

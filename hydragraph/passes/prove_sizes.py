@@ -1,11 +1,12 @@
 """Pass `prove_sizes`: prove that no constant of a traced graph is a number of tokens or of sequences.
 
-A trace sees one example, and its graph must hold for any. Each of three proofs covers cases that the others miss:
+A trace sees one example, but its graph must be valid for every batch. Each of three proofs covers cases that the others
+miss:
 
-1. The trace recorded each size that was turned into a number, and each decision based on one.
-2. The graph is run again, on the meta device, at other sizes: each value must have the sizes of its expressions.
-3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of one, or the
-   inverse or root of a multiple, was read from the example (`Recalled`), or matches by chance: the model is then
+1. The trace records every size that is converted to a number, and every decision that depends on a size.
+2. The graph runs again on the meta device with other sizes: each value must have the shape that its symbols predict.
+3. The example's sizes are primes that divide no dimension of the graph. A number that is a multiple of such a prime, or
+   the inverse or root of a multiple, was read from the example (`Recalled`) or matches by chance. The model is then
    captured again with other primes.
 """
 
@@ -24,26 +25,27 @@ from hydragraph.ir.graph_data import placeholders_of, value_of
 from hydragraph.private.operator_schemas import has_tag
 from hydragraph.private.tracing import assumptions, hint_of, size_at, symbol_name
 
-# Tokens and bounds: primes p for which (p - 1) / 2 is also prime; small, as loops over tokens are unrolled.
+# Numbers of tokens and of sequence bounds: primes p for which (p - 1) / 2 is also prime. Small primes keep unrolled
+# loops over tokens short.
 EXAMPLES = ({"T": 227, "N+1": 107}, {"T": 263, "N+1": 167}, {"T": 347, "N+1": 83})
 _PRIMES = frozenset(size for sizes in EXAMPLES for size in sizes.values())
-# The second proof's sizes are this multiple plus one, so that no factor is shared.
+# The second proof uses this multiple of the example's sizes, plus one, so that the sizes share no factor.
 _ELSEWHERE = 3
 # Larger numbers mean "no end" or "minus infinity".
 _LARGEST = 1 << 31
 T = TypeVar("T")
-_REMEDY = "compute it from a tensor's shape while it runs: no int(), len() or .item() of a size"
+_REMEDY = "compute sizes from tensors' shapes during the forward, without int(), len() or .item()"
 
 
 class Recalled(Unsupported):
-    """Number in a graph that matches the example that it was traced with."""
+    """Raised for a number in a graph that matches a size of the traced example."""
 
 
 def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
-    """Capture with example sizes, and again with others if a number of the model matches them.
+    """Capture a model with example sizes, and again with other sizes if a number in the graph matches the first ones.
 
     Raises:
-        Recalled: every example matches.
+        Recalled: a number matches in every example.
     """
     for sizes in EXAMPLES[:-1]:
         with contextlib.suppress(Recalled):
@@ -52,18 +54,18 @@ def with_an_example(capture: Callable[[Mapping[str, int]], T]) -> T:
 
 
 def prove_sizes(graph: fx.GraphModule, where: str, exported: bool = False) -> None:
-    """Raise Unsupported if a graph, with the values of its trace, holds only for some sizes.
+    """Raise Unsupported if a traced graph is valid only for some sizes.
 
     Args:
-        exported: `torch.export` made the graph with sizes declared as free, which covers the first proof.
+        exported: whether `torch.export` made the graph with dynamic sizes, which covers the first proof.
     """
     placeholders = placeholders_of(graph)
     for what in [] if exported else assumptions(value_of(n) for n in placeholders):
-        raise Unsupported(f"it was traced assuming {what} of the numbers of tokens", where=where, remedy=_REMEDY)
-    # Proof 3; a dimension of the model may explain the number.
+        raise Unsupported(f"its trace assumed {what} for the numbers of tokens", where=where, remedy=_REMEDY)
+    # Proof 3. A number may also come from a dimension of the model.
     hints = {symbol: size for n in placeholders for symbol, size in _symbols(value_of(n))}
     dims = {s for n in graph.graph.nodes for s in getattr(value_of(n), "shape", ()) if isinstance(s, int)}
-    # Sequence parallelism multiplies lengths.
+    # Under sequence parallelism, sizes are multiples of the primes.
     primes = {p for p in _PRIMES for s in hints.values() if s % p == 0}
     unlike = [p for p in primes if not any(dim and dim % q == 0 for dim in dims for q in (p, p // 2))]
     for node in graph.graph.nodes:
@@ -90,7 +92,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _recalls(number: float, size: int) -> bool:
-    """Return whether a number is a multiple of size or size - 1, or the inverse, root or inverse root of one."""
+    """Return whether a number is a multiple of size or size - 1, or the inverse, root or inverse root of a multiple."""
     if not 0 < abs(number) < _LARGEST or not math.isfinite(number):
         return False
     # A mean divides by n, a variance by n - 1, attention by a root.
@@ -129,12 +131,12 @@ class _Elsewhere(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if _needs_values(n) or not self._unknown.isdisjoint(n.all_input_nodes):
-            # Sizes that depend on values cannot be followed.
+            # Sizes that depend on tensors' values are unknown on the meta device.
             self._unknown.add(n)
             return self._empty(value_of(n))
         try:
             result = super().run_node(n)
-        except NotImplementedError:  # no shape function
+        except NotImplementedError:  # the operator has no shape function
             return self._empty(value_of(n))
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
@@ -148,14 +150,14 @@ class _Elsewhere(fx.Interpreter):
             expected = list(map(self._size, value.shape))
             # PyTorch may record a wrong number of dimensions (a loss without reduction).
             if result.dim() == value.dim() and list(result.shape) != expected:
-                raise self._refusal(n, f"makes {list(result.shape)} for {expected} at {self._sizes_text()}")
+                raise self._refusal(n, f"yields {list(result.shape)}, not {expected}, at {self._sizes_text()}")
         elif isinstance(result, tuple | list) and isinstance(value, tuple | list):
             for one, other in zip(result, value, strict=True):
                 self._compare(n, one, other)
 
     def _refusal(self, n: fx.Node, what: str) -> Unsupported:
         return Unsupported(
-            f"its graph holds for the example only: {n.target} {what}", where=self._where, remedy=_REMEDY
+            f"its graph is valid only for the example: {n.target} {what}", where=self._where, remedy=_REMEDY
         )
 
     def _sizes_text(self) -> str:

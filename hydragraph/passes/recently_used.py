@@ -22,7 +22,7 @@ class LRU(Generic[K, V]):
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the cached value of a key, or make it."""
+        """Return the cached value of a key, or make and cache the value."""
         if key not in self._values:
             self._values[key] = make()
             if len(self._values) > self._capacity:

@@ -1,6 +1,6 @@
 """Retain: keep every value until its last use and no longer.
 
-After `free d2.0`, the message d2.0>1 keeps the data that is still in flight.
+After `free d2.0`, the message d2.0>1 keeps the data in memory until the data is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hydragraph.passes.place import Placement
 
 
 def retain(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add a `free` after every instruction that is the last to use some values; gradients live until the commit."""
+    """Add a `free` after the last use of every value; gradients live until the commit."""
     del placement, mode
     last_use: dict[Value, int] = {}
     for i, instruction in enumerate(program.instructions):

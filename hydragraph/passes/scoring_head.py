@@ -1,6 +1,6 @@
 """Pass `scoring_head`: make the last block return the log-probability of each target instead of the loss.
 
-Positions without a target have 0. `runtime.sequence_sums` sums each sequence.
+Positions without a target get 0. `runtime.sequence_sums` sums each sequence.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _KEEPS = VIEWS | MOVES | {aten.select.int, aten.clone.default, aten.contiguous.d
 
 
 def scoring_program(program: Program, entropy: bool = False) -> Program:
-    """Return a program whose last block returns the log-probability of each target [1, T, 1], and entropy [1, T, 2].
+    """Return a program whose last block returns log-probabilities [1, T, 1], or also entropies [1, T, 2].
 
     Raises:
-        Unsupported: the loss has no cross-entropy of the batch's labels, or several.
+        Unsupported: the loss does not compute exactly one cross-entropy with the batch's labels.
     """
     block = program.blocks[-1]
     head, scoring = _with_scores(block, program.templates[block.template], program.model, entropy)
@@ -102,8 +102,8 @@ def _cross_entropy(graph: fx.Graph, model: str) -> fx.Node:
     raise Unsupported(
         f"its loss has {several}",
         where=model,
-        remedy="compile with a loss that uses hydragraph.token_logprobs(outputs, batch), or cross_entropy of logits "
-        "[T, V] and the labels of the batch, once; the default loss does",
+        remedy="compile with a loss that calls hydragraph.token_logprobs(outputs, batch) or cross_entropy of logits "
+        "[T, V] and the batch's labels exactly once, as the default loss does",
     )
 
 

@@ -1,8 +1,8 @@
-"""Search for the values that sequence parallelism keeps split by tokens.
+"""Search for the values that sequence parallelism shards by tokens.
 
 Between tensor-parallel regions every rank has only its own tokens. A region ends with a reduce-scatter and starts with
 an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.2). In a
-Llama layer, norms and residuals are split; queries, keys and values need all tokens.
+Llama layer, norms and residuals are sharded by tokens; queries, keys and values need all tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def token_symbol(graph: fx.Graph) -> str | None:
 
 
 def token_dim(node: fx.Node, symbol: str | None) -> int | None:
-    """Return the only token dimension of a value; None if there is none or several, as in attention scores."""
+    """Return a value's token dimension, or None if the value has none or several, as attention scores do."""
     value: Any = value_of(node)
     value = value[0] if isinstance(value, tuple | list) and value else value
     if not isinstance(value, torch.Tensor) or symbol is None:
@@ -45,7 +45,7 @@ def token_dim(node: fx.Node, symbol: str | None) -> int | None:
 
 
 def find_parts(graph: fx.Graph, cuts: Cuts) -> dict[fx.Node, int]:
-    """Return the values that are split by tokens -> their token dimension."""
+    """Return the values that are sharded by tokens, with their token dimensions."""
     symbol = token_symbol(graph)
     parts: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -66,7 +66,7 @@ def _is_part(node: fx.Node, dim: int, cuts: Cuts, parts: Mapping[fx.Node, int]) 
 
 
 def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
-    # Other operators get all tokens by an all-gather.
+    # Operators that are not listed here need all tokens, which an all-gather provides.
     target = node.target
     first = operands(node)[0]
     if is_pointwise(node):
@@ -74,7 +74,7 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
         return all(parts[n] + ndim - len(shape(n)) == dim for n in node.all_input_nodes if n in parts)
     if target is aten.cat.default:
         return join_dim(node) != dim
-    # Only the first operand may be split.
+    # Only the first operand may be sharded by tokens.
     if first not in parts or any(n in parts for n in node.all_input_nodes if n is not first):
         return False
     if target is dropout:
@@ -95,9 +95,9 @@ def _tokenwise(node: fx.Node, dim: int, parts: Mapping[fx.Node, int]) -> bool:
 
 
 def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], symbol: str | None) -> int | None:
-    """Return an operand's token dimension if it has all tokens and `node` needs only this rank's."""
+    """Return an operand's token dimension if the operand has all tokens, but `node` needs only this rank's tokens."""
     if node.target is dropout and operand is operands(node)[1] and operand not in parts:
-        return 1  # its keys, [1, T, 2]
+        return 1  # dimension of the dropout's keys, [1, T, 2]
     if operand in parts or not (is_pointwise(node) or node.target is aten.cat.default):
         return None
     dim = token_dim(operand, symbol)
@@ -105,9 +105,9 @@ def aligned_dim(node: fx.Node, operand: fx.Node, parts: Mapping[fx.Node, int], s
 
 
 def learns_in_part(parameter: fx.Node, cuts: Cuts, parts: Mapping[fx.Node, int]) -> tuple[bool, bool]:
-    """Return whether a whole parameter gets a partial gradient from some users, and a whole gradient from others.
+    """Return whether some users give a replicated parameter a partial gradient, and whether some give a full one.
 
-    Partial gradients come from users that are cut or split by tokens, such as a norm between two regions.
+    Users that are sharded by units or tokens, such as a norm between two regions, give partial gradients.
     """
     users = [_user_has_part(user, cuts, parts) for user in parameter.users]
     return any(users), not all(users)

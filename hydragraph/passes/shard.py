@@ -1,14 +1,14 @@
-"""Pass `shard`: fill in a template's Communicate-Activation placeholders for one tensor-parallel rank.
+"""Pass `shard`: turn a template into the forward graph of one tensor-parallel rank.
 
-Parameters become shards, sizes local, "enter" and "exit" collectives, and the embedding and the loss
-vocabulary-parallel. Each value is in one of four states:
+Parameters become shards, sizes become local sizes, and "enter" and "exit" placeholders become collectives. The
+embedding and the loss become vocabulary-parallel. Each value is in one of four states:
 
-    R  whole     the same on every rank of the stage
-    U  by units  a rank has some of its columns or heads      `cuts.cut`: node -> `Cut`
-    P  partial   summands of a sum over ranks                 after a product in `cuts.rows`, until its "exit"
-    S  by tokens a rank has its own tokens                    `parts`: node -> token dimension (sequence parallelism)
+    R  replicated  the same on every rank of the stage
+    U  by units    a rank has some columns or heads     `cuts.cut`: node -> `Cut`
+    P  partial     a rank has one summand of the value  after a product in `cuts.rows`, until its "exit"
+    S  by tokens   a rank has its own tokens            `parts`: node -> token dimension (sequence parallelism)
 
-An attention block of a Llama with 4 heads of 16, for rank 0 of 2, without and with sequence parallelism:
+Example: the attention block of a Llama with 4 heads of size 16 on rank 0 of 2, without and with sequence parallelism:
 
     annotated                                rank 0                                   with sequence parallelism
     x1 = communicate(x, "enter")             tp_enter(x)                R             tp_gather(x, 1, 2)       S -> R
@@ -68,9 +68,9 @@ class ShardedTemplate:
     """Template instantiated for one rank of a stage.
 
     Attributes:
-        graph: the forward over local shards; placeholders as in the template, then one per name of `vocabulary`.
-        vocabulary: local names of the parameters sharded along the vocabulary, or that cut a value with dropout; the
-            graph takes this rank's first row or column of each (0-d int64).
+        graph: forward over local shards. Its placeholders are those of the template, then one per name in `vocabulary`.
+        vocabulary: local names of the parameters that are sharded along the vocabulary, or whose product is sharded
+            before a dropout. For each, the graph takes the rank's first row or column as an input (0-d int64).
     """
 
     graph: fx.GraphModule
@@ -81,7 +81,7 @@ class ShardedTemplate:
 def shard(
     template: Template, parameters: Mapping[str, Parameter], part: StagePart, fused_head: bool = False
 ) -> ShardedTemplate:
-    """Instantiate a template.
+    """Instantiate a template for one rank of a stage.
 
     Args:
         parameters: local parameter names -> parameters of any block of the template.
@@ -100,7 +100,7 @@ def shard(
 
 
 def gradient_kinds(template: Template, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, GradientKind]:
-    """Return whether each parameter's gradient on a rank is whole or partial."""
+    """Return the gradient kind of each parameter on one rank, by local name."""
     if part.tp == 1:
         return dict.fromkeys(template.parameters, GradientKind.PARTIAL)
     cuts, described = _analyse(template, parameters)
@@ -214,7 +214,7 @@ class _Rewrite:
         S                   R, U      tp_join     is whole, and each rank keeps its tokens' part
         R                   R, U      unchanged   is already whole, or passes an "enter"
         R parameter         S and R   tp_enter    is partial from one user, whole from another: sum the parts first
-        R, has tokens       S         tp_split    is needed whole at its source
+        R, has tokens       S         tp_split    is needed whole where the operand is computed
         R, computed, float  S         tp_enter    is partial on each rank, as for 1 + weight
         R, other            S         unchanged   does not exist, or is the parameter's own, summed at the push
         """
@@ -240,7 +240,7 @@ class _Rewrite:
         return self.graph.call_function(target, args)
 
     def _write(self, node: fx.Node) -> fx.Node:
-        # Every other operator treats a part like the whole.
+        # Operators without a case below treat a shard like the whole value.
         if node.target is communicate:
             return self._communicate(node)
         if node in self.cuts.rows:
@@ -300,7 +300,7 @@ class _Rewrite:
             reduced = self._convert(tp_ops.tp_scatter, value, self.parts[node])
         else:
             reduced = self._convert(tp_ops.tp_sum, value)
-        # Before the sum, the bias would count once per rank.
+        # The bias is added after the sum; otherwise, it would count once per rank.
         parts = product(value)
         if parts is not None and parts.bias is not None:
             return self.call(aten.add.Tensor, reduced, self._operand(parts.bias, node))
@@ -325,7 +325,7 @@ class _Rewrite:
         return self.call(target, self.copied[parts.x], self.copied[parts.weight])
 
     def _fused(self, head: Head, start: fx.Node) -> fx.Node:
-        # Approximate, but equal on all ranks, because their chunks must agree.
+        # `rows` is approximate, but equal on all ranks, because all ranks must use equal chunks.
         flat = self.call(aten.flatten.using_ints, self.copied[head.hidden], 0, -2)
         labels = self._operand(head.labels, head.loss)
         rows = -(-int(shape(head.weight)[0]) // self.part.tp)
@@ -346,11 +346,11 @@ class _Rewrite:
         return self.call(node.target, *arguments[:9], start, *arguments[10:12], cut.scale)
 
     def _check_value_heads(self, node: fx.Node, cut: Cut) -> None:
-        """Reject ranks that share a value head of linear attention, as each would add its result."""
+        """Reject ranks that share a value head of linear attention, because each rank would add the head's result."""
         if self.local_size(cut) * self.part.tp != cut.entries:
             heads = int(shape(operands(node)[0])[1])
             raise Unsupported(
-                f"{self.part.tp} ranks for linear attention of {heads} key heads, shared by {cut.entries} value heads",
+                f"{self.part.tp} ranks would share heads of linear attention ({heads} key, {cut.entries} value heads)",
                 where=self.parameters[_weight(cut.lead)].name,
                 remedy=f"use a tensor-parallel degree that divides {heads}",
             )
@@ -362,7 +362,7 @@ class _Rewrite:
         parameter = self.parameters[taps]
         if parameter.local_shape(self.part.tp, self.part.index)[0] != self.local_size(cut):
             raise Unsupported(
-                f"{self.part.tp} ranks for a convolution of keys that they would share",
+                f"{self.part.tp} ranks would share keys of a convolution",
                 where=parameter.name,
                 remedy="use a tensor-parallel degree that divides the key heads of linear attention",
             )
@@ -393,10 +393,10 @@ class _Rewrite:
         return self.call(aten.split_with_sizes.default, self.copied[source], sizes, dim)
 
     def local_size(self, cut: Cut) -> int:
-        """Return the number of this rank's elements along the dimension of a cut value.
+        """Return this rank's size of the sharded dimension of a value.
 
-        A fused weight [3 * 64, 64] has segments (4, 4, 4) of units of 16. Rank 0 of 2 has 2 units of each: 32
-        elements, or 2 heads (`scale` 16).
+        A fused weight [3 * 64, 64] has segments of (4, 4, 4) units of 16 elements. Rank 0 of 2 has 2 units of each
+        segment: 32 elements, or 2 heads (`scale` 16).
         """
         if cut.pieces:
             return sum(map(self.local_size, cut.pieces))
@@ -405,7 +405,7 @@ class _Rewrite:
         at = 0
         elements = 0
         assert rule is not None
-        # The analysis made cut values end where segments start.
+        # The analysis ensures that a cut ends where a segment starts.
         for segment, units in enumerate(rule.segments):
             if cut.start <= at < cut.start + cut.length:
                 try:

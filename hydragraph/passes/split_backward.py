@@ -1,9 +1,9 @@
-"""Pass `split_backward`: cut a backward in two, so that the gradient of the block's input can leave first.
+"""Pass `split_backward`: split a backward in two, so that the gradient of the block's input can be sent early.
 
-    input half     what the gradient of "hidden" needs; it also returns the values that the other half reads
-    weight half    the rest: the gradients of parameters, added to buffers or returned
+    input half     computes the gradient of "hidden", and also returns the values that the weight half reads
+    weight half    computes the gradients of parameters, and adds them to buffers or returns them
 
-No operator runs twice, so gradients are equal bit for bit.
+No operator runs twice, so gradients are bitwise equal to those of the whole backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydragraph.passes.differentiate import Variant, saved_names
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """Half of a backward, which also returns what the other half reads; its fields are as in `Variant`."""
+    """Half of a backward; its fields are as in `Variant`. The input half also returns values for the weight half."""
 
     backward: fx.GraphModule
     needs: tuple[str, ...]
@@ -30,7 +30,7 @@ def split_backward(variant: Variant) -> tuple[BackwardPart, BackwardPart]:
     """Return the input half and the weight half of a backward."""
     nodes = list(variant.backward.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    named = dict(zip(inputs, variant.needs, strict=False))  # the others: buffers and factors
+    named = dict(zip(inputs, variant.needs, strict=False))  # other inputs: buffers and betas
     results: list[fx.Node] = list(nodes[-1].args[0])
     gradients = dict(zip(variant.gradients, results, strict=True))
     hidden = gradients.pop("hidden", None)

@@ -1,13 +1,13 @@
-"""Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has made them.
+"""Stream: pull weights just before a stage uses them, and push gradients as soon as a backward has computed them.
 
-A stage that streams pulls a bucket for every block that uses it, one block ahead; consecutive blocks share a pull. The
-gradients of each backward are pushed at once and added at home.
+A streaming stage pulls a bucket one block before every block that uses the bucket; consecutive blocks share a pull. The
+gradients of each backward are pushed at once and summed at home.
 
-Every rank enters every exchange, so all ranks need one order of them that none has to wait for. A model of the
-iteration, in which all pipelines take equally long, gives every computation a time. A pull has the time of the
-computation before the one that needs it, and a push that of the computation that made its gradients. Each rank enters a
-pull before its own computations of that time, and a push after them, so it only waits for earlier events and cannot
-deadlock. Stages that need a bucket at the same time share one exchange.
+Every rank enters every exchange, so all ranks need one common order of exchanges. A model of the iteration, in which
+all pipelines take equally long, assigns a time to every computation. A pull has the time of the computation before the
+one that needs the weights. A push has the time of the computation that made the gradients. Each rank enters a pull
+before its own computations of that time, and a push after them. Therefore, a rank waits only for earlier events and
+cannot deadlock. Stages that need a bucket at the same time share one exchange.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turn:
     """Pull or push of a bucket, which all ranks enter.
 
     Attributes:
-        name: unique per operation: the bucket, or `ir.value.streamed`.
+        name: the bucket, or `ir.value.streamed`; unique per operation.
         stages: the ranks of every stage that takes part.
     """
 
@@ -56,12 +56,12 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Streaming:
-    """Exchanges of an iteration with stages that stream.
+    """Exchanges of an iteration with streaming stages.
 
     Attributes:
-        turns: in the order in which every rank enters them.
-        times: ranks of a stage -> computation -> time, in order.
-        names: (ranks of a stage, computation, operation) -> bucket -> its exchange.
+        turns: exchanges in the order in which every rank enters them.
+        times: ranks of a stage -> computation -> time, in the stage's order.
+        names: (ranks of a stage, computation, operation) -> bucket -> name of its exchange.
     """
 
     turns: tuple[Turn, ...]
@@ -81,7 +81,7 @@ def turns(placement: Placement, mode: Mode) -> tuple[Turn, ...]:
 
 
 def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgram:
-    """Add the pulls and pushes of an iteration with stages that stream; leave others to `overlap`."""
+    """Add pulls and pushes if a stage of the iteration streams; otherwise, `overlap` adds them."""
     if not placement.streams:
         return program
     exchanges = streaming(placement, mode)
@@ -106,7 +106,7 @@ def stream(placement: Placement, mode: Mode, program: RankProgram) -> RankProgra
 
 
 def decides(placement: Placement, mode: Mode, stage: PlacedStage | None) -> Hashable:
-    """Return what determines a stage's exchanges beyond roles and blocks."""
+    """Return a key that, with a stage's roles and blocks, determines its exchanges."""
     if stage is None or not placement.streams:
         return None
     exchanges = streaming(placement, mode)
@@ -159,11 +159,11 @@ _START = Fraction(-1)  # before every computation
 
 
 class _Moment(NamedTuple):
-    """Time of an exchange and what else orders it; equal moments are one exchange."""
+    """Sort key of an exchange; equal keys denote one exchange."""
 
     time: Fraction
     pushes: bool
-    place: int  # in pull or push order
+    place: int  # position in pull or push order
     bucket: str
     streamed: bool
 
@@ -172,7 +172,7 @@ _Uses = list[tuple[PlacedStage, tuple[Computation, ...]]]  # stages and the comp
 
 
 def streaming(placement: Placement, mode: Mode) -> Streaming:
-    """Return the exchanges of an iteration, made once for all ranks."""
+    """Return the exchanges of an iteration, computed once for all ranks."""
     if mode not in placement.results:
         placement.results[mode] = _streaming(placement, mode)
     result: Streaming = placement.results[mode]
@@ -232,7 +232,7 @@ def _pulls(
 def _pushes(
     placement: Placement, times: Mapping[Ranks, Mapping[Computation, Fraction]], places: Mapping[str, int]
 ) -> Iterator[tuple[_Moment, PlacedStage, tuple[Computation, ...]]]:
-    """Yield all pushes; those of stages that do not stream wait for the last such stage."""
+    """Yield all pushes; stages that do not stream push a bucket together, after the last of these stages."""
     outline = placement.outline
     whole: defaultdict[str, list[tuple[PlacedStage, tuple[Computation, ...]]]] = defaultdict(list)
     for stage in placement.stages:
@@ -253,15 +253,15 @@ def _pushes(
 
 
 def _times(placement: Placement, mode: Mode) -> Mapping[Ranks, Mapping[Computation, Fraction]]:
-    """Return when each stage would run each computation if all pipelines took one unit of time.
+    """Return the time of each computation in a model in which every pipeline takes one unit of time.
 
-    A backward takes twice as long as a forward, and the blocks of a stage equally long.
+    A backward takes twice as long as a forward, and all blocks of a stage take equally long.
     """
     by_ranks = {stage.ranks: stage for stage in placement.stages}
     left = {stage.ranks: deque(_tasks(placement, stage, mode)) for stage in placement.stages}
     times: dict[Ranks, dict[Computation, Fraction]] = {ranks: {} for ranks in left}
     free: dict[Ranks, Fraction] = dict.fromkeys(left, Fraction(0))
-    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # by pipeline, stage, operation, micro-batch
+    ended: dict[tuple[int, int, Op, int], Fraction] = {}  # (pipeline, stage, operation, micro-batch) -> end
     ready = deque(left)
     while ready:
         ranks = ready.popleft()

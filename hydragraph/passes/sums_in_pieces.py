@@ -1,11 +1,11 @@
-"""Pass `sums_in_pieces`: compute products and the sum of their results over a stage's ranks in pieces of the tokens.
+"""Pass `sums_in_pieces`: compute products and all-reduce their results in pieces of the tokens.
 
     before     u = x W;  s = all_reduce(u)
     after      s = all_reduce_product([x], [W])
 
-The runtime starts the sum of each piece of rows before it computes the next
-(`cluster.collectives.start_all_reduce_product`). A sum of products, such as u = x W + y V, is treated alike. Other
-sums, such as those over experts, are left.
+The runtime starts the all-reduce of each piece of rows before it computes the next piece
+(`cluster.collectives.start_all_reduce_product`). Sums of products, such as u = x W + y V, are treated in the same way.
+Other all-reduces, such as those of experts, do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUMMED = "all_reduce_product"
 
 
 def sums_in_pieces(variant: Variant) -> Variant:
-    """Return a variant that computes the products of its sums in pieces."""
+    """Return a variant that computes and all-reduces products in pieces."""
     return replace(variant, forward=_in_pieces(variant.forward), backward=_in_pieces(variant.backward))
 
 
@@ -46,7 +46,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
             copies[node] = graph.call_function(aten.unsqueeze.default, (copies[node], 0))
             copies[node].meta = dict(node.meta)
     for node in reversed(module.graph.nodes):
-        # Products and their views; inputs stay.
+        # Remove unused products and views, but not inputs.
         if node.op != "placeholder" and node.users and not copies[node].users:
             graph.erase_node(copies[node])
     graph.lint()
@@ -54,7 +54,7 @@ def _in_pieces(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """Return the products [T, N] that add up to a value, viewed as [1, T, N] or not, which one node reads, or None."""
+    """Return the products [T, N] whose sum, maybe viewed as [1, T, N], is a value with one reader, or None."""
     if len(node.users) > 1:
         return None
     if node.target is aten.mm.default:

@@ -1,9 +1,9 @@
-"""Cut values, and the result of the analysis of a template (`hydragraph.passes.find_cuts`).
+"""Cuts: descriptions of sharded values, which the analysis of a template finds (`hydragraph.passes.find_cuts`).
 
-    origin   a column-parallel product (or embedding): where a cut begins
-    element  one entry of an origin's cut dimension
+    origin   a column-parallel product or embedding, whose result is sharded
+    element  one entry of an origin's sharded dimension
     unit     the smallest number of elements that stay together on a rank, such as the 16 of a head
-    segment  a range of elements that is cut separately, such as q in a fused product of q, k and v
+    segment  a range of elements that is sharded separately, such as q in a fused product of q, k and v
 
 In a fused product of q, k and v with 4 heads of 16 each, k [1, T, 64] is `Cut(dim=2, scale=1, start=64, length=64)`,
 and its heads [1, T, 4, 16] are `Cut(2, 16, 64, 64)`.
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of a value: each rank holds some units along one dimension.
+    """Sharding of a value: each rank has some units along one dimension.
 
     Attributes:
-        scale: elements of the origin's dimension per element of this one (1 for columns, D for heads); a fraction after
-            attention whose results have other sizes than its queries.
-        start, length: the range of the origin's dimension that this value covers.
-        lead: the product that `scale`, `start` and `length` refer to.
-        origins: all products it comes from, cut in the same way.
+        scale: elements of the lead per entry of this value's dimension (1 for columns, D for heads). It is a fraction
+            after an attention whose results and queries differ in size.
+        start, length: range of the lead's elements that this value covers.
+        lead: the origin that `scale`, `start` and `length` refer to.
+        origins: all origins of the value, which are sharded in the same way.
         outer: sizes that a view merged into the dimension: [T, 4, 16] as [T * 4, 16] has (T,).
-        pieces: cuts of the values joined along the dimension.
+        pieces: cuts of the values that are concatenated along the dimension.
     """
 
     dim: int
@@ -48,16 +48,16 @@ class Cut:
 
     @property
     def entries(self) -> int:
-        """Size of the dimension."""
+        """Global size of the sharded dimension."""
         return sum(piece.entries for piece in self.pieces) if self.pieces else int(self.length / self.scale)
 
 
 @dataclass
 class Origin:
-    """Facts about one column-parallel product.
+    """Units and segments of one column-parallel product.
 
     Attributes:
-        bounds: first elements of all segments but the first.
+        bounds: first element of every segment except the first segment.
         heads: whether units are heads.
         head: elements of a head, or 0.
     """
@@ -70,12 +70,12 @@ class Origin:
 
 @dataclass
 class Cuts:
-    """Result of the analysis: a cut for every cut value, and the roles of products.
+    """Result of the analysis: the cut of every sharded value, and the roles of products.
 
     Attributes:
         cut: node -> Cut; other nodes are replicated.
         columns: column-parallel products and vocabulary-parallel embeddings.
-        unknown: replicated product -> the operator without a rule that prevents cutting it.
+        unknown: replicated product -> operator without a rule, which prevents sharding the product.
     """
 
     cut: dict[fx.Node, Cut] = field(default_factory=dict)
@@ -89,8 +89,8 @@ class Cuts:
         return self.cut.get(node) if isinstance(node, fx.Node) else None
 
     def refine(self, cut: Cut, unit: int) -> None:
-        """Forbid cuts of a value's origins finer than `unit` elements of its lead."""
-        # The coarsest requirement wins.
+        """Require units of at least `unit` elements of the value's lead in all origins."""
+        # The largest required unit wins.
         lead = self.origins[cut.lead]
         for origin in (self.origins[o] for o in cut.origins):
             own = unit * origin.head // lead.head if origin.head and lead.head else unit
@@ -103,7 +103,7 @@ class Cuts:
                 self.origins[origin].bounds.add(at)
 
     def unit(self, cut: Cut) -> int:
-        """Return a cut value's unit, in elements of its lead."""
+        """Return a value's unit, in elements of its lead."""
         lead = self.origins[cut.lead]
         units = [
             origin.unit * lead.head // origin.head if origin.head and lead.head else origin.unit
@@ -113,5 +113,5 @@ class Cuts:
 
 
 def width(node: fx.Node) -> int:
-    """Return the size of the dimension that a column-parallel product or embedding cuts."""
+    """Return the size of the dimension that a column-parallel product or embedding shards."""
     return int(shape(operands(node)[0])[0] if node.target is aten.embedding.default else shape(node)[-1])

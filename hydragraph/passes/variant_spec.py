@@ -1,4 +1,4 @@
-"""Spec of a variant."""
+"""Spec of a variant, the graphs of a block on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VariantSpec:
     Attributes:
         learning: values that get gradients: local parameter names, and "hidden".
         partitioner: selects the saved values, unless the stage recomputes: "min_cut" (functorch's) or "default" (all).
-        added: let products accumulate gradients where possible.
+        added: whether products add gradients to buffers where possible (`passes.accumulate`).
         backend: "eager", or "inductor", which compiles the graphs for `device`.
     """
 
@@ -44,10 +44,10 @@ class VariantSpec:
         eager = self.backend == "eager"
         applies = {
             "shard": True,
-            # `shard` writes the fused operator of a sharded vocabulary.
+            # For a sharded vocabulary, `shard` inserts the fused operator.
             "fuse_head": self.fused_head and self.part.tp == 1,
             "differentiate": True,
-            # Gradient sums are in fp32; Inductor fuses its own.
+            # Gradient sums are in fp32. Inductor fuses the additions itself.
             "accumulate": self.added and eager and self.dtype is torch.float32,
             "sums_in_pieces": self.part.kind.sums_in_pieces,
             "overlap_collectives": self.part.tp > 1,
@@ -57,12 +57,12 @@ class VariantSpec:
 
     @property
     def shards(self) -> tuple[object, ...]:
-        """The rule of each parameter, and the shape of the rank's shard."""
+        """Shard rule of each parameter, and shape of the rank's shard."""
         return tuple((p.rule, p.local_shape(self.part.tp, self.part.index)) for p in self.parameters.values())
 
     @property
     def key(self) -> str:
-        """64 hex digits of the uncompiled graphs, equal in every process."""
+        """Hash that identifies the uncompiled graphs (64 hex digits), equal in every process."""
         passes = [name for name in self.passes if name != COMPILE]
         how = (tuple(self.part.kind), str(self.dtype), sorted(self.learning), self.partitioner, self.fused_head, passes)
         return hashlib.sha256(repr((self.template.content, list(self.shards), how)).encode()).hexdigest()

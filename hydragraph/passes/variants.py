@@ -31,12 +31,12 @@ from hydragraph.spec.strategy import Strategy
 _LOG = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-CAPACITY = 64  # a model has about three templates, and a strategy few degrees
+CAPACITY = 64  # large enough: models have about three templates, and strategies few degrees
 
 
-_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # of any program
-_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # per graph pass
-_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager graphs
+_shared: WeakValueDictionary[Hashable, Variant] = WeakValueDictionary()  # variants of all programs
+_seconds: WeakKeyDictionary[Variant, Mapping[str, float]] = WeakKeyDictionary()  # seconds of each graph pass
+_bound: WeakKeyDictionary[Variant, dict[torch.device, Variant]] = WeakKeyDictionary()  # eager variants on devices
 
 
 class Library(Protocol):
@@ -64,12 +64,12 @@ class Variants:
 
     Args:
         partitioner, backend, fused_head, added: as in `VariantSpec`.
-        device: eager graphs are cached for the CPU, and bound to it by `get`.
-        capacity: number of variants cached, least recently used first out.
-        cache: searched after the library; what is traced is added to it.
+        device: device to which `get` binds eager graphs, which are cached for the CPU.
+        capacity: maximum number of cached variants.
+        cache: searched after the library; newly traced variants are added to the cache.
 
     Attributes:
-        strategies: those whose variants are compiled.
+        strategies: strategies whose variants are compiled.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Variants:
 
     def _key(self, spec: VariantSpec) -> Hashable:
         how = (spec.learning, self._how, spec.passes)
-        # A check may compare a file's graphs with traced ones.
+        # A check may compare a file's graphs with traced graphs.
         source = "" if self._library is None else self._library.source(spec)
         return (spec.template.content, spec.shards, spec.part.kind, *how, source)
 
@@ -141,15 +141,15 @@ class Variants:
         )
 
     def on(self, device: torch.device) -> Variants:
-        """Return the same eager variants for another device, sharing graphs."""
-        assert self.portable, "a backend's own code belongs to its device"
+        """Return the same eager variants for another device; both share the cached graphs."""
+        assert self.portable, "compiled code runs only on the device that it was compiled for"
         other = copy.copy(self)
         other._device = device
         other._scoring = {}
         return other
 
     def scoring(self, entropy: bool = False) -> Variants:
-        """Return the variants that return log-probabilities, sharing all but the last block's."""
+        """Return variants that compute log-probabilities; all blocks except the last share this object's variants."""
         if entropy not in self._scoring:
             self._scoring[entropy] = self.of(scoring_program(self.program, entropy))
         return self._scoring[entropy]
@@ -267,12 +267,12 @@ def local_parameters(program: Program, block: Block, template: Template) -> Mapp
 
 
 def pass_seconds(variant: Variant) -> Mapping[str, float]:
-    """Return graph pass -> seconds; empty if another process made the variant."""
+    """Return the seconds of each graph pass; empty if another process made the variant."""
     return _seconds.get(variant, {})
 
 
 def vocabulary_starts(variant: Variant, parameters: Mapping[str, Parameter], part: StagePart) -> dict[str, Tensor]:
-    """Return a variant's inputs with a rank's first row of each vocabulary-sharded parameter (0-d int64)."""
+    """Return the first row of a rank's shard of each vocabulary-sharded parameter (0-d int64), by input name."""
     rules = {name: parameters[name].rule for name in variant.vocabulary}
     firsts = {name: rule.units(0, part.tp, part.index)[0] * rule.unit for name, rule in rules.items() if rule}
     return {start_of(name): torch.tensor(first) for name, first in firsts.items()}

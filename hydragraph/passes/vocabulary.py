@@ -1,9 +1,9 @@
 """Vocabulary-parallel embedding and loss: each rank has some rows of the table and some columns of the logits.
 
-An embedding is the sum over ranks of their own rows, and zeros for tokens of other ranks. The loss of a token with
-logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), with m the largest logit. Each rank contributes its
-columns' part of the sum, and z_y - m if it has column y, so only the maximum and two numbers per token are exchanged
-(Shoeybi et al., "Megatron-LM", section 3).
+In an embedding, each rank looks up the tokens whose rows it has and uses zeros for other tokens. The embedding is the
+sum over the ranks. The loss of a token with logits z and label y is log(sum_v exp(z_v - m)) - (z_y - m), where m is the
+largest logit. Each rank contributes its columns' part of the sum, and z_y - m if it has column y. Therefore, ranks
+exchange only the maximum and two numbers per token (Shoeybi et al., "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
     Args:
         args: local weight [rows, H], ids [...], and optionally the padding id, whose row gets no gradient.
-        start: 0-d int64, the first row held.
+        start: first row of this rank's shard (0-d int64).
     """
     weight, ids, *rest = args
-    # Row 0, multiplied by 0, replaces another rank's row.
+    # Row 0, multiplied by 0, replaces rows of other ranks.
     local = graph.call_function(aten.sub.Tensor, (ids, start))
     here = _within(graph, local, rows)
     embedded = graph.call_function(
@@ -41,22 +41,22 @@ def embedding_part(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, rows:
 
 
 def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int, classes: int) -> fx.Node:
-    """Write the cross-entropy of logits whose columns are sharded over ranks, equal on every rank.
+    """Write the cross-entropy of logits whose columns are sharded over ranks; the result is equal on every rank.
 
     Args:
-        args: local logits [T, columns], labels [T], weight (None), reduction, ignored label, label smoothing.
-        classes: number of columns of all ranks.
+        args: local logits [T, columns], labels [T], class weights (None), reduction, ignored label, label smoothing.
+        classes: total number of columns over all ranks.
     """
     logits, labels = args[:2]
     reduction = args[3] if len(args) > 3 else MEAN
     ignored = args[4] if len(args) > 4 else -100
     smoothing = args[5] if len(args) > 5 else 0.0
     call = graph.call_function
-    # m cancels, so it has no gradient.
+    # m cancels in the loss, so m has no gradient.
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (call(aten.detach.default, (logits,)), [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     mass = call(aten.sum.dim_IntList, (call(aten.exp.default, (shifted,)), [-1]))
-    # z_y - m if this rank has column y, else 0.
+    # `target` is z_y - m if this rank has column y, else 0.
     local = call(aten.sub.Tensor, (labels, start))
     here = _within(graph, local, columns)
     index = call(aten.unsqueeze.default, (call(aten.mul.Tensor, (local, here)), -1))
@@ -78,7 +78,7 @@ def loss_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, column
 
 
 def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, columns: int) -> fx.Node:
-    """Write the entropy of each token whose logits' columns are sharded over ranks, equal on every rank.
+    """Write each token's entropy from logits whose columns are sharded over ranks; the result is equal on every rank.
 
     Args:
         args: local logits [T, columns], labels [T], ignored label.
@@ -88,7 +88,7 @@ def entropy_of_parts(graph: fx.Graph, args: tuple[Any, ...], start: fx.Node, col
     largest = call(tp_ops.tp_max.default, (call(aten.amax.default, (logits, [-1])),))
     shifted = call(aten.sub.Tensor, (logits, call(aten.unsqueeze.default, (largest, -1))))
     exponential = call(aten.exp.default, (shifted,))
-    # 0 times -inf would be NaN.
+    # Clamp the logits, because 0 times -inf would be NaN.
     finite = call(aten.clamp.default, (shifted, -1e30))
     mass, weighted = (
         call(aten.sum.dim_IntList, (part, [-1])) for part in (exponential, call(aten.mul.Tensor, (exponential, finite)))

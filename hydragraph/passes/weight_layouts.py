@@ -1,4 +1,4 @@
-"""Layouts of buckets: the owner of each element at home, and the ranks that compute with it."""
+"""Layouts of buckets: the home owners of each element, and the ranks that use the element in computations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KindsOf = Callable[[Block, StagePart], Mapping[str, GradientKind]]
 
 @dataclass(frozen=True)
 class BucketLayouts:
-    """Home and used layout of one bucket; the latter has the kinds of the gradients."""
+    """Home layout of a bucket, and the layout in which stages use the bucket, with the kinds of gradients."""
 
     bucket: Bucket
     home: Layout
@@ -27,7 +27,7 @@ class BucketLayouts:
 
 
 def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -> list[BucketLayouts]:
-    """Return all buckets' layouts if all pipelines have work; equal layouts are one object."""
+    """Return the layouts of all buckets if all pipelines have micro-batches; equal layouts are one object."""
     placement = place(program.outline, strategy, [1] * len(strategy.pipelines))
     holders = dict(placement.holders)
     kinds_of = kinds_once(program)
@@ -45,14 +45,14 @@ def layouts(program: Program, strategy: Strategy, homes: Mapping[str, Layout]) -
 
 
 def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: KindsOf) -> dict[str, GradientKind]:
-    """Return the gradient kinds of a bucket's parameters in a stage; meaningless for frozen buckets.
+    """Return the gradient kinds of a bucket's parameters in a stage; REPLICA for all parameters of frozen buckets.
 
     Raises:
-        Unsupported: a shared parameter gets a whole gradient from one block and a partial one from another.
+        Unsupported: a shared parameter gets a full gradient from one block and a partial gradient from another.
     """
     if not bucket.learns:
         return {p.name: GradientKind.REPLICA for p in bucket.parameters}
-    # Gradients of a tied weight's blocks are summed.
+    # Blocks' gradients of a tied weight are summed, so their kinds must be equal.
     kind_of: dict[str, GradientKind] = {}
     for block in (b for b in program.blocks if b.name in bucket.blocks):
         template = program.templates[block.template]
@@ -60,15 +60,15 @@ def bucket_kinds(program: Program, bucket: Bucket, part: StagePart, kinds_of: Ki
         for local, name in zip(template.parameters, block.parameters, strict=True):
             if kind_of.setdefault(name, kinds[local]) is not kinds[local]:
                 raise Unsupported(
-                    f"{name} gets a whole gradient from one block and a part from another under tp {part.tp}",
+                    f"{name} gets a full gradient from one block and a partial gradient from another at tp {part.tp}",
                     where=block.name,
-                    remedy="untie it, or use tensor-parallel degree 1 for the stages that hold it",
+                    remedy="untie the parameter, or use tensor-parallel degree 1 for the stages that use it",
                 )
     return {p.name: kind_of[p.name] for p in bucket.parameters}
 
 
 def kinds_once(program: Program) -> KindsOf:
-    """Return a function that analyses each template once per part."""
+    """Return a function that analyzes each template once per part of a stage."""
     kinds_by_template: dict[tuple[str, int, bool], Mapping[str, GradientKind]] = {}
 
     def kinds_of(block: Block, part: StagePart) -> Mapping[str, GradientKind]:

@@ -82,7 +82,7 @@ def test_an_unknown_operator_on_a_cut_value_is_refused() -> None:
 
 
 def test_a_block_that_cannot_be_cut_at_all_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"layer.0: none of its products .* every rank would repeat all of it"):
+    with pytest.raises(Unsupported, match=r"layer.0: none of its products .* every rank would compute the whole block"):
         two_devices(capture(OddModel(normed)))
 
 

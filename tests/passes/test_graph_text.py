@@ -43,7 +43,7 @@ def test_changes_say_what_came_and_what_went() -> None:
     )
     assert changes(None, graph_of(aten.neg.default)) == "1 operator: +1 aten.neg.default"
     turned = changes(graph_of(aten.neg.default, aten.t.default), graph_of(aten.t.default, aten.neg.default))
-    assert turned == "2 operators: the same ones, otherwise arranged"
+    assert turned == "2 operators: the same operators, rearranged"
 
 
 def test_what_python_and_the_runtime_do_has_short_names() -> None:

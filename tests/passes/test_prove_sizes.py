@@ -58,7 +58,7 @@ def traced(function: Callable[[Tensor], Tensor]) -> torch.fx.GraphModule:
 
 @pytest.mark.parametrize("what", BAKED)
 def test_what_is_baked_is_refused(what: str) -> None:
-    with pytest.raises(Unsupported, match=r"here: .*; compute it from a tensor's shape"):
+    with pytest.raises(Unsupported, match=r"here: .*; compute sizes from tensors' shapes"):
         prove_sizes(traced(BAKED[what]), "here")
 
 
@@ -95,7 +95,7 @@ class Own(nn.Module):
 def test_a_backward_that_bakes_a_size_is_refused_by_name() -> None:
     with mock.patch("hydragraph.frontend.capture.refuse_unproven"):  # which knows of no such operator
         program = hg.capture(Own())
-    with pytest.raises(Unsupported, match=r"head, with its gradient: it was traced assuming .* = 227"):
+    with pytest.raises(Unsupported, match=r"head, with its gradient: its trace assumed .* = 227"):
         hg.precompile(program, [hg.Strategy.parse("<tp1,pp1>", layers=1)])
 
 

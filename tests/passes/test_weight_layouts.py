@@ -47,7 +47,7 @@ def test_blocks_that_share_a_parameter_must_agree_on_its_gradient(program: Progr
         kind = GradientKind.PARTIAL if block is program.blocks[0] else GradientKind.REPLICA
         return dict.fromkeys(program.templates[block.template].parameters, kind)
 
-    with pytest.raises(Unsupported, match="whole gradient from one block and a part from another under tp 2"):
+    with pytest.raises(Unsupported, match="full gradient from one block and a partial gradient from another at tp 2"):
         bucket_kinds(program, shared, StagePart(StageKind(2)), kinds_of)
 
 
