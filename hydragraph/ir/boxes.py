@@ -1,6 +1,6 @@
 """Intervals of a flattened tensor as axis-aligned boxes, which checkpoints store.
 
-[3, 11) of a tensor [3, 4] is the end of row 0, row 1, and the beginning of row 2.
+For example, [3, 11) of a tensor [3, 4] consists of the end of row 0, row 1, and the beginning of row 2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Extent = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Axis-aligned part of a tensor: consecutive elements of an interval, from its element `at`."""
+    """Axis-aligned part of a tensor, whose elements are consecutive in an interval and start at its element `at`."""
 
     offsets: Extent
     sizes: Extent
@@ -30,7 +30,7 @@ class Box:
 
 
 def boxes(lo: int, hi: int, shape: Extent) -> tuple[Box, ...]:
-    """Cut [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order."""
+    """Split [lo, hi) of a row-major tensor into at most `2 * len(shape) - 1` boxes, in order."""
     assert 0 <= lo <= hi <= math.prod(shape), f"[{lo}, {hi}) is not inside a tensor of shape {shape}"
     return tuple(_cut(lo, hi, shape, (), 0))
 
@@ -46,7 +46,7 @@ def _cut(lo: int, hi: int, shape: Extent, prefix: Extent, at: int) -> list[Box]:
     # Without a row boundary, the interval is inside row `last`.
     if first > last:
         return _cut(lo - last * row, hi - last * row, shape[1:], (*prefix, last), at)
-    # The end of one row, whole rows, and the beginning of another.
+    # The end of one row, whole rows, and the beginning of another row.
     head = _cut(lo - (first - 1) * row, row, shape[1:], (*prefix, first - 1), at) if lo < first * row else []
     whole = []
     if first < last:

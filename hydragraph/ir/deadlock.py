@@ -26,7 +26,7 @@ class Deadlock:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks that each wait for the next: a cycle with its first rank repeated, or a path to an ended rank."""
+        """Ranks that each wait for the next: a cycle that repeats its first rank, or a path to a rank that ended."""
         path = [min(self.waits)]
         while path[-1] in self.waits and path[-1] not in path[:-1]:
             path.append(self.waits[path[-1]][0])
@@ -34,11 +34,11 @@ class Deadlock:
 
 
 def find_deadlock(programs: Sequence[RankProgram], transport: Transport = Transport.GLOO) -> Deadlock | None:
-    """Simulate the programs of all ranks, in rank order; return None if all end.
+    """Simulate the programs of all ranks, in rank order; return None if all programs end.
 
-    Over gloo, sends are buffered, and all other instructions wait as long as they could: for messages, tensor-parallel
-    peers, or all ranks to enter an exchange. Programs that end over gloo also end over `Transport.NCCL`, but not always
-    over the other transports.
+    For gloo, the simulation buffers sends. All other instructions wait as long as they may: for messages, for
+    tensor-parallel peers, or until all ranks enter an exchange. Programs that end over gloo also end over
+    `Transport.NCCL`, but not always over the other transports.
     """
     if transport is not Transport.GLOO:
         queued = run_queues(programs, transport)

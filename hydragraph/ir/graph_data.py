@@ -69,7 +69,7 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def form_of(node: Any) -> TensorForm | None:
-    """Return the form of a node's value without rebuilding it; None: not a known tensor."""
+    """Return the form of a node's value without rebuilding the value; None if the value is not a known tensor."""
     if isinstance(node, fx.Node) and "val" not in node.meta and "form" in node.meta:
         form: TensorForm | None = node.meta["form"]
         return form
@@ -81,15 +81,15 @@ def value_of(node: Any) -> Any:
     """Return a node's traced value (fake tensor, size, tuple), or None."""
     if not isinstance(node, fx.Node):
         return None
-    # A decoded graph makes "val" on first use.
+    # A node of a decoded graph builds "val" on first use.
     if "val" not in node.meta and "later" in node.meta:
         node.meta["val"] = node.meta["later"]()
     return node.meta.get("val")
 
 
 def storages_of(node: Any) -> list[tuple[int, TensorForm]]:
-    """Return (storage number, form) for each tensor that a node makes; views share their number."""
-    # Fake tensors of a decoded graph share no storage, so the graph keeps the storage numbers that were written.
+    """Return (storage number, form) for each tensor of a node's value; views of one storage share its number."""
+    # Fake tensors of a decoded graph share no storage, so the graph has the storage numbers of the encoded graph.
     meta = node.meta if isinstance(node, fx.Node) else {}
     if "forms" in meta:
         return list(zip(meta["storages"], meta["forms"](), strict=True))
@@ -111,7 +111,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
         constant = operator.attrgetter(str(node.target))(graph)
         if not isinstance(constant, Tensor):
             raise ValueError(
-                f"{node.target}: a graph holds a {type(constant).__name__}, which graph data cannot represent"
+                f"{node.target}: graph data cannot represent an attribute of type {type(constant).__name__}"
             )
         return [str(node.target), *_constant(constant)]
     if is_operator(node.target):
@@ -119,7 +119,7 @@ def _target(node: fx.Node, graph: fx.GraphModule) -> Any:
     if isinstance(node.target, str):
         return node.target
     if node.target not in _NAMES:
-        raise ValueError(f"{node.name}: the target {node.target}, which graph data cannot represent")
+        raise ValueError(f"{node.name}: graph data cannot represent the target {node.target}")
     return _NAMES[node.target]
 
 
@@ -156,7 +156,7 @@ def _argument(value: Any) -> Any:
             return {"device": str(value)}
         case torch.SymInt() if value.node.is_constant():
             return int(value)
-    raise ValueError(f"an argument {value!r} of type {type(value).__name__}, which graph data cannot represent")
+    raise ValueError(f"graph data cannot represent the argument {value!r} of type {type(value).__name__}")
 
 
 def _graph(nodes: list[Any], values: ValueDecoder) -> fx.GraphModule:
@@ -216,5 +216,5 @@ def _read(value: Any, by_name: Mapping[str, fx.Node]) -> Any:
         return float(content)
     constant = getattr(torch, content, None)
     if kind != "torch" or not isinstance(constant, _FORMATS):
-        raise ValueError(f"a graph's data has the argument {value!r}: capture the model again")
+        raise ValueError(f"a graph's data has the unknown argument {value!r}: capture the model again")
     return constant

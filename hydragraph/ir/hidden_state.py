@@ -1,4 +1,4 @@
-"""Forms of the hidden state and of the summed loss."""
+"""Size and dtypes of the hidden state and of the summed loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss_dtype(program: Program) -> torch.dtype:
 
 
 def _output(program: Program, block: int) -> TensorForm:
-    # The output's value costs half a second.
+    # Rebuilding the output's value would take half a second.
     form = form_of(results_of(program.templates[program.blocks[block].template].graph)[0])
     assert form is not None
     return form

@@ -1,4 +1,4 @@
-"""Home layouts: a `Home` as one layout per bucket."""
+"""Home layouts: one layout per bucket, made from a `Home`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hydragraph.spec.home import Home
 
 
 class HomeLayouts:
-    """Owners of each bucket's state; buckets of equal size and shares share one layout.
+    """Home layouts of buckets; buckets of equal size and shares share one layout.
 
     Args:
-        home: without a rule; with copies, placed on its nodes (`Home.on`).
+        home: has no rule; if it has copies, it has nodes (`Home.on`).
 
     Raises:
         ValueError: the home is for a different number of ranks.

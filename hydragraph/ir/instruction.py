@@ -17,12 +17,12 @@ class Op(Enum):
     FORWARD = "forward"  # one block, one micro-batch
     BACKWARD = "backward"  # a block's backward or half of it, accumulated into G.bucket
     OFFLOAD = "offload"  # copy a block's saved values to host memory
-    FETCH = "fetch"  # copy them back, after the computations before this instruction
+    FETCH = "fetch"  # copy saved values back, after all earlier computations
     SEND = "send"
     RECEIVE = "receive"
     PUSH = "push"  # link G.bucket -> home: summed at first owners, then copied
-    FREE = "free"  # drop values; for a message, once it has left
-    COMMIT = "commit"  # agree that gradients are finite; the last communication
+    FREE = "free"  # drop values; drop a message after it has been sent
+    COMMIT = "commit"  # agree that gradients are finite; last communication of the iteration
     UPDATE = "update"
 
     __hash__ = object.__hash__
@@ -40,14 +40,14 @@ class Stream(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Stream and kinds of values of an operation."""
+    """Stream of an operation, and the kinds of values that it reads and writes."""
 
     stream: Stream
     reads: tuple[ValueKind, ...] = ()
     writes: tuple[ValueKind, ...] = ()
 
 
-_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # between stages
+_MOVED = (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT)  # values that stages send to each other
 
 RULES: Mapping[Op, Rule] = {
     Op.PULL: Rule(Stream.PULL, writes=(ValueKind.WEIGHTS,)),
@@ -84,9 +84,9 @@ class Instruction:
 
     Attributes:
         target: a bucket (pull, push), a block (forward, backward, offload, fetch), or "".
-        writes: values it makes or (G.*) adds to.
-        after: reads of other streams that it waits for; for a free, only messages and copies; for a pull or push, also
-            earlier ones that must be complete.
+        writes: values that the instruction creates or, for gradients, adds to.
+        after: values to wait for: reads that other streams write, or for a free, only messages and copies. A pull or
+            push also waits for earlier exchanges.
     """
 
     op: Op
@@ -99,12 +99,12 @@ class Instruction:
 
     @property
     def stream(self) -> Stream:
-        """Its stream."""
+        """Stream that runs the instruction."""
         return RULES[self.op].stream
 
     @property
     def step(self) -> tuple[Op, str, int | None]:
-        """Identity, the same on all tensor-parallel ranks."""
+        """Identity of the instruction, which is equal on all tensor-parallel ranks."""
         return self.op, self.target, self.micro_batch
 
     @property
@@ -115,7 +115,7 @@ class Instruction:
 
     @property
     def work(self) -> Work:
-        """Kind of a forward, a backward, or half a backward."""
+        """Kind of work: a forward, a backward, or half of a backward."""
         if self.op is Op.FORWARD:
             return Work.FORWARD
         if any(value.kind is ValueKind.POSTPONED for value in self.reads):
@@ -125,7 +125,7 @@ class Instruction:
 
 
 def waits(instruction: Instruction, stream_of: Mapping[Value, Stream]) -> tuple[Value, ...]:
-    """Return the values to wait for, given the stream of each value read."""
+    """Return the values to wait for, given the stream that writes each value."""
     stream = instruction.stream
     free = instruction.op is Op.FREE
     cross_stream = [value for value in instruction.reads if stream_of[value] is not stream]

@@ -4,7 +4,8 @@
     p2p      send h2.0 -> rank 3                                after h2.0
     compute  free h2.0>3                                        after h2.0>3
 
-Each line has the stream, the values made or (`+=`) added to, the operation with its reads, and the values waited for.
+Each line has the stream, the values that are written (`=`) or added to (`+=`), the operation with its reads, and the
+values to wait for.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Layouts: the intervals of a bucket's flat state that each rank holds, and how gradients are combined.
+"""Layouts: the intervals of a bucket's flat state that each rank stores, and how gradients are combined.
 
-The state is parameter-major: a tensor-parallel shard is one interval per parameter and fused segment, a home shard one.
-A layout's arrays have one entry per interval, in elements:
+The state concatenates parameters. A tensor-parallel shard has one interval per parameter and fused segment; a home
+shard is one interval. A layout's arrays have one entry per interval, in elements:
 
-    rank     the holder
+    rank     rank that stores the interval
     lo, hi   the interval [lo, hi) of the bucket
-    at       start in the holder's local buffer
-    copy     which copy of the state it belongs to
-    partial  whether the holders' gradients are summed (PARTIAL) or equal (REPLICA)
+    at       start in the rank's local buffer
+    copy     index of the copy of the state
+    partial  whether the ranks' gradients are summed (PARTIAL) or equal (REPLICA)
 
-A bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage hold
+Example: a bucket has w [4, 2], which fuses q and k of 2 rows each, and a norm n [3]. Ranks 5 and 6 of a stage store:
 
     rank 5   q [0, 2) at 0   k [4, 6) at 2   n [8, 11) at 4
     rank 6   q [2, 4) at 0   k [6, 8) at 2   n [8, 11) at 4
@@ -33,10 +33,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class GradientKind(Enum):
-    """Combination of gradients of a stage's holders."""
+    """How to combine the gradients of a stage's ranks."""
 
-    REPLICA = "replica"  # all holders have the same: take one
-    PARTIAL = "partial"  # sum over the holders
+    REPLICA = "replica"  # gradients are equal on all ranks: use one of them
+    PARTIAL = "partial"  # sum over the ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,9 @@ class Layout:
     no interval is empty. Layouts compare by identity.
 
     Attributes:
-        copy: the index of the stage in a propagation layout. In a home layout, 0 for the *first owners*, where
-            gradients are summed, and 1 for the *second owners*. Each copy holds every element.
-        nodes: node of each rank, -1 if unknown; None: the layout does not depend on nodes.
+        copy: index of the stage in a propagation layout. In a home layout, 0 for the *first owners*, which sum
+            gradients, and 1 for the *second owners*. Each copy has every element.
+        nodes: node of each rank, or -1 if unknown; None if the layout does not depend on nodes.
     """
 
     rank: Ints
@@ -69,11 +69,11 @@ class Layout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold elements, ascending."""
+        """Ranks that store elements, in ascending order."""
         return tuple(np.unique(self.rank).tolist())
 
     def local_size(self, rank: int) -> int:
-        """Return the length of a local buffer."""
+        """Return the length of a rank's local buffer."""
         mine = self.rank == rank
         return int((self.hi[mine] - self.lo[mine]).sum())
 
@@ -82,11 +82,11 @@ class Layout:
         return self._where(self.rank == rank)
 
     def without(self, ranks: Collection[int]) -> Layout:
-        """Return the layout after `ranks` are lost."""
+        """Return the layout without `ranks`, as after their loss."""
         return self._where(~np.isin(self.rank, list(ranks)))
 
     def renamed(self, before: Sequence[int | None], nodes: Sequence[int] | None = None) -> Layout:
-        """Return the layout with another world's rank numbers, without ranks that left.
+        """Return the layout with the rank numbers of a new world, without ranks that left.
 
         Args:
             before: old number of each new rank; None for a rank that joined.
@@ -100,7 +100,7 @@ class Layout:
         return replace(self._where(row), rank=rank[row], nodes=places)
 
     def within(self, lo: Ints, hi: Ints) -> Layout:
-        """Return the part within disjoint intervals [lo, hi), at unchanged positions in buffers."""
+        """Return the part of the layout within disjoint intervals [lo, hi); positions in buffers do not change."""
         low = np.maximum(self.lo[:, None], lo)
         high = np.minimum(self.hi[:, None], hi)
         row, which = np.nonzero(low < high)
@@ -111,17 +111,17 @@ class Layout:
 
     @cached_property
     def first(self) -> Layout:
-        """The first owners' rows, at unchanged positions in buffers."""
+        """Rows of the first owners; positions in buffers do not change."""
         return self if (self.copy == 0).all() else self._where(self.copy == 0)
 
     @cached_property
     def second(self) -> Layout:
-        """The rows of the second owners."""
+        """Rows of the second owners."""
         return self._where(self.copy != 0)
 
     @property
     def missing(self) -> tuple[Ints, Ints]:
-        """Intervals that no rank holds, as starts and ends, ascending."""
+        """Starts and ends of the intervals that no rank stores, in ascending order."""
         row = np.argsort(self.lo, kind="stable")
         end = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), self.hi[row])))
         begin = np.append(self.lo[row], self.size)
@@ -141,17 +141,18 @@ def home(
     align: int = 8,
     nodes: Sequence[int] | None = None,
 ) -> Layout:
-    """Make the home layout of a bucket: a copy is divided into one interval per rank, in order.
+    """Make the home layout of a bucket: a copy is split into one interval per rank, in the order of `ranks`.
 
-    Equal shares of a divisible size are exactly equal, as native collectives require. Other boundaries are multiples of
-    `align`, so a small bucket may leave ranks without elements. A second copy is shifted by half a bucket.
+    Equal shares of a divisible size give intervals of exactly equal length, as native collectives require. Other
+    boundaries are multiples of `align`, so some ranks may have no elements of a small bucket. A second copy is shifted
+    by half a bucket.
 
     Args:
         ranks: distinct, in any order.
-        shares: non-negative, one per rank; None: equal. With two copies, a node with more than half of all owns the
-            whole bucket once.
-        copies: 1, or 2: every element has a second owner, on another node.
-        nodes: node of each of `ranks`; None: all differ.
+        shares: one non-negative number per rank, or None for equal shares. With two copies, a node with more than half
+            of all shares owns the whole bucket once.
+        copies: 1, or 2 to give every element a second owner on another node.
+        nodes: node of each of `ranks`, or None if all ranks are on different nodes.
 
     Raises:
         ValueError: repeated or missing ranks, invalid shares, or no other node for the second copy.
@@ -166,7 +167,7 @@ def home(
         return _layout(owners, cuts[:-1], cuts[1:], np.zeros(n, np.int64), np.ones(n, bool), size)
     which, lo, hi, copy = _twice(size, weights, places, align)
     rank = owners[which]
-    # By element, so that a rank's part of one parameter is contiguous.
+    # Sort by element, so that a rank's part of one parameter is contiguous.
     row = np.lexsort((lo, rank))
     layout = _layout(rank[row], lo[row], hi[row], copy[row], np.ones(len(row), bool), size)
     if nodes is None:
@@ -180,7 +181,7 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
     n = len(weights)
     if size % n == 0 and (weights == weights[0]).all():
         return np.arange(n + 1, dtype=np.int64) * (size // n)
-    # Errors of rounded cuts do not accumulate.
+    # Rounding errors of the boundaries do not accumulate.
     ideal = size * (np.concatenate(([0.0], np.cumsum(weights))) / weights.sum())
     cuts: Ints = np.minimum(np.rint(ideal / align).astype(np.int64) * align, size)
     cuts[np.flatnonzero(weights)[-1] + 1 :] = size  # the last share gets the remainder
@@ -190,16 +191,16 @@ def _cuts(size: int, weights: npt.NDArray[np.float64], align: int) -> Ints:
 def _twice(
     size: int, weights: npt.NDArray[np.float64], nodes: Sequence[int], align: int
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut two copies, the second shifted by half a bucket.
+    """Split two copies of a bucket, the second shifted by half a bucket.
 
-    A node's ranks are adjacent and cover at most half of a copy, so no node owns an element twice. Three equal ranks on
-    three nodes own a bucket of 6:
+    A node's ranks are adjacent and own at most half of a copy, so no node owns an element twice. Three ranks with equal
+    shares on three nodes own a bucket of 6 elements:
 
         first    0 0 1 1 2 2
         second   1 2 2 0 0 1
 
     Returns:
-        The owner's index, lo, hi, and copy of each interval, possibly empty.
+        Index of the owner, lo, hi and copy of each interval; intervals may be empty.
     """
     first = {node: i for i, node in reversed(list(enumerate(nodes)))}
     order = sorted(range(len(nodes)), key=lambda i: first[nodes[i]])
@@ -208,7 +209,7 @@ def _twice(
     of_node: dict[int, Fraction] = {}
     for i, weight in zip(order, exact, strict=True):
         of_node[nodes[i]] = of_node.get(nodes[i], Fraction(0)) + weight
-    # At most one node has more than half; it gets half of each copy.
+    # At most one node has more than half of the shares; this node gets half of each copy.
     largest = max(of_node, key=lambda node: of_node[node])
     ends = [Fraction(0)]  # from 0 to 1
     for i, weight in zip(order, exact, strict=True):
@@ -220,7 +221,7 @@ def _twice(
     unit = 1 if size % len(nodes) == 0 and len(set(exact)) == 1 else align
 
     def cut(at: Fraction) -> int:
-        # Rounding alike in both copies avoids overlaps.
+        # Equal rounding in both copies avoids overlaps.
         return min(round(at * size / unit) * unit, size) if at < 1 else size
 
     rows = [(i, cut(lo), cut(hi), 0) for i, lo, hi in zip(order, ends, ends[1:], strict=False)]
@@ -238,11 +239,11 @@ def propagation(
     stages: Sequence[tuple[int, ...]],
     kinds: Mapping[str, GradientKind] | Sequence[Mapping[str, GradientKind]],
 ) -> Layout:
-    """Lay out the bucket for forward and backward: every stage holds one copy, sharded over its ranks.
+    """Return a bucket's layout for forward and backward: every stage has one copy, sharded over its ranks.
 
     Args:
         stages: ranks of each stage that uses the bucket, in tensor-parallel order; no rank occurs twice.
-        kinds: of each replicated parameter, for all stages or per stage; ignored for stages of one rank.
+        kinds: gradient kind of each replicated parameter, for all stages or per stage; ignored for stages of one rank.
 
     Raises:
         ValueError: a replicated parameter has no kind in a stage of several ranks.
@@ -275,33 +276,33 @@ def _check_home(
     size: int, ranks: Sequence[int], weights: npt.NDArray[np.float64], copies: int, align: int, nodes: Sequence[int]
 ) -> None:
     if size < 0 or align < 1:
-        raise ValueError(f"home layout: size is {size} and align is {align}: give at least 0 and at least 1")
+        raise ValueError(f"home layout: size is {size} and align is {align}: use at least 0 and at least 1")
     if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"home layout: ranks {list(ranks)} must be distinct and at least one: name every owner once")
+        raise ValueError(f"home layout: ranks is {list(ranks)}: list at least one rank, and no rank twice")
     if len(weights) != len(ranks) or not np.isfinite(weights).all() or (weights < 0).any() or weights.sum() <= 0:
         raise ValueError(
-            f"home layout: shares {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share, none"
-            " below 0, and some above"
+            f"home layout: shares is {weights.tolist()} for {len(ranks)} ranks: give each rank one finite share"
+            " of at least 0, and at least one rank a positive share"
         )
     if len(nodes) != len(ranks):
-        raise ValueError(f"home layout: nodes {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
+        raise ValueError(f"home layout: nodes is {list(nodes)} for {len(ranks)} ranks: give the node of each rank")
     owning = {node for node, weight in zip(nodes, weights.tolist(), strict=True) if weight}
     if copies not in (1, 2) or copies > len(owning):
         raise ValueError(
-            f"home layout: {copies} copies over {len(ranks)} ranks, of which those with a share are on {len(owning)}"
-            " node(s): use 1 copy, or 2 over ranks with shares on at least 2 nodes"
+            f"home layout: {copies} copies over {len(ranks)} ranks, but the ranks with a share are on {len(owning)}"
+            " node(s): use 1 copy, or use 2 copies and give shares to ranks on at least 2 nodes"
         )
 
 
 def _partial(bucket: Bucket, tp: int, kinds: Mapping[str, GradientKind]) -> tuple[bool, ...]:
-    # With one holder all are PARTIAL, so that adjacent parameters are merged.
+    # In a stage of one rank, all gradients are PARTIAL, so that adjacent intervals are merged.
     if tp == 1:
         return (True,) * len(bucket.parameters)
     for parameter in bucket.parameters:
         if parameter.rule is None and parameter.name not in kinds:
             raise ValueError(
-                f"bucket {bucket.name}: no gradient kind for {parameter.name}, which all ranks of a stage of {tp} hold:"
-                " say whether it is REPLICA or PARTIAL"
+                f"bucket {bucket.name}: no gradient kind for {parameter.name}, which a stage of {tp} ranks replicates:"
+                " specify REPLICA or PARTIAL in kinds"
             )
     return tuple(p.rule is not None or kinds[p.name] is GradientKind.PARTIAL for p in bucket.parameters)
 
@@ -318,7 +319,7 @@ def _shards(bucket: Bucket, tp: int, partial: tuple[bool, ...]) -> Ints:
 
 
 def _layout(rank: Ints, lo: Ints, hi: Ints, copy: Ints, partial: Bools, size: int) -> Layout:
-    """Sort intervals by rank, drop empty ones, merge adjacent ones, and place them."""
+    """Sort intervals by rank, drop empty intervals, merge adjacent intervals, and set their buffer positions."""
     kept = np.flatnonzero(hi > lo)
     kept = kept[np.argsort(rank[kept], kind="stable")]
     rank, lo, hi, copy = (column[kept] for column in (rank, lo, hi, copy))

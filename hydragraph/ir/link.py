@@ -1,22 +1,22 @@
-"""Links: the slices that turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
+"""Links: the slices to send to turn one layout of a bucket into another, for values (`copy`) or gradients (`reduce`).
 
-The ends of the source's intervals divide a line into *cells*, which a rank holds entirely or not at all. Each target
-interval is divided at the same ends, and chooses its senders cell by cell (Hydraulis, section 5.2, for uneven shards).
+The ends of the source's intervals divide a line into *cells*. A rank stores all elements of a cell or none. Each target
+interval is divided at the same ends, and a sender is chosen for each cell (Hydraulis, section 5.2, for uneven shards).
 
 Symbols, with the lengths of arrays:
 
-    line           [source rows]  line of each source interval: one for values, one per copy of the state for gradients,
-                                  since every copy contributes. Line i has elements [i * size, (i + 1) * size)
+    line           [source rows]  line of each source interval. Values have one line, and gradients have one line per
+                                  copy of the state, since every copy contributes. Line i is [i * size, (i + 1) * size)
     ends           [cells + 1]    cell c is [ends[c], ends[c + 1])
-    first, rows                   the source rows rows[first[c] : first[c + 1]] hold cell c
+    first, rows                   the source rows rows[first[c] : first[c + 1]] have cell c
     row, lo, hi    [T]            the target's intervals, on each line
     item, cell     [S]            interval (index into T) and cell of each slice, their intersection
-    holders        [S]            number of source rows that hold the slice: its candidates
+    holders        [S]            number of source rows that have the slice and are candidate senders
     turn           [S]            round-robin number, to choose among candidates of equal cost
     piece, holder  [P]            index into S and source row of each pair of a slice and a candidate
 
-Example: rank 0 holds [0, 4), rank 1 [4, 8) and rank 2 both; rank 3 needs [2, 6). The slices [2, 4) and [4, 6) have two
-candidates each, and rank 2 is the nearest.
+Example: rank 0 has [0, 4), rank 1 has [4, 8), rank 2 has both, and rank 3 needs [2, 6). The slices [2, 4) and [4, 6)
+have two candidates each, and the nearest candidate is rank 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PIECE, _PIECES = 1024, 64  # minimum elements of a piece, maximum pieces of a b
 class Slices:
     """Slices between two layouts, sorted by (dst, src, lo); arrays are 1-D and read-only.
 
-    A slice moves elements [lo, hi) from `src`, at `src_at` of its local buffer, to `dst`, at `dst_at`; src may be dst.
+    A slice copies elements [lo, hi) from rank `src`, at `src_at` in its local buffer, to rank `dst`, at `dst_at`. Both
+    may be the same rank.
     """
 
     src: Ints
@@ -63,7 +64,7 @@ class Slices:
         return self.where(self.src != self.dst)
 
     def of(self, rank: int) -> tuple[Slices, Slices]:
-        """Return what a rank sends and receives, both with local movements, in the same order on both ends."""
+        """Return the slices that a rank sends and receives, both with local copies, in the same order as its peers."""
         return self.where(self.src == rank), self.where(self.dst == rank)
 
     def where(self, rows: Bools) -> Slices:
@@ -74,23 +75,23 @@ class Slices:
 
 
 def copy(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values, covering every target interval exactly once, by its own rank if that rank holds the values.
+    """Return the slices of values that cover every target interval exactly once.
 
-    Otherwise the nearest replica sends them: a replica on the same node, if nodes are known, then the closest rank.
-    Equally near replicas alternate.
+    A rank that already has the values copies them locally. Otherwise, the nearest replica sends the values: if nodes
+    are known, a replica on the same node, then the rank with the closest number. Equally near replicas take turns.
 
     Args:
-        rank: return only the slices that this rank sends or receives, at a lower cost.
+        rank: if given, return only the slices that this rank sends or receives, at a lower cost.
 
     Raises:
-        ValueError: the sizes differ, or no rank of the source holds needed elements.
+        ValueError: the sizes differ, or no rank of the source has needed elements.
     """
     pairs = _pairs(source, target, np.zeros_like(source.copy), rank, target.rank)
     return _slices(pairs, _one(pairs, _distance(pairs, source.nodes)), rank)
 
 
 def move(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link values like `copy`, but let all holders, or those on the target's node, send parts in turn."""
+    """Return slices like `copy`, but let all ranks with the values, or those on the target's node, send in turn."""
     pieces = np.arange(0, max(source.size, 1), max(_PIECE, source.size // _PIECES), dtype=np.int64)
     parts = source.within(pieces, np.append(pieces[1:], source.size))
     pairs = _pairs(parts, target, np.zeros_like(parts.copy), rank, target.rank)
@@ -111,13 +112,13 @@ def _distance(pairs: _Pairs, nodes: Ints | None) -> Ints:
 
 
 def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
-    """Link gradients: select the contributions that the first owners in the target must sum.
+    """Return the slices of gradients that the first owners in the target must sum.
 
-    From PARTIAL intervals every holder sends. From REPLICA intervals one holder per copy sends: the owner itself if
-    possible, otherwise holders take turns.
+    Every rank with a PARTIAL interval sends it. One rank per copy sends a REPLICA interval: the owner itself if
+    possible; otherwise, the ranks take turns.
 
     Raises:
-        ValueError: the sizes differ, or a copy of the source is missing needed elements.
+        ValueError: the sizes differ, or a copy of the source lacks needed elements.
     """
     lines = np.unique(source.copy, return_inverse=True)[1]
     pairs = _pairs(source, target.first, lines, rank, target.first.rank)
@@ -125,7 +126,7 @@ def reduce(source: Layout, target: Layout, rank: int | None = None) -> Slices:
 
 
 def hand_on(owners: Layout, rank: int | None = None) -> Slices:
-    """Link the sums of first owners to second owners; offsets are in the buffers of `owners`."""
+    """Return the slices of sums from first owners to second owners; positions are in the buffers of `owners`."""
     return copy(owners.first, owners.second, rank)
 
 
@@ -156,7 +157,7 @@ def is_all_gather(source: Layout, target: Layout) -> bool:
 def is_reduce_scatter(source: Layout, target: Layout) -> bool:
     """Return whether `reduce` is the native reduce-scatter over `target.ranks`."""
     target = target.first
-    # Holders of one copy may have equal gradients (REPLICA), which a reduce-scatter would sum.
+    # Ranks with the same copy may have equal gradients (REPLICA), which a reduce-scatter would sum.
     own_copies = len(np.unique(source.copy)) == len(source.copy)
     same_ranks = np.array_equal(source.rank, target.rank)
     return _equal_shards(target) and _whole_everywhere(source) and own_copies and same_ranks
@@ -178,7 +179,7 @@ def _whole_everywhere(layout: Layout) -> bool:
 
 
 class Cells(NamedTuple):
-    """Cells of a source, in the module's symbols."""
+    """Cells of a source; the module docstring defines the fields."""
 
     ends: Ints
     first: Ints
@@ -206,13 +207,13 @@ class _Pairs:
 
 
 def _ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for counts [2, 0, 3], groups [0, 0, 2, 2, 2] and places in them [0, 1, 0, 1, 2]."""
+    """Return groups and indexes in groups: counts [2, 0, 3] yield [0, 0, 2, 2, 2] and [0, 1, 0, 1, 2]."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
 def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
-    """Cut [0, end) at every end of intervals; a cell's rows ascend."""
+    """Split [0, end) at the ends of all intervals; the rows of a cell are in ascending order."""
     ends = np.unique(np.concatenate((np.array([0, end]), lo, hi)))
     begin = np.searchsorted(ends, lo)
     row, place = _ragged(np.searchsorted(ends, hi) - begin)
@@ -222,11 +223,11 @@ def cells_of(lo: Ints, hi: Ints, end: int) -> Cells:
 
 
 def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: Ints) -> _Pairs:
-    """Intersect the target with the source's cells; with a `rank`, slices of others may be missing."""
+    """Intersect the target with the source's cells; if `rank` is given, slices of other ranks may be missing."""
     size = source.size
     lines = int(line.max(initial=0)) + 1
     if size != target.size:
-        raise ValueError(f"link: the source has {size} elements, the target {target.size}: link one bucket at a time")
+        raise ValueError(f"link: the source has {size} elements, the target {target.size}: use layouts of one bucket")
     cells = cells_of(source.lo + line * size, source.hi + line * size, lines * size)
     row, lo, hi = _targets(source, target, line, lines, rank)
 
@@ -242,12 +243,12 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
         i = int(np.argmin(holders))
         raise ValueError(
             f"link: elements [{lo[i] % size}, {(hi[i] - 1) % size + 1}), which rank {target.rank[row[i]]} needs, are"
-            " missing from the source layout: add a rank that holds them, keep two home copies, or load a checkpoint"
+            " missing from the source layout: add a rank that has them, use two home copies, or load a checkpoint"
         )
-    # It does not depend on the slice, so every rank makes the same choice.
+    # The turn does not depend on a slice's index, so every rank makes the same choice.
     turn = turns[row] + cell
 
-    # Each slice occurs once per holder.
+    # Each slice occurs once per candidate sender.
     piece, place = _ragged(holders)
     holder = cells.rows[cells.first[cell[piece]] + place]
     row = row[piece]
@@ -262,7 +263,7 @@ def _pairs(source: Layout, target: Layout, line: Ints, rank: int | None, turns: 
 
 
 def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int | None) -> tuple[Ints, Ints, Ints]:
-    """Return the target's rows and intervals on every line, or those that may concern `rank`."""
+    """Return the target's rows and intervals on every line, or only those that may concern `rank`."""
     row = np.tile(np.arange(len(target.rank)), lines)
     shift = np.arange(lines)[:, None] * source.size
     lo = (target.lo + shift).ravel()
@@ -272,7 +273,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
     concerned = target.rank[row] == rank
     mine = source.rank == rank
     if mine.any():
-        # Including gaps; `_slices` drops the excess.
+        # This range includes gaps; `_slices` drops the excess.
         begin = source.lo[mine] + line[mine] * source.size
         end = source.hi[mine] + line[mine] * source.size
         concerned |= (lo < end.max()) & (hi > begin.min())
@@ -282,7 +283,7 @@ def _targets(source: Layout, target: Layout, line: Ints, lines: int, rank: int |
 def _one(pairs: _Pairs, cost: Ints) -> Bools:
     if len(pairs.start) == len(cost):
         return np.ones(len(cost), bool)
-    # Of m cheapest candidates, number turn % m is chosen.
+    # Choose number turn % m of the m cheapest candidates.
     cheapest = cost == np.minimum.reduceat(cost, pairs.start)[pairs.slice]
     before = np.cumsum(cheapest) - cheapest
     chosen_place = before[pairs.start] + pairs.turn % np.add.reduceat(cheapest.astype(np.int64), pairs.start)

@@ -1,4 +1,4 @@
-"""Number of elements between ranks in a link (`ir.link`), without making its slices."""
+"""Number of elements that a link (`ir.link`) sends between ranks, computed without making the link's slices."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Cells, Slices, cells_of, copy, reduce
 from hydragraph.kernels.numba_compiler import compiled
 
-_NEAREST, _OWN = range(2)  # choice of a sender: `_cost`
+_NEAREST, _OWN = range(2)  # preferred sender, used in `_cost`
 
 
 def copied(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the elements between ranks in `link.copy(source, target)` [senders, receivers]."""
+    """Return the number of elements that `link.copy(source, target)` sends between ranks [senders, receivers]."""
     nodes = np.zeros(ranks, np.int64)
     if source.nodes is not None:
-        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # unknown ranks are elsewhere
+        nodes = np.append(source.nodes, np.full(ranks, -2))[:ranks]  # ranks without a known node are on other nodes
     return _counted(copy, source, target, np.zeros_like(source.copy), nodes, _NEAREST)
 
 
 def reduced(source: Layout, target: Layout, ranks: int) -> Ints:
-    """Return the elements between ranks in `link.reduce(source, target)`."""
+    """Return the number of elements that `link.reduce(source, target)` sends between ranks."""
     line = np.unique(source.copy, return_inverse=True)[1]
     return _counted(reduce, source, target.first, line, np.zeros(ranks, np.int64), _OWN)
 
 
 def handed_on(owners: Layout, ranks: int) -> Ints:
-    """Return the elements between ranks in `link.hand_on(owners)`."""
+    """Return the number of elements that `link.hand_on(owners)` sends between ranks."""
     return copied(owners.first, owners.second, ranks)
 
 
@@ -44,8 +44,8 @@ def _counted(
     sent = _sent(source.rank, source.partial, *needed, cells, at, size, target.rank * 1, nodes, way)
     if len(sent) and size == target.size:
         return np.asarray(sent)
-    link(source, target)  # raises for such layouts
-    raise AssertionError("ir.link makes slices where none were counted")
+    link(source, target)  # raises an error that names the problem
+    raise AssertionError("ir.link accepts layouts that ir.link_volume cannot count: report this bug")
 
 
 @compiled
@@ -62,7 +62,7 @@ def _sent(
     nodes: Ints,
     way: int,
 ) -> Ints:
-    """Return elements by sender and receiver, [0, 0] if a needed one is missing."""
+    """Return elements by sender and receiver; the array is empty if a needed element is missing."""
     ranks = len(nodes)
     sent = np.zeros((ranks, ranks), np.int64)
     for number in range(at.shape[0]):

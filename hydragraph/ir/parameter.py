@@ -1,12 +1,12 @@
-"""Parameters, their sharding rules, and the flat order that makes shards intervals.
+"""Parameters, their sharding rules, and the flat order in which shards are intervals.
 
 A parameter's *canonical order* is its elements with the sharded dimension moved to the front. A shard is then one
 interval per fused segment (such as q, k and v), for any degree.
 
-w [3, 4], sharded along dimension 1, fuses two segments of 2 columns, each of 3 consecutive elements:
+Example: w [3, 4] is sharded along dimension 1 and fuses two segments of 2 columns. A column is 3 consecutive elements:
 
-    index 0   holds columns 0 and 2: [0, 3) and [6, 9)
-    index 1   holds columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
+    index 0   has columns 0 and 2: [0, 3) and [6, 9)
+    index 1   has columns 1 and 3: [3, 6) and [9, 12), which `natural` shows as a view of shape [3, 2]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def shares_heads(heads: int, tp: int) -> bool:
-    """Return whether `tp` ranks share heads evenly: each holds the same number, or each head the same ranks."""
+    """Return whether heads divide evenly over `tp` ranks: equally many heads per rank, or ranks per head."""
     return heads % tp == 0 if heads >= tp else tp % heads == 0
 
 
@@ -32,9 +32,9 @@ class ShardRule:
     """Rule for sharding a parameter along one dimension.
 
     Attributes:
-        segments: number of units of each fused segment: `(8, 8, 8)` for q, k and v of eight heads.
+        segments: number of units of each fused segment, such as `(8, 8, 8)` for q, k and v of eight heads.
         unit: elements along `dim` that may not be split, such as the head size.
-        heads: units are attention heads: ranks may share one, and then sum its gradient.
+        heads: whether units are attention heads. Ranks may share a head, and then sum the head's gradients.
 
     Raises:
         ValueError: the dimension is negative, or a segment or unit is empty.
@@ -47,14 +47,14 @@ class ShardRule:
 
     def __post_init__(self) -> None:
         if self.dim < 0:
-            raise ValueError(f"dim is {self.dim}: count it from the front, from 0")
+            raise ValueError(f"dim is {self.dim}: use a dimension of at least 0")
         if not self.segments or min(self.segments) < 1 or self.unit < 1:
-            raise ValueError(f"segments is {self.segments}, unit is {self.unit}: every segment needs units, and a size")
+            raise ValueError(f"segments is {self.segments}, unit is {self.unit}: give positive numbers")
 
     def units(self, segment: int, tp: int, index: int) -> tuple[int, int]:
-        """Return the units [a, b) of a segment that rank `index` of `tp` holds."""
+        """Return the units [a, b) of a segment that rank `index` of `tp` has."""
         n = self.segments[segment]
-        # t / n consecutive ranks hold the same head.
+        # tp / n consecutive ranks have the same head.
         if self.heads and n < tp:
             if not shares_heads(n, tp):
                 raise Unsupported(
@@ -85,11 +85,11 @@ class Parameter:
     """A parameter of the model.
 
     Attributes:
-        name: the first in `model.named_parameters()`.
-        rule: None: every rank of a stage holds all of it.
+        name: first name of the parameter in `model.named_parameters()`.
+        rule: sharding rule, or None if every rank of a stage has the whole parameter.
 
     Raises:
-        ValueError: it has no elements, or the rule does not cover its dimension.
+        ValueError: the parameter has no elements, or the rule does not match its shape.
     """
 
     name: str
@@ -106,7 +106,9 @@ class Parameter:
 
     def _check_rule(self, rule: ShardRule) -> None:
         if rule.dim >= len(self.shape):
-            raise ValueError(f"parameter {self.name}: its rule cuts dimension {rule.dim} of the shape {self.shape}")
+            raise ValueError(
+                f"parameter {self.name}: its rule shards dimension {rule.dim}, beyond the shape {self.shape}"
+            )
         if sum(rule.segments) * rule.unit != self.shape[rule.dim]:
             raise ValueError(
                 f"parameter {self.name}: segments {rule.segments} of units of {rule.unit} are "
@@ -167,7 +169,7 @@ class Parameter:
 class Bucket:
     """Parameters whose state is one flat vector, exchanged in one message per pair of ranks.
 
-    A block's own parameters form a bucket; tied parameters and those without a gradient have separate ones.
+    A block's own parameters form a bucket; tied parameters and parameters without a gradient have separate buckets.
 
     Attributes:
         blocks: blocks that use the bucket; may be empty.
@@ -192,11 +194,11 @@ class Bucket:
 
     @cached_property
     def form(self) -> tuple[tuple[tuple[int, ...], ShardRule | None], ...]:
-        """Key: buckets of equal form have equal layouts."""
+        """Key of layouts: buckets of equal form have equal layouts."""
         return tuple((p.shape, p.rule) for p in self.parameters)
 
     def offsets(self) -> dict[str, int]:
-        """Return parameters' offsets."""
+        """Return the offset of each parameter in the bucket."""
         starts = {}
         at = 0
         for parameter in self.parameters:

@@ -14,21 +14,21 @@ def _unfilled(name: str) -> NoReturn:
 
 
 def pull(bucket: str) -> Any:
-    """Pull-Parameter: weights enter."""
+    """Pull the weights of a bucket (Pull-Parameter)."""
     _unfilled("pull")
 
 
 def push(bucket: str, *uses: Any) -> Any:
-    """Push-Gradient: gradients leave for their owners."""
+    """Push the gradients of a bucket to their owners (Push-Gradient)."""
     _unfilled("push")
 
 
 def communicate(value: Any, where: str) -> Any:
-    """Communicate-Activation: a strategy may communicate an activation here.
+    """Mark an activation that a strategy may communicate (Communicate-Activation).
 
     Args:
-        where: "stage" between blocks, a possible pipeline cut; "enter" before a product that tensor parallelism may
-            shard, "exit" after one that sums the ranks' parts.
+        where: "stage" between blocks, where a pipeline stage may end; "enter" before a product that tensor parallelism
+            may shard; "exit" after a product whose partial results are summed over ranks.
     """
     _unfilled("communicate")
 

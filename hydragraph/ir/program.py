@@ -22,14 +22,14 @@ from hydragraph.private.tracing import hint_of
 class Template:
     """Forward graph of one structurally unique part of the model, captured once.
 
-    Its placeholders are, in order, `parameters`, `buffers`, then `inputs`. It has functional operators, a symbolic
-    token count, and `communicate` placeholders where tensor parallelism may shard it.
+    The graph's placeholders are `parameters`, `buffers` and `inputs`, in this order. The graph has functional
+    operators, a symbolic token count, and `communicate` nodes where tensor parallelism may shard it.
 
     Attributes:
-        name: the SHA-256 of its graph, in hex.
-        graph: returns the hidden state (epilogue: the summed loss; aux: its values).
+        name: SHA-256 of the graph, in hexadecimal.
+        graph: forward graph that returns the hidden state (in "head", the summed loss; in aux, the auxiliary values).
         parameters: local names in the block's module.
-        inputs: "hidden", "aux.0", ..., or batch fields.
+        inputs: "hidden", "other.0", ..., or batch fields.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Template:
 
     @cached_property
     def content(self) -> Hashable:
-        """Identity: the graph's digest, its placeholders' meaning, and the traced sizes."""
+        """Identity of the template: the graph's digest, the placeholders' names, and the traced sizes."""
         # A trace may depend on sizes that are not in its text.
         sizes: list[Any] = [size for value in _given(self.graph) for size in value.shape]
         traced = [hint_of(size) for size in sizes if isinstance(size, torch.SymInt)]
@@ -76,7 +76,7 @@ class Block:
     Attributes:
         name: "embed", "layer.0", ..., "head".
         parameters: canonical names, in the template's order.
-        aux: index of the aux output for each input "aux.i".
+        aux: index of the aux output for each input "other.i".
     """
 
     name: str
@@ -96,8 +96,8 @@ class Program:
         aux: the block of parameter-free values that every stage computes (positions, rotary tables).
         buckets: in block order; parameters that no block uses come last.
         heads: query head counts.
-        unplaced: a token id without a position (-1): RoBERTa's padding id.
-        positions: maximum tokens of a sequence, and the name of the config's setting.
+        unplaced: token id that gets position -1, such as RoBERTa's padding id.
+        positions: maximum number of tokens in a sequence, and the name of the config setting that limits it.
         origin: digest of the model's modules and config.
         push_dtype: dtype of gradients sent to their owners.
         window: maximum elements of weights, and of gradients, in flight.
@@ -134,21 +134,21 @@ class Program:
 
     @cached_property
     def drops(self) -> bool:
-        """Whether training uses dropout, for which batches have keys (`kernels.philox`)."""
+        """Whether training uses dropout, so that batches have dropout keys (`kernels.philox`)."""
         return any(DROPOUT_KEYS in template.inputs for template in self.templates.values())
 
     def number_of(self, block: Block) -> int:
-        """Return a block's number for dropout: from 1 for layers, else 0."""
+        """Return a block's number for dropout: 1, 2, ... for layers, and 0 for other blocks."""
         return self.outline.index[block.name] % (len(self.blocks) - 1)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The blocks' templates."""
+        """Names of the blocks' templates, each once."""
         return tuple(dict.fromkeys(block.template for block in self.blocks))
 
     @cached_property
     def outline(self) -> Outline:
-        """Names for rank programs."""
+        """Outline for building rank programs."""
         return Outline(
             blocks=tuple(b.name for b in self.blocks),
             buckets=tuple((b.name, b.blocks) for b in self.buckets if b.blocks),
@@ -205,7 +205,7 @@ class Program:
 
 
 def program_text(program: Program) -> str:
-    """Return a line per block; T is the token count."""
+    """Return a program's text, with a line per block; T is the token count."""
     size = sum(p.size for p in program.parameters.values())
     learned = sum(p.size for p in program.parameters.values() if p.trainable)
     dtype = str(program.dtype).removeprefix("torch.")

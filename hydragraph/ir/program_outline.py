@@ -10,7 +10,7 @@ from typing import Literal
 
 from hydragraph.ir.value import bucket_of
 
-# "gradients" ends with gradients at home, "evaluate" only runs forwards.
+# "gradients" ends when gradients are at home; "evaluate" only runs forwards.
 Mode = Literal["train", "evaluate", "gradients"]
 
 # "score" computes log-probabilities.
@@ -22,7 +22,7 @@ def mode_of(purpose: Purpose) -> Mode:
     return "evaluate" if purpose == "score" or purpose == "score_entropy" else purpose
 
 
-# Without the punctuation of value names.
+# Names must not contain the punctuation of value names.
 _NAME = re.compile(r"[\w.\-/:]+")
 
 
@@ -33,11 +33,12 @@ class Outline:
     Attributes:
         blocks: "embed", one block per layer ("layer.0", ...), "head".
         buckets: (bucket, blocks that use it) pairs.
-        elements: size of each bucket; empty: 1 each.
-        window: maximum elements of weights, and of gradients, in flight. None: two of the largest blocks.
+        elements: number of elements of each bucket; if empty, 1 each.
+        window: maximum elements of weights, and of gradients, in flight; None allows two of the largest blocks.
 
     Raises:
-        ValueError: fewer than two blocks, a repeated or unprintable name, or a bucket of no block or an unknown one.
+        ValueError: fewer than two blocks, a repeated or invalid name, or a bucket without blocks or with an unknown
+            block.
     """
 
     blocks: tuple[str, ...]
@@ -63,7 +64,7 @@ class Outline:
                 raise ValueError(f"bucket {name!r} is used by {blocks}: name at least one block of {self.blocks}")
         if self.elements and len(self.elements) != len(self.buckets):
             raise ValueError(
-                f"elements has {len(self.elements)} numbers for {len(self.buckets)} buckets: give each one"
+                f"elements has {len(self.elements)} numbers for {len(self.buckets)} buckets: give one per bucket"
             )
         strangers = set(self.frozen) - {name for name, _ in self.buckets}
         if strangers:
@@ -78,12 +79,12 @@ class Outline:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """Each block's position k; its output is `h{k}`."""
+        """Position k of each block, whose output is `h{k}`."""
         return {block: k for k, block in enumerate(self.blocks)}
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Elements by bucket."""
+        """Number of elements of each bucket."""
         elements = self.elements or (1,) * len(self.buckets)
         return {name: size for (name, _), size in zip(self.buckets, elements, strict=True)}
 
@@ -92,14 +93,14 @@ class Outline:
         return max(sum(self.sizes[name] for name in names) for names in self.weights.values())
 
     def room(self, exchanges: Iterable[str]) -> int:
-        """Return the maximum elements in flight for pulls, or for pushes; half by default if any is streamed."""
+        """Return the maximum elements in flight for pulls or pushes; the default halves if an exchange is streamed."""
         if self.window is not None:
             return self.window
         return self._largest * (1 if any(bucket_of(name) != name for name in exchanges) else 2)
 
     @cached_property
     def pull_order(self) -> tuple[str, ...]:
-        """The buckets by their first block; pushes run in reverse."""
+        """Buckets in the order of their first block; pushes run in reverse order."""
         first = {name: min(self.index[block] for block in blocks) for name, blocks in self.buckets}
         return tuple(sorted(first, key=first.__getitem__))
 
@@ -116,7 +117,7 @@ class Outline:
 
     @cached_property
     def lowest(self) -> int:
-        """Position of the first trainable block; past the end if none."""
+        """Position of the first trainable block; the number of blocks if no block is trainable."""
         return next((k for k, block in enumerate(self.blocks) if self.gradients[block]), len(self.blocks))
 
     def span(self, first_layer: int, last_layer: int) -> tuple[int, int]:

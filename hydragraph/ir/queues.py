@@ -1,8 +1,8 @@
-"""Simulation of a device's queues, to check whether programs over NCCL end.
+"""Simulation of device queues, to check whether programs over NCCL end.
 
-With NCCL, a queue of the device waits for a message, not the host:
+With NCCL, the device's queues wait for messages, but the host does not:
 
-    host         queues everything in program order; it waits only where a communicator connects at its first use
+    host         queues all work in program order; waits only when a communicator connects at its first use
     compute      runs in program order; a computation waits for its messages, its weights and its tensor-parallel peers
     messages     run in program order per communicator; a message waits for its other end, and for everything computed
                  before the last send that precedes it
@@ -29,12 +29,12 @@ class Transport(Enum):
 
     NCCL = "NCCL, a communicator per pair of ranks and direction, connected before the program runs"
     NCCL_LAZY = "NCCL, a communicator per pair of ranks and direction, connected at its first use"
-    NCCL_BOUND = "NCCL, a communicator per direction, as groups have that are bound to a device"
+    NCCL_BOUND = "NCCL, a communicator per direction, as in groups that are bound to a device"
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """Position of a stuck rank, and the ranks it waits for: itself if one of its queues waits for another."""
+    """Position of a stuck rank, and the ranks that it waits for; itself if its own queues wait for each other."""
 
     at: int
     waits: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Rank:
 
 
 def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[int, Stuck]:
-    """Return where ranks are stuck, over any transport except gloo."""
+    """Return the positions of stuck ranks over a transport other than gloo."""
     if transport is Transport.NCCL_LAZY and (unmet := _connect(programs)):
         return unmet
     ranks = _queued(programs, transport)
@@ -78,7 +78,7 @@ def run_queues(programs: Sequence[RankProgram], transport: Transport) -> dict[in
 
 
 def _connect(programs: Sequence[RankProgram]) -> dict[int, Stuck]:
-    """Return where first uses of communicators, which all members enter together, are stuck."""
+    """Return the ranks that are stuck at the first use of a communicator, which all its members enter together."""
     met: set[Hashable] = set()
     meetings: list[deque[tuple[int, Hashable, tuple[int, ...]]]] = []
     for program in programs:
@@ -128,7 +128,7 @@ def _queued(programs: Sequence[RankProgram], transport: Transport) -> list[_Rank
     for program in programs:
         rank = _Rank()
         by_value: dict[Value, _Message] = {}
-        marked = 0  # computations before the last send
+        marked = 0  # number of computations before the last send
         for at, instruction in enumerate(program.instructions):
             if instruction.op in (Op.SEND, Op.RECEIVE):
                 assert instruction.peer is not None, "a send or receive has a peer"
@@ -218,5 +218,5 @@ def _stuck(rank: int, ranks: Sequence[_Rank], transport: Transport) -> Stuck | N
         return Stuck(computation.at, computation.unpulled)
     current = {peer: _current(ranks[peer]) for peer in computation.peers if peer != rank}
     behind = tuple(peer for peer, its in current.items() if its is None or its.key != computation.key)
-    # Otherwise its peers cannot run their part.
+    # If no peer is behind, the peers cannot run their part.
     return Stuck(computation.at, behind or tuple(current))

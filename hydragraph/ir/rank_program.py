@@ -4,8 +4,9 @@
     pull     W.layer.0 = link home -> here                      # comments are ignored
     compute  h1.0, s.layer.0.0 = forward layer.0 [0] (W.layer.0, h0.0, a.0)   after W.layer.0
 
-The header gives the rank's place; the other lines are instructions (`ir.instruction_text`). Shared stages name all
-pipelines and their micro-batches; interleaved ones name all stages and their layers likewise:
+The header gives the rank's pipeline and stage; the other lines are instructions (`ir.instruction_text`). The header of
+a shared stage lists all pipelines and their micro-batches. The header of interleaved stages lists all stages and their
+layers:
 
     ...  pipeline 0, stage 1 + pipeline 1, stage 1: layers 2-3, tp 1 (ranks 2), micro-batches 3 + 3-4
 """
@@ -29,7 +30,7 @@ _HEADER = re.compile(
     rf"micro-batches (?P<micro_batches>{_COUNT}(?: \+ {_COUNT})*))"
 )
 
-Span = tuple[int, int]  # half-open
+Span = tuple[int, int]  # half-open interval
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RankProgram:
 
     Attributes:
         strategy: the strategy's text with its fingerprint.
-        roles: one per pipeline or interleaved stage; empty for an idle rank.
+        roles: one role per pipeline or interleaved stage; empty for an idle rank.
         tp: the stage's ranks, in tensor-parallel order.
         layers: half-open range of each interleaved stage.
     """
@@ -62,7 +63,7 @@ class RankProgram:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """Numbers of its micro-batches."""
+        """Numbers of the rank's micro-batches."""
         return tuple(dict.fromkeys(m for role in self.roles for m in role.micro_batches))
 
     def span_of(self, role: Role) -> Span:

@@ -1,11 +1,11 @@
-"""Programs of many ranks: a body per kind of ranks that differ only in peers, and each rank's peers.
+"""Programs of many ranks: one body for each *kind*, which are ranks that differ only in peers, and each rank's peers.
 
-In a body, peer n is the n-th peer of the rank that runs it. Two stages of two ranks each:
+In a body, peer n is the n-th peer of the rank that runs the body. Example with two stages of two ranks each:
 
     body     send h1.0 -> rank 0
-    peers    of rank 0: (2), so it sends to rank 2; of rank 1: (3)
+    peers    (2) for rank 0, which therefore sends to rank 2; (3) for rank 1
 
-A rank's peers are distinct, so a proof about one rank's values holds for its kind (`ir.verify`).
+A rank's peers are distinct, so a proof about one rank's values is valid for all ranks of its kind (`ir.verify`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Peers = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class SharedPrograms(Sequence[RankProgram]):
-    """Programs of all ranks; each is made on demand.
+    """Programs of all ranks; each program is built on demand.
 
     Attributes:
-        bodies: instructions of each kind; its ranks agree in layers, degree, stages and micro-batches.
-        peers: for each rank, its body's peers 0, 1, ...
+        bodies: instructions of each kind, whose ranks agree in layers, degree, stages and micro-batches.
+        peers: for each rank, the actual peers 0, 1, ... of its body.
 
     Raises:
-        ValueError: a rank's peers are not distinct, or not as many as in its body.
+        ValueError: a rank's peers are not distinct, or their number differs from the body's.
     """
 
     headers: tuple[RankProgram, ...]
@@ -72,12 +72,12 @@ class SharedPrograms(Sequence[RankProgram]):
 
     @property
     def instructions(self) -> int:
-        """Number of all ranks' instructions."""
+        """Total number of instructions on all ranks."""
         return sum(len(self.bodies[kind]) for kind in self.kinds)
 
     @staticmethod
     def of(programs: Iterable[RankProgram]) -> SharedPrograms:
-        """Group programs into kinds, by first rank."""
+        """Group programs into kinds, ordered by first rank."""
         if isinstance(programs, SharedPrograms):
             return programs
         return SharedPrograms.gather((replace(p, instructions=()), *numbered(p.instructions)) for p in programs)
@@ -86,7 +86,7 @@ class SharedPrograms(Sequence[RankProgram]):
     def gather(found: Iterable[tuple[RankProgram, Body, Peers]]) -> SharedPrograms:
         """Combine headers, bodies and peers; equal bodies of one kind are merged."""
         number: dict[Hashable, int] = {}
-        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity, to compare bodies once
+        kind_of: dict[tuple[Hashable, int], int] = {}  # by identity of the body, so that bodies are compared only once
         bodies: list[Body] = []
         headers: list[RankProgram] = []
         kinds: list[int] = []
@@ -110,7 +110,7 @@ class SharedPrograms(Sequence[RankProgram]):
 
 
 def numbered(instructions: Sequence[Instruction]) -> tuple[Body, Peers]:
-    """Return instructions with peers numbered by first occurrence, and these peers."""
+    """Return instructions with peers numbered by first occurrence, and the peers in this order."""
     at = _naming(instructions)
     number: dict[int, int] = {}
     for i in at:

@@ -5,7 +5,7 @@
     ranks.txt       rank  kind  P  T    peers
                     0     0     0  0-1  2
 
-A rank's row fills in R, P, T and A, B, ... in its kind's text.
+A rank's row gives the values of R, P, T, A, B, ... in its kind's text.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _RUN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def file_of(kind: int) -> str:
-    """Return a kind's file."""
+    """Return the name of a kind's file."""
     return f"program_{kind}.txt"
 
 
 def program_texts(programs: SharedPrograms) -> dict[str, str]:
-    """Return texts by file."""
+    """Return texts by file name."""
     texts = {TABLE: _table(programs)}
     for kind, body in enumerate(programs.bodies):
         ranks = programs.of_kind(kind)
@@ -64,7 +64,7 @@ def read_programs(texts: Mapping[str, str]) -> SharedPrograms:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Return text with ranges: "0-7,12,14-15"."""
+    """Return numbers as text with ranges, such as "0-7,12,14-15"."""
     runs = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(numbers))
     return ",".join(runs) or _NOBODY
 
@@ -81,7 +81,7 @@ def _table(programs: SharedPrograms) -> str:
 
 
 def _pattern(program: RankProgram) -> str:
-    """Return a program's text with letters for what differs in a kind."""
+    """Return a program's text, with letters for the numbers that differ within a kind."""
     header, _, body = to_text(program).partition("\n")
     head, strategy, place = re.split(r"  strategy (.*)  (?=idle|pipeline )", header, maxsplit=1)
     place = re.sub(r"pipeline \d+", "pipeline P", place)
@@ -92,7 +92,7 @@ def _pattern(program: RankProgram) -> str:
 
 
 def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
-    """Parse a kind's text as rank 0's."""
+    """Parse a kind's text as the program of rank 0."""
     name = file_of(kind)
     text = _text(texts, name)
     degree = re.search(r", tp (\d+) \(ranks T\)", text)
@@ -107,7 +107,7 @@ def _read_pattern(texts: Mapping[str, str], kind: int) -> RankProgram:
 
 
 def _numbered_pipelines(text: str) -> str:
-    """Number the pipelines P of a header; interleaved stages are in one."""
+    """Number the pipelines P of a header; interleaved stages belong to one pipeline."""
     shared = count()
     one = re.search(r"layers [\d-]+ \+ ", text.partition("\n(")[0]) is not None
     return re.sub(r"pipeline P, stage", lambda _: f"pipeline {0 if one else next(shared)}, stage", text)

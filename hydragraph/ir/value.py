@@ -6,16 +6,16 @@ A value is a string of one of these forms:
     h{k}.{m}     ACTIVATION            output of the block at position k, for micro-batch m
     d{k}.{m}     ACTIVATION_GRADIENT   the loss's gradient with respect to h{k}.{m}
     s.{block}.{m}  SAVED               saved by a block's forward for its backward
-    o.{block}.{m}  OFFLOADED           the same in host memory (`passes.offload`)
-    c.{block}.{m}  COPYING             the same on its way to host memory
-    f.{block}.{m}  FETCHED             the same, back on the device
-    t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second
+    o.{block}.{m}  OFFLOADED           saved values in host memory (`passes.offload`)
+    c.{block}.{m}  COPYING             saved values that are being copied to host memory
+    f.{block}.{m}  FETCHED             saved values, copied back to the device
+    t.{block}.{m}  POSTPONED           passed by the first half of a block's backward to the second half
     a.{m}        AUX                   a micro-batch's positions and rotary tables
     loss.{m}     LOSS                  a micro-batch's summed loss
     W.{bucket}   WEIGHTS               a bucket's pulled weights
     G.{bucket}   GRADIENTS             a bucket's gradients, summed over the rank's micro-batches
-    W.{bucket}@{n}, G.{bucket}@{n}     of the bucket's n-th streamed pull or push (`passes.stream`)
-    {value}>{r}  MESSAGE               an h or d on its way to rank r; complete once it has left
+    W.{bucket}@{n}, G.{bucket}@{n}     values of the bucket's n-th streamed pull or push (`passes.stream`)
+    {value}>{r}  MESSAGE               an h or d that is being sent to rank r; complete after the send
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Value(str):
     """A string, for fast comparison and hashing, with the information in its text as attributes.
 
     Attributes:
-        exchange: name of its pull or push: the bucket, or {bucket}@{n} if streamed.
-        micro_batch: counted within the pipeline, or across all pipelines that share stages.
-        block, bucket, exchange, position, micro_batch, peer: "" or -1 for other kinds.
+        exchange: name of the value's pull or push, which is the bucket, or {bucket}@{n} if streamed.
+        micro_batch: number of the micro-batch, counted within the pipeline or over all pipelines that share stages.
+        block, bucket, exchange, position, micro_batch, peer: "" or -1 if the kind of value has none.
     """
 
     __slots__ = ("block", "bucket", "exchange", "kind", "micro_batch", "peer", "position")
@@ -88,7 +88,7 @@ class Value(str):
 
 
 def streamed(bucket: str, turn: int) -> str:
-    """Return the name of a streamed pull or push; `turn` counts over all ranks."""
+    """Return the name of a streamed pull or push; `turn` is its number over all ranks."""
     return f"{bucket}@{turn}"
 
 
@@ -157,7 +157,7 @@ def message(sent: Value, peer: int) -> Value:
 
 @_once
 def readdressed(sent: Value, peer: int) -> Value:
-    """Return a message to another rank."""
+    """Return the message of the same value to another rank."""
     return message(parse_value(sent.partition(">")[0]), peer)
 
 

@@ -1,4 +1,4 @@
-"""Static proof that the ranks' programs are complete, agree, and cannot deadlock."""
+"""Static proof that the ranks' programs are complete and consistent, and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hydragraph.ir.value import (
 
 
 class VerificationError(ValueError):
-    """A rank program breaks a rule."""
+    """Raised for a rank program that breaks a rule."""
 
     def __init__(self, what: str, rank: int, index: int | None = None, instruction: str = "") -> None:
         at = "" if index is None else f", instruction {index} `{instruction}`"
@@ -45,10 +45,10 @@ class VerificationError(ValueError):
 
 @dataclass(frozen=True)
 class _Site:
-    """Work of a rank, from headers.
+    """Blocks, buckets and neighbors of a rank, from the headers.
 
     Attributes:
-        blocks: positions, by interleaved stage.
+        blocks: positions of blocks, by interleaved stage.
         neighbours: ranks of the previous and the next stage, by (micro-batch, visit).
     """
 
@@ -65,7 +65,7 @@ def verify(programs: Sequence[RankProgram], outline: Outline, mode: Mode = "trai
     """
     shared = SharedPrograms.of(programs)
     sites = _sites(shared.headers, outline)
-    # Ranks of a kind differ only in peers, on which only messages depend.
+    # Ranks of a kind differ only in peers, and only the checks of messages depend on peers.
     firsts = {_alike(shared, rank): rank for rank in reversed(range(len(shared)))}
     ones = [(shared[rank], sites[rank]) for rank in sorted(firsts.values())]
     for program, site in ones:
@@ -97,23 +97,23 @@ def _line(instruction: Instruction) -> str:
 
 
 def _sites(programs: Sequence[RankProgram], outline: Outline) -> tuple[_Site, ...]:
-    """Check that headers describe whole pipelines, which share whole stages or no ranks."""
+    """Check that headers describe complete pipelines, which share complete stages or no ranks."""
     pipelines: dict[int, dict[int, RankProgram]] = defaultdict(dict)
     for rank, program in enumerate(programs):
         visits = Counter(role.pipeline for role in program.roles)
         if len(program.layers) != max(visits.values(), default=0):
-            raise VerificationError(f"it has {len(program.layers)} ranges of layers for its stages", rank)
+            raise VerificationError(f"its header has {len(program.layers)} ranges of layers, not one per stage", rank)
         if (program.rank, program.ranks) != (rank, len(programs)):
             raise VerificationError(
                 f"its header says rank {program.rank} of {program.ranks}; give all programs in order", rank
             )
         if program.strategy != programs[0].strategy:
-            raise VerificationError(f"strategy {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
+            raise VerificationError(f"its strategy is {program.strategy}, but rank 0 has {programs[0].strategy}", rank)
         for role in program.roles:
             first = pipelines[role.pipeline].setdefault(role.stage, program)
             if rank not in program.tp or _place(program) != _place(first):
                 raise VerificationError(
-                    f"place {_place(program)} does not contain it or differs from rank {first.rank}'s {_place(first)}",
+                    f"place {_place(program)} lacks this rank or differs from rank {first.rank}'s {_place(first)}",
                     rank,
                 )
     for pipeline, stages in pipelines.items():
@@ -142,12 +142,10 @@ def _check_pipeline(
             raise VerificationError("its pipeline's stages differ in micro-batches, or have none", program.rank)
         others = {m for other in program.roles if other.pipeline != pipeline for m in other.micro_batches}
         if not others.isdisjoint(runs):
-            raise VerificationError(
-                "pipelines that share its stage have micro-batches of the same number", program.rank
-            )
+            raise VerificationError("pipelines that share its stage use the same micro-batch number", program.rank)
         for rank in program.tp:
             if rank >= len(programs) or _place(programs[rank]) != _place(program):
-                raise VerificationError(f"its tensor-parallel peer {rank} has another place", program.rank)
+                raise VerificationError(f"its tensor-parallel peer {rank} has a different place", program.rank)
         layer = end
     if layer != outline.layers:
         raise VerificationError(f"its pipeline ends at layer {layer} of {outline.layers}", program.rank)
@@ -191,16 +189,14 @@ def _check_work(program: RankProgram, site: _Site, outline: Outline, mode: Mode)
         strangers = [value for value in instruction.reads if value.kind not in rule.reads]
         strangers += [value for value in instruction.writes if value.kind not in rule.writes]
         if strangers:
-            raise _fail(
-                program, index, f"{instruction.op.value} neither reads nor makes {', '.join(strangers)} like this"
-            )
+            raise _fail(program, index, f"{instruction.op.value} cannot read or write {', '.join(strangers)} like this")
         if instruction.op in (Op.OFFLOAD, Op.FETCH):
             _check_copy(program, index)
         if instruction.op not in (Op.FORWARD, Op.BACKWARD):
             continue
         values = missing.pop((instruction.work, instruction.target, instruction.micro_batch), None)
         if values is None:
-            raise _fail(program, index, "this rank should not run it, or has already run it")
+            raise _fail(program, index, "this rank should not run this instruction, or has already run it")
         if values != (_of_buckets(instruction.reads), _of_buckets(instruction.writes)):
             reads, writes = (", ".join(sorted(names)) for names in values)
             raise _fail(program, index, f"it should read ({reads}) and write ({writes})")
@@ -215,11 +211,11 @@ def _check_copy(program: RankProgram, index: int) -> None:
     out = instruction.op is Op.OFFLOAD
     reads, writes = ((saved,), (offloaded, copying)) if out else ((offloaded,), (fetched,))
     if (instruction.reads, instruction.writes) != tuple(tuple(make(*of) for make in made) for made in (reads, writes)):
-        raise _fail(program, index, f"it should {instruction.op.value} what it names, and nothing else")
+        raise _fail(program, index, f"it should {instruction.op.value} only the saved values of its block")
 
 
 def _of_buckets(values: Sequence[Value]) -> frozenset[Value]:
-    """Replace streamed exchanges by buckets, and fetched values by saved ones."""
+    """Replace streamed exchanges by buckets, and fetched values by saved values."""
     return frozenset(
         _NAMED[value.kind](value.bucket)
         if value.kind in _NAMED
@@ -272,7 +268,7 @@ def _work(
 
 
 def _check_values(program: RankProgram) -> None:
-    """Check that values are made before use, freed once after it, and waited for across streams."""
+    """Check that values are written before their use, freed once after their last use, and awaited across streams."""
     alive: dict[Value, Instruction] = {}
     freed: dict[Value, int] = {}
     last: dict[Value, int] = {}
@@ -290,7 +286,7 @@ def _check_values(program: RankProgram) -> None:
         after = [value for value in instruction.after if value in needed or instruction.op not in (Op.PULL, Op.PUSH)]
         if set(after) != set(needed) or len(after) != len(needed):
             expected = ", ".join(sorted(needed)) or "nothing"
-            raise _fail(program, index, f"it should wait for those of its reads that other streams make: {expected}")
+            raise _fail(program, index, f"it should wait for the reads that other streams write: {expected}")
         if instruction.op is Op.FREE:
             freed.update(dict.fromkeys(instruction.reads, index))
             for value in instruction.reads:
@@ -300,18 +296,18 @@ def _check_values(program: RankProgram) -> None:
             if value in freed or (
                 value in alive and not (instruction.op is Op.BACKWARD and value.kind is ValueKind.GRADIENTS)
             ):
-                raise _fail(program, index, f"{value} is made a second time")
+                raise _fail(program, index, f"{value} is written a second time")
             alive[value] = instruction
             last[value] = index
     for value in alive:
-        raise _fail(program, last[value], f"{value} is used last here and never freed")
+        raise _fail(program, last[value], f"{value} is last used here, but is never freed")
 
 
 # --- exchanges of weights and gradients -----------------------------------------------------------------------------
 
 
 def _check_exchanges(ones: Sequence[tuple[RankProgram, _Site]], outline: Outline, mode: Mode) -> None:
-    """Check pulls, pushes, commit and update; all kinds must order pulls and pushes alike."""
+    """Check pulls, pushes, commit and update; all ranks must run pulls, and pushes, in the same order."""
     for op, kind in ((Op.PULL, ValueKind.WEIGHTS), (Op.PUSH, ValueKind.GRADIENTS)):
         mine = [_named(program, kind) for program, _ in ones]
         used = frozenset().union(*mine)
@@ -349,13 +345,13 @@ def _check_exchange(program: RankProgram, own: frozenset[str], op: Op, exchanges
         reads = (gradients(instruction.target),) if op is Op.PUSH and mine else ()
         writes = (weights(instruction.target),) if op is Op.PULL and mine else ()
         if (instruction.reads, instruction.writes) != (reads, writes):
-            raise _fail(program, index, f"this rank {'holds' if mine else 'does not hold'} {instruction.target}")
+            raise _fail(program, index, f"this rank {'needs' if mine else 'does not need'} {instruction.target}")
     for exchange in sorted(missing):
-        raise VerificationError(f"the {op.value} of {exchange} is missing; every rank takes part in it", program.rank)
+        raise VerificationError(f"the {op.value} of {exchange} is missing; every rank must take part", program.rank)
 
 
 def _check_window(program: RankProgram, outline: Outline, op: Op) -> None:
-    """Check that each exchange waits for just the oldest pending ones until it fits in the window."""
+    """Check that each exchange waits for the oldest pending exchanges, and only until it fits in the window."""
     under_way: deque[Value] = deque()
     named = weights if op is Op.PULL else gradients
     room = outline.room(instruction.target for _, instruction in _of(program, op))
@@ -381,12 +377,12 @@ def _check_pushed_values(program: RankProgram) -> None:
 
 
 def _check_end(program: RankProgram, mode: Mode) -> None:
-    """Check that one commit reads all results, before only frees and the update."""
+    """Check that one commit reads all results, and that only frees and the update follow it."""
     ops = [instruction.op for instruction in program.instructions]
     update = 1 if mode == "train" else 0
     if ops.count(Op.COMMIT) != 1 or ops.count(Op.UPDATE) != update:
         raise VerificationError(
-            f"{ops.count(Op.COMMIT)} commits and {ops.count(Op.UPDATE)} updates; to {mode} takes 1 and {update}",
+            f"{ops.count(Op.COMMIT)} commits and {ops.count(Op.UPDATE)} updates; mode {mode} requires 1 and {update}",
             program.rank,
         )
     commit = ops.index(Op.COMMIT)
@@ -396,7 +392,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
                 program, commit, f"instruction {index} `{_line(program.instructions[index])}` follows the commit"
             )
         if index > commit and any(value.kind is ValueKind.MESSAGE for value in program.instructions[index].reads):
-            raise _fail(program, index, "messages are freed before the commit")
+            raise _fail(program, index, "messages must be freed before the commit")
         if index < commit and op is Op.UPDATE:
             raise _fail(program, index, "the update precedes the commit")
     results = {
@@ -413,7 +409,7 @@ def _check_end(program: RankProgram, mode: Mode) -> None:
 
 
 def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> None:
-    """Check that neighbours, and only they, exchange the same values in the same order."""
+    """Check that only neighbors exchange messages, with the same values in the same order on both ends."""
     sends: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[int, Value]]] = defaultdict(list)
     for program, site in zip(programs, sites, strict=True):
@@ -426,9 +422,9 @@ def _check_messages(programs: Sequence[RankProgram], sites: Sequence[_Site]) -> 
     for source, target in sorted({*sends, *receives}):
         for sent, received in zip_longest(sends[source, target], receives[source, target]):
             if received is None:
-                raise _fail(programs[source], sent[0], f"rank {target} has no receive for it")
+                raise _fail(programs[source], sent[0], f"rank {target} has no matching receive")
             if sent is None:
-                raise _fail(programs[target], received[0], f"rank {source} has no send for it")
+                raise _fail(programs[target], received[0], f"rank {source} has no matching send")
             if sent[1] != received[1]:
                 what = f"rank {source} sends {sent[1]} at this point in the order (its instruction {sent[0]})"
                 raise _fail(programs[target], received[0], what)
@@ -438,9 +434,9 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
     instruction = program.instructions[index]
     values = instruction.reads if instruction.op is Op.SEND else instruction.writes
     if len(values) != 1 or (instruction.op is Op.RECEIVE and instruction.reads):
-        raise _fail(program, index, f"a {instruction.op.value} moves one value")
+        raise _fail(program, index, f"a {instruction.op.value} must have exactly one value")
     (value,) = values
-    # Activations enter before a stage's first position and leave after its last; gradients do the reverse.
+    # A stage receives activations before its first block, and sends them after its last; gradients move in reverse.
     peers: tuple[int, ...] = ()
     for visit, blocks in enumerate(site.blocks):
         before, last = blocks.start - 1, blocks.stop - 1
@@ -453,12 +449,12 @@ def _checked_value(program: RankProgram, index: int, site: _Site) -> Value:
         }
         peers += routes.get((instruction.op, value.kind, value.position), ())
     if instruction.peer is None or instruction.peer not in peers:
-        allowed = f"ranks {peers}" if peers else "nowhere"
+        allowed = f"ranks {peers}" if peers else "no rank"
         raise _fail(
-            program, index, f"rank {instruction.peer} is the wrong peer: this value moves between it and {allowed}"
+            program, index, f"rank {instruction.peer} is the wrong peer: this rank exchanges the value with {allowed}"
         )
     if instruction.op is Op.SEND and instruction.writes != (message(value, instruction.peer),):
-        raise _fail(program, index, f"it should make {message(value, instruction.peer)}, and nothing else")
+        raise _fail(program, index, f"it should write only {message(value, instruction.peer)}")
     return value
 
 

@@ -119,7 +119,7 @@ def test_a_refused_degree_names_the_parameter() -> None:
 @pytest.mark.parametrize(
     ("dim", "segments", "unit", "message"),
     [
-        (-1, (4,), 1, "dim is -1: count it from the front"),
+        (-1, (4,), 1, "dim is -1: use a dimension of at least 0"),
         (0, (), 1, r"segments is \(\), unit is 1"),
         (0, (4, 0), 1, r"segments is \(4, 0\)"),
         (0, (4,), 0, "unit is 0"),
@@ -134,13 +134,13 @@ def test_rules_are_checked(dim: int, segments: tuple[int, ...], unit: int, messa
     ("shape", "rule", "message"),
     [
         ((4, 0), None, r"parameter p: its shape \(4, 0\) has no elements"),
-        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule cuts dimension 2 of the shape \(4, 2\)"),
+        ((4, 2), ShardRule(2, (4,)), r"parameter p: its rule shards dimension 2, beyond the shape \(4, 2\)"),
         (
             (8, 2),
             ShardRule(0, (2, 1), unit=2),
             r"parameter p: segments \(2, 1\) of units of 2 are 6 elements, .* has 8",
         ),
-        ((), ShardRule(0, (1,)), "its rule cuts dimension 0"),
+        ((), ShardRule(0, (1,)), "its rule shards dimension 0"),
     ],
 )
 def test_parameters_are_checked(shape: tuple[int, ...], rule: ShardRule | None, message: str) -> None:

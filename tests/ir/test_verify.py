@@ -92,14 +92,17 @@ def changed(text, **fields):
     [
         (
             dropped("backward layer.1 [1] (t."),
-            r"t\.layer\.1\.1 is used last here|the weight half of backward layer.1 \[1\]",
+            r"t\.layer\.1\.1 is last used here|the weight half of backward layer.1 \[1\]",
         ),
         (dropped("backward layer.1 [1] (s."), r"the input half of backward layer.1 \[1\] is missing"),
         (
             moved("G.head += backward head [0]", "t.head.0 += backward"),
             r"t\.head\.0 is read, but no earlier instruction makes",
         ),
-        (changed("backward layer.1 [0] (t.", micro_batch=1), r"this rank should not run it|it should read"),
+        (
+            changed("backward layer.1 [0] (t.", micro_batch=1),
+            r"this rank should not run this instruction|it should read",
+        ),
     ],
 )
 def test_halves_of_backwards_verify_and_belong_together(edit, message):
@@ -117,7 +120,7 @@ def test_untouched_programs_verify(mode):
     ("rank", "edit", "message"),
     [
         # Messages.
-        (0, unsent("h1.2>2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no send for it"),
+        (0, unsent("h1.2>2"), r"rank 2, .*`p2p h1.2 = receive <- rank 0`: rank 0 has no matching send"),
         (0, unsent("h1.1>2"), r"rank 2, .*`p2p h1.1 = receive <- rank 0`: rank 0 sends h1.2 at this point"),
         (0, swapped("h1.0 -> rank", "h1.1 -> rank"), r"rank 0, .*h1\.1"),
         (0, swapped("d1.1 = receive", "d1.2 = receive"), r"rank 0, .*`compute .*backward layer.0 \[1\].*d1.1 is read"),
@@ -131,7 +134,11 @@ def test_untouched_programs_verify(mode):
         (0, changed("send h1.0", peer=3), r"rank 0, .*`p2p send h1.0 -> rank 3 after h1.0`: rank 3 is the wrong peer"),
         (0, changed("send h1.0", peer=None), r"rank 0, .*wrong peer"),
         # Values.
-        (0, dropped("free h1.0"), r"rank 0, .*`p2p send h1.0 -> rank 2 after h1.0`: h1.0 is used last here and never"),
+        (
+            0,
+            dropped("free h1.0"),
+            r"rank 0, .*`p2p send h1.0 -> rank 2 after h1.0`: h1.0 is last used here, but is never",
+        ),
         (0, moved("free h1.0", "send h1.0"), r"rank 0, .*`p2p send h1.0 .*`: h1.0 is read, but instruction \d+ freed"),
         (
             0,
@@ -148,7 +155,7 @@ def test_untouched_programs_verify(mode):
         (
             0,
             changed("forward embed [0]", after=(weights("word"), aux(0))),
-            r"rank 0, .*embed \[0\].*reads that other streams make: W.word",
+            r"rank 0, .*embed \[0\].*reads that other streams write: W.word",
         ),
         (
             0,
@@ -161,17 +168,17 @@ def test_untouched_programs_verify(mode):
         (
             3,
             changed("forward aux [1]", micro_batch=0),
-            r"rank 3, .*forward aux \[0\]`: this rank should not run it, or",
+            r"rank 3, .*forward aux \[0\]`: this rank should not run this instruction, or",
         ),
         (0, changed("forward embed [0]", reads=(weights("head"), aux(0))), r"rank 0, .*it should read \(W.word, a.0\)"),
-        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull neither reads nor makes h1.0, h1.0>2 like this"),
-        (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is used last here and never freed"),
-        (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages are freed before the commit"),
+        (0, changed("send h1.0", op=Op.PULL), r"rank 0, .*pull cannot read or write h1.0, h1.0>2 like this"),
+        (0, dropped("free h1.0>2"), r"rank 0, .*send h1.0 .*h1.0>2 is last used here, but is never freed"),
+        (2, moved("free d1.1>0", "update"), r"rank 2, .*free d1.1>0.*messages must be freed before the commit"),
         (2, moved("free d1.0>0", "send d1.0 -> rank 0"), r"rank 2, .*free d1.0>0.*d1.0>0 is freed, but no earlier"),
         (
             0,
             changed("free h1.0>2", after=()),
-            r"rank 0, .*it should wait for those of its reads that other streams make: h1.0>2",
+            r"rank 0, .*it should wait for the reads that other streams write: h1.0>2",
         ),
         # Exchanges.
         (
@@ -187,7 +194,7 @@ def test_untouched_programs_verify(mode):
         (4, dropped("G.layer.0"), r"rank 4: the push of layer.0 is missing"),
         (3, dropped("link G.layer.0"), r"rank 3: the push of layer.0 is missing"),
         (4, changed("G.layer.0", target="layer.1"), r"rank 4, .*the push of layer.1 is repeated"),
-        (3, changed("link G.layer.0", reads=(), after=()), r"rank 3, .*this rank holds layer.0"),
+        (3, changed("link G.layer.0", reads=(), after=()), r"rank 3, .*this rank needs layer.0"),
         (
             3,
             moved("link G.layer.0", "backward layer.0 [1]"),
@@ -199,8 +206,8 @@ def test_untouched_programs_verify(mode):
             r"rank 3, .*`compute commit .*: instruction \d+ `push link G.word -> home ",
         ),
         (3, moved("update", "commit"), r"rank 3, .*`compute update`: the update precedes the commit"),
-        (4, dropped("commit"), r"rank 4: 0 commits and 1 updates; to train takes 1 and 1"),
-        (3, changed("commit", reads=()), r"rank 3, .*(used last here and never freed|it should read)"),
+        (4, dropped("commit"), r"rank 4: 0 commits and 1 updates; mode train requires 1 and 1"),
+        (3, changed("commit", reads=()), r"rank 3, .*(last used here, but is never freed|it should read)"),
     ],
 )
 def test_tampered_programs_are_caught(rank, edit, message):
@@ -250,9 +257,9 @@ def test_pull_behind_a_receive_is_a_deadlock():
     ("rank", "fields", "message"),
     [
         (1, {"rank": 0}, "rank 1: its header says rank 0 of 5"),
-        (1, {"strategy": "other"}, "rank 1: strategy other, but rank 0 has"),
+        (1, {"strategy": "other"}, "rank 1: its strategy is other, but rank 0 has"),
         (1, {"roles": (Role(0, 0, range(2)),)}, "rank 1: place .* differs from rank 0's"),
-        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: its tensor-parallel peer 1 has another place"),
+        (1, {"roles": (), "tp": (), "layers": ()}, "rank 0: its tensor-parallel peer 1 has a different place"),
         (2, {"layers": ((0, 2),)}, "rank 2: stage 1 starts at layer 0, but stage 1 must start at 1"),
         (2, {"roles": (Role(0, 1, range(4)),)}, "rank 2: its pipeline's stages differ in micro-batches"),
         (3, {"layers": ((0, 1),)}, "rank 3: its pipeline ends at layer 1 of 2"),
@@ -279,7 +286,7 @@ SHARING = Outline(("embed", "layer.0", "layer.1", "head"), tuple((b, (b,)) for b
     [
         (2, (Role(0, 1, range(2)),), "rank 1: its pipeline ends at layer 1 of 2"),
         (2, (Role(0, 1, range(2)), Role(1, 1, range(2, 4))), "rank 2: its pipeline's stages differ in micro-batches"),
-        (2, (Role(0, 1, range(2)), Role(1, 1, range(1))), "rank 2: .* have micro-batches of the same number"),
+        (2, (Role(0, 1, range(2)), Role(1, 1, range(1))), "rank 2: .* use the same micro-batch number"),
         (1, (Role(1, 0, range(4, 5)),), "rank 2: its pipeline's stages differ in micro-batches"),
     ],
 )

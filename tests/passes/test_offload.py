@@ -99,9 +99,9 @@ def test_broken_copies_are_found() -> None:
     for broken, what in (
         (without(program, Op.FETCH), "no earlier instruction makes it"),
         (without(program, Op.OFFLOAD), "no earlier instruction makes it"),
-        (other(program, Op.OFFLOAD, after=()), "should wait for those of its reads that other streams make"),
-        (other(program, Op.FETCH, target="layer.5"), "it should fetch what it names"),
-        (other(program, Op.OFFLOAD, micro_batch=3), "it should offload what it names"),
+        (other(program, Op.OFFLOAD, after=()), "should wait for the reads that other streams write"),
+        (other(program, Op.FETCH, target="layer.5"), "it should fetch only the saved values"),
+        (other(program, Op.OFFLOAD, micro_batch=3), "it should offload only the saved values"),
     ):
         with pytest.raises(VerificationError, match=what):
             verify((broken,), MODEL)

@@ -133,7 +133,7 @@ def test_gradients_that_are_not_pushed_are_rejected() -> None:
     programs = list(rank_programs(outline, Strategy.parse("2*<tp1,pp1>w", layers=2), [2, 2], ranks=2))
     instructions = [_without_reads(i) for i in programs[0].instructions]
     programs[0] = replace(programs[0], instructions=tuple(instructions))
-    with pytest.raises(VerificationError, match=r"this rank holds layer\.1@0"):
+    with pytest.raises(VerificationError, match=r"this rank needs layer\.1@0"):
         verify(programs, outline)
 
 
