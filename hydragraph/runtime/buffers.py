@@ -1,6 +1,7 @@
 """Buffers for an iteration's weights, gradients and messages, reused by the next iteration.
 
-On CUDA the device may still read a returned buffer, so it carries a mark: it is free once the device has passed it.
+On CUDA, the device may still read a returned buffer. Every returned buffer has a mark in the device's queue, and is
+free after the device has passed the mark.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from hydragraph.runtime.streams import DeviceStreams, HostStreams, Mark
 
 _LOG = logging.getLogger(__name__)
 
-AHEAD = 2  # with more idle buffers of one size, reuse waits for the device
+AHEAD = 2  # if more buffers of one size are idle, reuse waits for the device
 
-Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by elements and dtype
+Idle = dict[tuple[int, torch.dtype], list[tuple[Tensor, Mark]]]  # by number of elements and dtype
 
 
 class Buffers:
-    """Pool of 1-D uninitialised tensors."""
+    """Pool of uninitialized 1-D tensors."""
 
     def __init__(self, device: torch.device, streams: DeviceStreams | None = None) -> None:
         self._device = device
         self._streams = streams or HostStreams()
         self._earlier: Idle = {}
         self._returned: Idle = defaultdict(list)
-        self._taken: dict[int, Tensor] = {}  # by address
+        self._taken: dict[int, Tensor] = {}  # address -> buffer in use
 
     def begin(self) -> None:
-        """Start an iteration: drop buffers that the last one did not use."""
+        """Start an iteration: drop buffers that the last iteration did not use."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier = self._returned
         self._returned = defaultdict(list)
-        self._taken.clear()  # left from a failed iteration
+        self._taken.clear()  # a failed iteration may have left buffers
 
     def trim(self) -> None:
-        """Drop idle buffers, to lower the peak of memory."""
+        """Drop idle buffers, to lower peak memory."""
         if _LOG.isEnabledFor(logging.DEBUG):
             _log_dropped(self._earlier)
         self._earlier.clear()
@@ -60,8 +61,8 @@ class Buffers:
         return buffer
 
     def give(self, tensor: Tensor) -> None:
-        """Take back a buffer without readers after this point of the current stream; ignore other tensors."""
-        # By address: the returned view may differ from the taken one.
+        """Take back a buffer that the current stream no longer reads; ignore tensors that are not from this pool."""
+        # By address, because the returned tensor may be another view.
         buffer = self._taken.pop(tensor.data_ptr(), None)
         if buffer is not None:
             self._returned[len(buffer), buffer.dtype].append((buffer, self._streams.mark()))

@@ -1,9 +1,9 @@
-"""Constraints of deterministic runs, whose bits depend only on the model and the data.
+"""Constraints of deterministic runs, whose results depend bitwise only on the model and the data.
 
-Sequences are computed alone, and gradients and losses are added exactly, in any order (`kernels.exact_sums`). All
-stages have one tensor-parallel degree, because a product split over two ranks is summed in another order than a whole
-product. All devices are of one kind, and a CPU uses one thread, because libraries choose the order of sums by processor
-and thread count.
+Each sequence is computed separately, and sums of gradients and losses are exact in any order (`kernels.exact_sums`).
+All stages must have the same tensor-parallel degree, because a product that is split over ranks is summed in another
+order than a whole product. All devices must be of the same kind, and a CPU uses one thread, because libraries choose
+the order of sums by processor and thread count.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Deterministic:
     """Constraints of one process.
 
     Attributes:
-        device: the kind of device, the same on all ranks.
-        degree, sequence_parallel: those of all stages; None before the first.
+        device: kind of device, which is the same on all ranks.
+        degree, sequence_parallel: settings of all stages; the degree is None before the first strategy.
     """
 
     device: str
@@ -47,7 +47,7 @@ class Deterministic:
         """
         if backend == "inductor":
             raise Unsupported(
-                "Inductor compiles a graph for the sizes that it sees first, and another process sees others first",
+                "Inductor compiles a graph for the sizes of its first call, which differ between processes",
                 where=_WHERE,
                 remedy='pass backend="eager"',
             )
@@ -63,11 +63,11 @@ class Deterministic:
         return f"{self.device}, tensor-parallel degree {self.degree}"
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Check that all stages split products alike, in these and all other strategies.
+        """Check that all stages of these and earlier strategies split products in the same way.
 
         Raises:
-            Unsupported: two differ, a stage streams or has sums in pieces, or more than two devices of one are not in
-                ascending order.
+            Unsupported: two stages differ, a stage streams or has sums in pieces, or the devices of a stage with more
+                than two devices are not in ascending order.
         """
         for strategy in strategies:
             for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -76,54 +76,54 @@ class Deterministic:
                     self.degree, self.sequence_parallel = cut
                 if cut != (self.degree, self.sequence_parallel):
                     raise Unsupported(
-                        f"a stage of {_cut(*cut)} where others have {_cut(self.degree, self.sequence_parallel)}: sums "
-                        "over shards would have other bits",
+                        f"a stage has {_cut(*cut)}, but others have {_cut(self.degree, self.sequence_parallel)}: sums "
+                        "over shards would differ in bits",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="give all stages of all strategies the same degree and sequence parallelism",
                     )
                 if stage.stream:
                     raise Unsupported(
-                        f"a stage on devices {list(stage.devices)} that streams: its gradients are rounded to fp32 "
+                        f"the stage on devices {list(stage.devices)} streams, so its gradients are rounded to fp32 "
                         "after every micro-batch",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="leave out stream (w and g in a text), or train without deterministic",
                     )
                 if stage.kind.sums_in_pieces:
                     raise Unsupported(
-                        f"a stage on devices {list(stage.devices)} with sums in pieces: products of other numbers of "
-                        "tokens may have other bits",
+                        f"the stage on devices {list(stage.devices)} has sums in pieces: products of other numbers of "
+                        "tokens may differ in bits",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="leave out sums_in_pieces (p in a text), or train without deterministic",
                     )
                 if stage.tp > 2 and list(stage.devices) != sorted(stage.devices):
                     raise Unsupported(
-                        f"a stage on devices {list(stage.devices)}: sums over more than two are in the order of "
-                        "their numbers",
+                        f"a stage lists devices {list(stage.devices)}: sums over more than two devices are in "
+                        "ascending order of devices",
                         where=f"{_WHERE}, strategy {strategy}",
                         remedy="name a stage's devices in ascending order",
                     )
 
     def alike(self, profile: Profile) -> Profile:
-        """Return the measurements of stages cut like those seen so far."""
+        """Return the measurements of stages with this degree and sequence parallelism."""
         return profile if self.degree is None else profile.of_cut(self.degree, self.sequence_parallel)
 
     def check_count(self, sequences: int) -> None:
         """Raise unless sums over this number of sequences are exact."""
-        # Each rank of a stage may add its part, and a tied weight gets two.
+        # Each rank of a stage may add a part, and a tied weight gets two parts.
         most = MOST // (2 * (self.degree or 1))
         if sequences > most:
             raise Unsupported(
-                f"a mini-batch of {sequences} sequences, but sums are exact for at most {most}",
+                f"a mini-batch has {sequences} sequences, but sums are exact for at most {most}",
                 where=_WHERE,
                 remedy="use smaller mini-batches, or train without deterministic",
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise unless an optimizer rounds all elements of a shard alike."""
-        # PyTorch's fused CPU kernels use another formula after the last whole vector.
+        """Raise unless an optimizer rounds all elements of a shard in the same way."""
+        # PyTorch's fused CPU kernels use another formula for elements after the last full vector register.
         if any(group.get("fused") for group in optimizer.param_groups):
             raise Unsupported(
-                "with fused=True the last elements of each shard are rounded differently",
+                "with fused=True, the last elements of each shard are rounded differently",
                 where=f"{_WHERE}, optimizer {type(optimizer).__name__}",
                 remedy="leave fused out, or use hydragraph.AdamW",
             )

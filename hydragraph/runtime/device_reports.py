@@ -1,7 +1,8 @@
-"""Reports of every rank's device, and the types that they form.
+"""Reports of every rank's device, and the grouping of devices into types.
 
-From the fastest down, a rank joins a type if it reaches `ALIKE` of the median speed of the type's ranks. Ranks of one
-GPU name that reach 100, 98, 51 and 97 products per second are "a100", "a100", "a100-51" and "a100".
+From the fastest to the slowest, a rank joins a type if its speed is at least `ALIKE` times the median speed of the
+type's ranks. For example, four A100s with 100, 98, 51 and 97 products per second have the types "a100", "a100",
+"a100-51" and "a100".
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from hydragraph.runtime.speed_probe import MOST_S, SIZES, SpeedProbe
 from hydragraph.runtime.streams import synchronise
 from hydragraph.version import __version__
 
-# Minimum fraction of the type's median speed, and of its memory.
+# Minimum ratio of a rank's speed to its type's median speed, and of memory sizes in a type.
 ALIKE = 0.8
-# Most probes of a device; the fastest counts. Repeated only if devices of one name differ.
+# Maximum probes of a device; the fastest counts. Probes are repeated only if devices of one name differ in speed.
 PROBES = 6
-# Bytes.
+# Bytes copied to measure memory bandwidth.
 COPIED = 1 << 25
-# Packages with equal versions on all hosts.
+# Packages that must have the same version on all hosts.
 PACKAGES = ("torch", "transformers")
 
 
@@ -40,9 +41,9 @@ class DeviceReport:
     """Report of one rank.
 
     Attributes:
-        node: ranks of one node share memory and network cards.
-        memory_bytes: bytes that the rank may use, of a shared device or host.
-        products_per_s, flops_per_s: of small matrix products.
+        node: name of the node, whose ranks share memory and network cards.
+        memory_bytes: bytes that the rank may use; ranks that share a device or host split its memory.
+        products_per_s, flops_per_s: speed of small matrix products.
         threads: compute threads on a CPU; 0 on a GPU.
         details: compute capability, PCI address and peers of a GPU, or cores; NUMA nodes and network interfaces.
     """
@@ -60,7 +61,7 @@ class DeviceReport:
 
 
 def report_devices(groups: Groups, probe: Callable[[], float] | None = None) -> tuple[DeviceReport, ...]:
-    """Measure all ranks' devices at once, and return their reports on all ranks.
+    """Measure the devices of all ranks simultaneously, and return the reports on all ranks.
 
     Args:
         probe: returns products per second.
@@ -128,7 +129,7 @@ def _differ_in_speed(reports: Sequence[DeviceReport]) -> bool:
 
 
 def _belongs(own: DeviceReport, members: Sequence[DeviceReport]) -> bool:
-    """Return whether a device, not faster than any member of a type, belongs to it."""
+    """Return whether a device belongs to a type whose members are all at least as fast."""
     leader = members[0]
     memories = sorted((own.memory_bytes, leader.memory_bytes))
     if own.name != leader.name or memories[0] < ALIKE * memories[1]:
@@ -141,7 +142,7 @@ def _new_name(own: DeviceReport, types: Mapping[str, Sequence[DeviceReport]]) ->
     if fastest is None:
         return own.name
     name = f"{own.name}-{round(100 * own.products_per_s / fastest.products_per_s)}"
-    if name in types:  # equally fast, other memory
+    if name in types:  # equal speed, but different memory
         name = f"{name}-{own.memory_bytes / 1e9:.0f}gb"
     return name
 

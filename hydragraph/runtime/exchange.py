@@ -1,12 +1,12 @@
-"""Run a link: one grouped operation per bucket that every rank enters, one message per pair of ranks.
+"""Execution of links: one grouped operation per bucket, which every rank enters, with one message per pair of ranks.
 
-A push to a home of two copies is two links: first owners sum the gradients of all ranks, then hand the sums on. Sums
-are in the order of the source ranks, so the same step gives the same bits.
+A push to a home with two copies has two links: first owners sum the gradients of all ranks, then send the sums to
+second owners. Gradients are summed in the order of source ranks, so a repeated step gives bitwise equal results.
 
     source buffer --gather--> outgoing --all-to-all--> incoming --scatter--> target buffer
     [source]                  [sum(sent)]              [sum(received)]       [target]
 
-A gather or scatter that would not move any element is left out, and so is its result buffer.
+A gather or scatter that would not move any element is skipped, as is its result buffer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Exchange:
         sends, receives: pieces of the local source and target buffers, by peer in rank order, including this rank.
         sent, received: elements per peer.
         native: "all_gather" or "reduce_scatter" for equal shards and whole copies, without intermediate buffers.
-        stays: no rank sends data to another: messages are skipped.
+        stays: whether no rank sends data to another rank, so messages are skipped.
     """
 
     sends: tuple[Piece, ...]
@@ -68,12 +68,12 @@ class Exchange:
 
     @cached_property
     def whole(self) -> int:
-        """Number of peers that send the whole target, as rows to sum, if every sending peer does; else 0."""
+        """Number of sending peers if each sends the whole target, as a row to sum; else 0."""
         peers = sum(map(bool, self.received))
         if any(length not in (0, self.target) for length in self.received):
             return 0
         at = 0
-        for offset, length in self.receives:  # peer after peer
+        for offset, length in self.receives:  # ordered by peer
             # A peer's pieces must form one row of incoming.
             if offset != at % self.target:
                 return 0
@@ -82,7 +82,7 @@ class Exchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether source and target buffer are equal, so no data moves."""
+        """Whether source and target buffers are equal, so no data moves."""
         whole = ((0, self.source),)
         return (
             self.native is None and self.source == self.target and self.sends == self.receives == whole and self.stays
@@ -90,14 +90,14 @@ class Exchange:
 
     @property
     def in_order(self) -> bool:
-        """Whether the received data in order is the target buffer, and is received in place."""
+        """Whether data arrives in the order of the target buffer, so it is received in place."""
         return _is_whole(self.receives, self.target)
 
 
 def pull_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of values for one rank."""
+    """Return one rank's exchange for a link of values."""
     native = "all_gather" if is_all_gather(source, target) and len(source.ranks) == ranks > 1 else None
     sizes = source.local_size(rank), target.local_size(rank)
     lowered = _lower(copy(source, target, rank), (0, sizes[0]), (0, sizes[1]), rank, ranks, native, device)
@@ -107,7 +107,7 @@ def pull_exchange(
 def push_exchange(
     source: Layout, target: Layout, rank: int, ranks: int, device: torch.device | None = None
 ) -> Exchange:
-    """Lower a link of gradients to first owners for one rank."""
+    """Return one rank's exchange for a link of gradients to first owners."""
     native = "reduce_scatter" if is_reduce_scatter(source, target) and len(target.ranks) == ranks > 1 else None
     slices = reduce(source, target, rank)
     first = target.first.of(rank)
@@ -118,7 +118,7 @@ def push_exchange(
 
 
 def hand_exchange(owners: Layout, rank: int, ranks: int, device: torch.device | None = None) -> Exchange | None:
-    """Lower the transfer from first to second owners, within the same buffer; None without second owners."""
+    """Return one rank's exchange from first to second owners, within one buffer; None without second owners."""
     if not len(owners.second.rank):
         return None
     slices = hand_on(owners, rank)
@@ -168,7 +168,7 @@ def _per_peer(peer: np.ndarray, length: np.ndarray, ranks: int) -> tuple[int, ..
 def start_pull(exchange: Exchange, home: Tensor, dtype: torch.dtype, groups: Groups, buffers: Buffers) -> Finish:
     """Start moving values; the returned function waits and returns the 1-D target from `buffers`, in `dtype`.
 
-    For an identity without a cast, the target is the home shard itself.
+    If the exchange is an identity without a cast, the target is the home shard itself.
     """
     return _Transfer(exchange, groups, buffers).pull(home, dtype)
 
@@ -187,10 +187,10 @@ def start_push(
 
     Args:
         gradients: this rank's 1-D contribution, possibly empty; returned to `buffers` when sent.
-        home: this rank's 1-D gradient shard, of the same dtype.
-        handing: transfer of the sums to second owners.
-        dtype: to round to before sending.
-        adds: add to `home` instead of overwriting it.
+        home: this rank's 1-D gradient shard, of the same dtype as `gradients`.
+        handing: exchange that sends the sums to second owners.
+        dtype: dtype to which gradients are rounded before sending.
+        adds: whether to add to `home` instead of overwriting it.
     """
     transfer = _Transfer(exchange, groups, buffers)
     target = _part(home, exchange.target_at, exchange.target)
@@ -206,10 +206,10 @@ def start_exact_push(
     buffers: Buffers,
     handing: Exchange | None = None,
 ) -> Finish:
-    """Start moving exact sums (`kernels.exact_sums`); the returned function adds them and rounds into `home`.
+    """Start moving exact sums (`kernels.exact_sums`); the returned function rounds their totals into `home`.
 
     Args:
-        parts: this rank's, 1-D fp64, each possibly empty; returned to `buffers` when sent.
+        parts: this rank's 1-D fp64 sums, each possibly empty; returned to `buffers` when sent.
         home: this rank's 1-D fp32 gradient shard, overwritten.
         handing: as for `start_push`, after rounding.
     """
@@ -311,11 +311,11 @@ class _Transfer:
         if exchange.native and dtype == home.dtype and groups.world.backend == "nccl":
             message = groups.reduce_scatter(Channel.PUSH, home, gradients)
             return self._finish(message, lambda: home, gradients)
-        # Return the copied buffer before taking incoming, to lower the peak of memory.
+        # Return the copied buffer before taking `incoming`, to lower peak memory.
         outgoing = self._gathered(gradients, dtype)
         if outgoing is not gradients:
             buffers.give(gradients)
-        if exchange.in_order and dtype == home.dtype:  # one contribution to every element
+        if exchange.in_order and dtype == home.dtype:  # every element has one contribution
             return self._finish(self._send(Channel.PUSH, home, outgoing), lambda: home, outgoing)
         incoming = buffers.take(sum(exchange.received), dtype)
         message = self._send(Channel.PUSH, incoming, outgoing)
@@ -332,12 +332,13 @@ class _Transfer:
         return self._finish(message, add, outgoing)
 
     def handed(self, home: Tensor) -> Finish:
-        """Start handing sums on to second owners."""
+        """Start sending sums to second owners."""
         exchange = self.exchange
         target = _part(home, exchange.target_at, exchange.target)
         outgoing = self._gathered(_part(home, exchange.source_at, exchange.source), home.dtype)
         incoming = target if exchange.in_order else self.buffers.take(sum(exchange.received), home.dtype)
-        # A channel of its own, because ranks hand sums on between different pushes, in the order of the pushes.
+        # Sums need a separate channel, because ranks send them between different pushes, but in the order of the
+        # pushes.
         message = self._send(Channel.COMMIT, incoming, outgoing)
 
         def put() -> Tensor:
@@ -352,7 +353,7 @@ class _Transfer:
         return self.groups.all_to_all(channel, incoming, outgoing, self.exchange.received, self.exchange.sent)
 
     def _gathered(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sent pieces packed and cast, or the buffer itself if equal."""
+        """Return the sent pieces, packed and cast, or the buffer itself if this changes nothing."""
         if buffer.dtype == dtype and _is_whole(self.exchange.sends, len(buffer)):
             return buffer
         gathered = self.buffers.take(sum(self.exchange.sent), dtype)

@@ -1,7 +1,7 @@
-"""Run a RankProgram on one rank for one iteration.
+"""Executor of a RankProgram on one rank for one iteration.
 
 Messages start in program order and run during computation; an instruction waits only for the values in its `after`. No
-communication follows the commit, so no update is half applied.
+communication follows the commit, so an update is never applied on only some ranks.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from hydragraph.runtime.streams import DeviceStreams, streams_of
 from hydragraph.runtime.thread_times import Scheduled, unknown
 from hydragraph.runtime.weight_views import let_go, restored
 
-_ROW = 1024  # elements
-# The stream that makes values of a kind; others: messages.
+_ROW = 1024  # elements of a row in `square_sum`
+# Stream that produces values of a kind; values of other kinds are messages.
 _MADE_BY = {
     ValueKind.WEIGHTS: Stream.PULL,
     ValueKind.COPYING: Stream.OFFLOAD,
     ValueKind.FETCHED: Stream.OFFLOAD,
 }
-SAYS = 4  # numbers
+SAYS = 4  # numbers that each rank sends at the commit
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class IterationOutcome:
 
     Attributes:
         grad_norm: norm of all gradients; 0 for an evaluation.
-        scores: log-probability, and entropy if requested, of each sequence: [L, K] fp64 on the CPU; else empty.
+        scores: log-probability, and entropy if requested, of each sequence, [L, K] fp64 on the CPU; empty without
+            scoring.
     """
 
     loss: float
@@ -74,10 +75,10 @@ class ConcurrentWork(Protocol):
     """Work that runs during an iteration."""
 
     def go_on(self) -> None:
-        """Do what is possible without waiting, between instructions."""
+        """Continue the work between instructions, without waiting."""
 
     def end(self) -> None:
-        """Do the rest, on all ranks, after all pushes and before they agree to update."""
+        """Finish the work on all ranks, after all pushes and before the ranks agree to update."""
 
 
 @dataclass
@@ -91,25 +92,25 @@ class _Iteration:
     scored: Scored | None
     values: dict[Value, Any] = field(default_factory=dict)
     arriving: dict[Value, Pending | Copied] = field(default_factory=dict)  # also outgoing messages
-    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls that bring this rank no data
+    serving: dict[Value, Pending] = field(default_factory=dict)  # pulls from which this rank receives no data
     pushing: dict[Value, Pending] = field(default_factory=dict)
     pushed: bool = False
     views: dict[Value, dict[str, Tensor]] = field(default_factory=dict)  # W.* and G.* -> parameter -> shard
-    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> addresses not offloaded
+    staying: dict[Value, set[int]] = field(default_factory=dict)  # s.* -> storage addresses that are not offloaded
     added: set[str] = field(default_factory=set)  # parameters with a gradient
     sums: dict[Value, list[Tensor]] = field(default_factory=dict)  # G.* -> exact sums
     largest: Tensor | None = None  # the largest value added to `sums`
 
 
 class Executor:
-    """Runs prepared programs on one rank.
+    """Executor of prepared programs on one rank.
 
     Args:
         rounded: weights to pull, if the optimizer keeps them rounded.
         deterministic: make sums over micro-batches and ranks exact (`kernels.exact_sums`).
 
     Attributes:
-        before: called with every instruction before it runs.
+        before: called with every instruction before the instruction runs.
         probe: called before the commit, for `RankTimes.probe`.
     """
 
@@ -175,9 +176,9 @@ class Executor:
         Args:
             batches: packed micro-batches of this rank's pipelines, by number (`ir.rank_program.Role`).
             update: called with the gradient norm if it is finite.
-            says: called while gradients are in flight; returns this rank's message to all at the commit, `SAYS`
-                integers below 2**53.
-            scored: positions of the sequences in the mini-batch, to score them.
+            says: returns `SAYS` integers below 2**53, which this rank sends to all ranks at the commit; called while
+                gradients are in flight.
+            scored: positions of the sequences in the mini-batch if sequences are scored, else None.
         """
         timing.kinds = len(self._program.kinds)
         self._buffers.begin()
@@ -248,7 +249,7 @@ class Executor:
                 it.values[value] = pending()
 
     def _make_room(self, it: _Iteration, stream: Stream, value: Value) -> None:
-        """End an earlier pull or push, to free its memory."""
+        """Wait for an earlier pull or push, and free its memory."""
         arriving = it.arriving.get(value)
         if isinstance(arriving, Pending):
             with it.timing.waiting(stream, value):
@@ -260,7 +261,7 @@ class Executor:
             return
         if pending.follows:
             self._begin_handing(it, value, pending)
-        with self.streams.on(stream):  # the computing stream must not wait
+        with self.streams.on(stream):  # the compute stream must not wait
             self._end(it, stream, under_way, value)
 
     def _pull(self, it: _Iteration, instruction: Instruction) -> None:
@@ -325,7 +326,7 @@ class Executor:
 
     @staticmethod
     def _streamed(it: _Iteration, instruction: Instruction) -> dict[str, Tensor]:
-        """Return weights that are freed before the block's backward, by bucket."""
+        """Return a block's streamed weights, which are freed before its backward, by bucket."""
         read = (value for value in instruction.reads if value.kind is ValueKind.WEIGHTS)
         return {value.bucket: it.values[value] for value in read if value.exchange != value.bucket}
 
@@ -376,7 +377,7 @@ class Executor:
                 total.add_(gradient) if beta else total.copy_(gradient)
         passed = instruction.writes[0]
         if passed.kind is ValueKind.ACTIVATION_GRADIENT and passed not in it.values:
-            # The loss reaches the blocks below only through a tied weight.
+            # The loss depends on earlier blocks only through a tied weight.
             tokens = it.batches[passed.micro_batch]["input_ids"].shape[1]
             split = 1 if block.enters or not it.prepared.part.sequence_parallel else it.prepared.part.tp
             shape = (1, tokens // split, self._hidden)
@@ -417,7 +418,7 @@ class Executor:
     def _fetch(self, it: _Iteration, instruction: Instruction) -> None:
         (host,) = instruction.reads
         (back,) = instruction.writes
-        room = it.values[host].room(self._device)  # on the computing stream
+        room = it.values[host].room(self._device)  # allocated on the compute stream
         free = self.streams.mark()
         with self.streams.on(Stream.OFFLOAD):
             self.streams.wait(free)
@@ -426,7 +427,7 @@ class Executor:
             it.arriving[back] = Copied(self.streams, self.streams.mark(), kept)
 
     def _total(self, it: _Iteration, backward: Instruction, name: str) -> tuple[Tensor, float]:
-        """Return a parameter's gradient buffer, and the factor on its contents, first 0.0."""
+        """Return a parameter's gradient buffer, and the factor for its content: 0.0 the first time, then 1.0."""
         bucket = self._home.pieces[name].bucket
         summed = (value for value in backward.writes if value.kind is ValueKind.GRADIENTS)
         value = next(value for value in summed if value.bucket == bucket)
@@ -487,7 +488,7 @@ class Executor:
         else:
             it.values[value] = total
             for parameter, shard in self._shards(it, value).items():
-                if parameter not in it.added:  # no gradient
+                if parameter not in it.added:  # the parameter got no gradient
                     shard.zero_()
             if total is not home:  # the bucket's next push has another buffer
                 it.added.difference_update(it.prepared.shards[value.bucket])
@@ -529,7 +530,7 @@ class Executor:
             it.pushed = True
 
     def _hand_on(self, it: _Iteration, wait: bool = False) -> None:
-        """Start handing finished sums on to second owners, in the order of the pushes."""
+        """Start sending finished sums to second owners, in the order of the pushes."""
         for value, pending in list(it.pushing.items()):
             if pending.follows:
                 if not (wait or pending.arrived):
@@ -537,7 +538,7 @@ class Executor:
                 self._begin_handing(it, value, pending)
 
     def _begin_handing(self, it: _Iteration, value: Value, pending: Pending) -> None:
-        """End a bucket's pushes in order, and start handing their sums on."""
+        """End a bucket's pushes in order, and start sending their sums to second owners."""
         earlier = [other for other in it.pushing if other.bucket == value.bucket and other != value]
         for other in earlier:
             self._end(it, Stream.PUSH, it.pushing, other)
@@ -545,9 +546,9 @@ class Executor:
             pending.go_on()
 
     def _end_ready(self, it: _Iteration, stream: Stream, under_way: dict[Value, Pending]) -> bool:
-        """End exchanges that need no wait, in order; return whether there were any."""
+        """End exchanges that are already complete, in order; return whether any exchange ended."""
         before = len(under_way)
-        for value in [] if self.streams.queued else list(under_way):  # else only the commit waits
+        for value in [] if self.streams.queued else list(under_way):  # if queued, only the commit waits
             if not under_way[value].ready:
                 break
             self._end(it, stream, under_way, value)
@@ -589,7 +590,8 @@ class Executor:
         rows = torch.zeros(world.ranks, len(row), dtype=torch.float64, device=self._device)
         rows[world.rank] = torch.tensor(row, dtype=torch.float64)
         totals = torch.cat([parts.flatten(), rows.flatten(), scores.flatten()])
-        # Once a rank passes the commit it may update, so all must be able to, even if one is lost.
+        # A rank may update when it has passed the commit, so all ranks must then be able to update, even if one is
+        # lost.
         if self.beside is not None:
             self.beside.end()
         self._log.gathered()
@@ -621,7 +623,7 @@ class Executor:
         """Return parts [2, 3] that sum exactly over ranks to the loss and the scaled squared norm, and the scale.
 
         Raises:
-            FloatingPointError: on all ranks: a gradient is too large for exact sums.
+            FloatingPointError: a gradient is too large for exact sums; raised on all ranks.
         """
         totals = torch.zeros(2, len(exact_sums.SQUARE_GRIDS), dtype=torch.float64, device=self._device)
         for loss in losses:
@@ -636,8 +638,8 @@ class Executor:
         if added > exact_sums.LARGEST and math.isfinite(of_home):
             raise agreed(
                 FloatingPointError(
-                    f"a sequence's gradient has a norm of {added:.4g}, but deterministic sums hold at most "
-                    f"{exact_sums.LARGEST:.4g}: nothing was updated; lower the learning rate, or train without "
+                    f"a sequence's gradient has a norm of {added:.4g}, but deterministic sums allow at most "
+                    f"{exact_sums.LARGEST:.4g}: no weight was updated; lower the learning rate, or train without "
                     "deterministic"
                 )
             )
@@ -647,14 +649,14 @@ class Executor:
 
 
 def laid_out(value: Tensor) -> Tensor:
-    """Return a tensor laid out like a received one, as kernels choose the order of sums by strides."""
+    """Return a tensor with the strides of a received tensor, because kernels choose the order of sums by strides."""
     if value.is_contiguous() and not value.storage_offset():
         return value
     return value.clone(memory_format=torch.contiguous_format)
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D fp32 tensor, 0-d fp64: rows are summed in fp32, and their sums in fp64."""
+    """Return the 0-d fp64 sum of squares of a 1-D fp32 tensor; rows are summed in fp32, and row sums in fp64."""
     cut = len(values) // _ROW * _ROW
     rows = torch.linalg.vector_norm(values[:cut].view(-1, _ROW), dim=1)
     total: Tensor = rows.double().square().sum() + values[cut:].double().square().sum()
@@ -662,5 +664,5 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def message_tag(value: Value) -> int:
-    """Return the tag of an activation's or its gradient's message, equal at both ends."""
+    """Return the tag of the message of an activation or its gradient, which is equal on both ends."""
     return 2 * value.micro_batch + (value.kind is ValueKind.ACTIVATION_GRADIENT)

@@ -1,6 +1,6 @@
-"""One rank's shards of the fp32 master weights and gradients, their clipping, and the optimizer over them.
+"""One rank's shards of the fp32 master weights and gradients, gradient clipping, and creation of the optimizer.
 
-They do not depend on the strategy, so a switch of strategies does not move them (Hydraulis, section 5.2).
+Shards do not depend on the strategy, so a change of strategy does not move them (Hydraulis, section 5.2).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hydragraph.runtime.supported_optimizers import OptimizerFactory, call_facto
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """The part of one parameter owned by a rank, contiguous in its shard of the bucket.
+    """Part of one parameter that a rank owns, contiguous in the rank's shard of the bucket.
 
     Attributes:
         intervals: canonical elements [lo, hi), ascending, disjoint and non-empty.
-        counted: whether each interval counts on this rank, rather than on its other owner, in norms and files.
+        counted: whether this rank, not the other owner, counts each interval in norms and writes it to files.
         at: offset in the bucket's shard.
     """
 
@@ -42,7 +42,7 @@ class OwnedPart:
         return sum(hi - lo for lo, hi in self.intervals)
 
     def of(self, shards: Mapping[str, Tensor]) -> Tensor:
-        """Return this part, 1-D, of the shards by bucket."""
+        """Return this part, as a 1-D tensor, from shards by bucket."""
         return shards[self.bucket][self.at : self.at + self.size]
 
     def cut(self, flat: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
@@ -63,10 +63,10 @@ class HomeState:
 
     Attributes:
         weights, gradients: bucket name -> 1-D fp32 tensor of this rank's shard; gradients of trained buckets only.
-        counted: views into `gradients`; every element counts on exactly one rank.
-        pieces: parameter name -> the part owned by this rank, possibly empty, in model order.
-        parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None without
-            a gradient.
+        counted: views into `gradients`; exactly one rank counts each element.
+        pieces: parameter name -> part that this rank owns, possibly empty, in model order.
+        parameters: parameter name -> 1-D fp32 view into `weights`; `.grad` is a view into `gradients`, or None if the
+            parameter gets no gradient.
     """
 
     rank: int
@@ -85,10 +85,10 @@ class HomeState:
         device: torch.device | None = None,
         old: HomeState | None = None,
     ) -> HomeState:
-        """Return one rank's uninitialised state, under home layouts by bucket.
+        """Return one rank's uninitialized state for home layouts, by bucket.
 
         Args:
-            old: shares its tensors for buckets with the identical layout object.
+            old: state whose tensors are reused for buckets with the identical layout object.
         """
         shared = {name for name, layout in layouts.items() if old is not None and old.layouts.get(name) is layout}
         sizes = {name: layout.local_size(rank) for name, layout in layouts.items() if name not in shared}
@@ -113,7 +113,7 @@ class HomeState:
             self.parameters[name].grad = piece.of(self.gradients) if piece.bucket in self.gradients else None
 
     def clip_gradients(self, norm: float, limit: float) -> None:
-        """Scale gradients down to the norm `limit`, as `torch.nn.utils.clip_grad_norm_`; `norm` is of all ranks."""
+        """Scale gradients down to the norm `limit`, like `torch.nn.utils.clip_grad_norm_`; `norm` is over all ranks."""
         factor = limit / (norm + _CLIP_EPS)
         if factor < 1:
             for gradient in self.gradients.values():
@@ -121,7 +121,7 @@ class HomeState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part out of full natural tensors, by canonical parameter name."""
+        """Copy this rank's parts from full tensors, by canonical parameter name."""
         for name, tensor in tensors.items():
             piece = self.pieces[name]
             canonical = piece.parameter.canonical(tensor.detach())
@@ -134,7 +134,7 @@ class HomeState:
 
 
 def parameters_within(bucket: Bucket, lo: int, hi: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (name, low, high, first element) of the parameters among elements [lo, hi) of a bucket, in its order."""
+    """Yield (name, low, high, first element) of the parameters in elements [lo, hi) of a bucket, in bucket order."""
     start = 0
     for parameter in bucket.parameters:
         low = max(lo, start)
@@ -190,17 +190,17 @@ def check_factory(given: OptimizerFactory | None) -> None:
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
         raise Unsupported(
-            "it holds the whole model's parameters, and every rank updates shards of its own",
+            "it updates the whole model's parameters, but every rank must update only its own shards",
             where=f"optimizer {name}",
-            remedy="pass a function that makes one for the parameters it is given, such as "
+            remedy="pass a function that makes an optimizer for the parameters that it receives, such as "
             f"lambda parameters: torch.optim.{name}(parameters, lr={given.defaults.get('lr')}), and build a scheduler "
             "on executable.optimizer",
         )
     if given is not None and not callable(given):
         raise Unsupported(
-            f"it is {given!r}",
+            f"{given!r} is not a function",
             where="optimizer",
-            remedy="pass a function that makes one, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
+            remedy="pass a function that makes it, such as lambda parameters: torch.optim.AdamW(parameters, lr=0.001)",
         )
 
 
@@ -208,15 +208,15 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     """Call the user's factory, and check its optimizer.
 
     Raises:
-        Unsupported: all parameters are frozen; or the optimizer uses whole tensors (LBFGS, Adafactor, Muon, ...) or
-            holds other parameters.
+        Unsupported: all parameters are frozen, or the optimizer needs whole tensors (LBFGS, Adafactor, Muon, ...) or
+            has other parameters.
     """
     named = state.named()
     if not state.gradients:
         raise Unsupported(
-            "no parameter gets a gradient: all are frozen (requires_grad=False), or the loss reaches none",
+            "no parameter gets a gradient: all are frozen (requires_grad=False), or the loss uses none",
             where="optimizer",
-            remedy="set requires_grad of what is to be trained before you compile, or pass optimizer=None to evaluate",
+            remedy="set requires_grad of trainable parameters before compiling, or pass optimizer=None to evaluate",
         )
     try:
         optimizer = call_factory(factory, named)
@@ -230,9 +230,9 @@ def make_optimizer(factory: OptimizerFactory, state: HomeState) -> torch.optim.O
     strangers = {id(p) for p in optimized} - {id(p) for _, p in named}
     if strangers:
         raise Unsupported(
-            f"the optimizer holds {len(strangers)} tensors that its factory was not given",
+            f"the optimizer has {len(strangers)} tensors that its factory did not receive",
             where=f"optimizer {type(optimizer).__name__}",
-            remedy="build it from the (name, tensor) pairs that the factory receives",
+            remedy="build the optimizer from the (name, tensor) pairs that the factory receives",
         )
     _refuse_other_groups(factory, state, optimizer)
     return optimizer
@@ -242,7 +242,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and hyperparameters, equal on all ranks."""
+    """Return an optimizer's class and hyperparameters as text, which is equal on all ranks."""
     if optimizer is None:
         return "none"
     names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION]
@@ -255,7 +255,7 @@ def _value(option: object) -> object:
 
 
 _BY_SHAPE = (
-    "choose by names and by the model's own shapes: {name for name, p in model.named_parameters() if p.dim() >= 2}"
+    "choose groups by name or by the model's own shapes: {name for name, p in model.named_parameters() if p.dim() >= 2}"
 )
 
 
@@ -271,7 +271,7 @@ def _refuse_shapes(factory: OptimizerFactory, state: HomeState, error: Exception
     except Exception:
         return
     raise Unsupported(
-        f"it accepts tensors of the model's own shapes, but no 1-D shards ({type(error).__name__}: {error})",
+        f"the function accepts tensors of the model's own shapes, but not 1-D shards ({type(error).__name__}: {error})",
         where="optimizer",
         remedy=_BY_SHAPE,
     ) from error
@@ -284,16 +284,16 @@ def _refuse_other_groups(factory: OptimizerFactory, state: HomeState, optimizer:
         of_whole = _options(factory(whole), whole)
     except Exception as error:
         raise Unsupported(
-            f"called again, with tensors of the model's own shapes, it fails ({type(error).__name__}: {error})",
+            f"its function fails if called again with the model's own shapes ({type(error).__name__}: {error})",
             where=f"optimizer {type(optimizer).__name__}",
-            remedy="pass a function of the (name, tensor) pairs alone, which can be called more than once",
+            remedy="pass a function that depends only on the (name, tensor) pairs and can be called repeatedly",
         ) from error
     of_shards = _options(optimizer, named)
     for name, shard in named:
         if shard.numel() and of_shards.get(name) != of_whole.get(name):
             raise Unsupported(
-                f"it treats {name!r} differently with its whole shape {list(state.pieces[name].parameter.shape)} "
-                f"than as the shard of shape {list(shard.shape)} that this rank holds",
+                f"its options for {name!r} differ between the whole shape {list(state.pieces[name].parameter.shape)} "
+                f"and the shape {list(shard.shape)} of this rank's shard",
                 where=f"optimizer {type(optimizer).__name__}",
                 remedy=_BY_SHAPE,
             )

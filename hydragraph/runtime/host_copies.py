@@ -1,6 +1,6 @@
-"""Copies of saved tensors in host memory, each storage once.
+"""Copies of saved tensors in host memory; each storage is copied once.
 
-A copy back has the sizes, strides and bytes of the original, so a backward's results are the same to the bit.
+A fetched tensor has the sizes, strides and bytes of the original, so a backward's results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _View:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Saved values, in their order, with tensors in host memory as views of 1-D `storages`."""
+    """Saved values in order; tensors in host memory are views of the 1-D `storages`."""
 
     saved: tuple[Any, ...]
     storages: Mapping[Key, Tensor]
 
     def fetch(self, onto: Mapping[Key, Tensor]) -> list[Any]:
-        """Copy the storages onto `room` on the current stream; return the saved values."""
+        """Copy the storages to `onto` on the current stream; return the saved values as views of `onto`."""
         for key, there in self.storages.items():
             onto[key].copy_(there, non_blocking=True)
 
@@ -44,20 +44,20 @@ class HostCopy:
         return [view(value) for value in self.saved]
 
     def room(self, device: torch.device) -> dict[Key, Tensor]:
-        """Return memory for the storages, from the current stream."""
+        """Allocate device memory for the storages on the current stream."""
         return {key: torch.empty_like(there, device=device) for key, there in self.storages.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors that another stream copies or reads; they belong to the stream that waits for the copy."""
+    """Tensors that another stream copies or reads; the current stream may use them after it waits for the copy."""
 
     streams: DeviceStreams
     mark: Mark
     tensors: Sequence[Any]
 
     def __call__(self) -> Sequence[Any]:
-        """Let the current stream wait."""
+        """Make the current stream wait for the copy."""
         self.streams.wait(self.mark)
         return self.tensors
 
@@ -68,7 +68,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def copy_to_host(saved: Sequence[Any], staying: Container[int]) -> HostCopy:
-    """Copy saved tensors on the current stream, except small ones and those with these storage addresses."""
+    """Copy saved tensors on the current stream, except small tensors and those with storage addresses in `staying`."""
     storages: dict[Key, Tensor] = {}
 
     def moved(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Times of an iteration: waits by kind of traffic and, if requested, every instruction."""
+"""Timing of an iteration: waits by kind of communication and, if requested, the time of every instruction."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Exposed:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's times of an iteration, sent to all at the commit.
+    """One rank's times of an iteration, sent to all ranks at the commit.
 
     Attributes:
-        seconds: from its first instruction to the commit, without pending work.
+        seconds: time from the rank's first instruction to the commit, when no work is pending.
         own: seconds of computing blocks, by template in the order of `Program.kinds`, without waits for other ranks.
-        ran, queued: the parts of `own`, or else of a probe, in which its thread ran, and waited for its core; 0 if
-            unknown.
+        ran, queued: seconds of `own`, or of a probe if no block ran, in which the thread ran, and in which it waited
+            for its core; 0 if unknown.
         probe: products per second in a probe (`runtime.speed_probe`), or 0.
     """
 
@@ -44,7 +44,7 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """Seconds without waits."""
+        """Seconds of the iteration, excluding waits."""
         exposed = self.exposed
         return self.seconds - exposed.pull - exposed.push - exposed.p2p - exposed.offload
 
@@ -58,11 +58,11 @@ def mean_exposed(ranks: Sequence[RankTimes]) -> Exposed:
 class Timing:
     """Measurements of one rank during one iteration.
 
-    Its properties and `end` need the device's queues to have finished.
+    The device's queues must have finished before a property is read or `end` is called.
 
     Args:
-        spans: receives every instruction and message; None: only sum the waits.
-        clock: `DeviceStreams.clock`; default: the host's time.
+        spans: list to which every instruction and message is added; None to sum only the waits.
+        clock: the device's clock (`DeviceStreams.clock`); by default, the host's clock.
     """
 
     def __init__(self, step: int = 0, spans: list[TraceEvent] | None = None, clock: Clock | None = None) -> None:
@@ -82,7 +82,7 @@ class Timing:
 
     @property
     def exposed(self) -> Exposed:
-        """Waits for communication."""
+        """Seconds of waits for communication."""
         waited = dict.fromkeys(Stream, 0.0)
         for stream, began, ended in self._waits:
             waited[stream] += self._clock.seconds(ended) - self._clock.seconds(began)
@@ -97,7 +97,7 @@ class Timing:
 
     @property
     def own(self) -> tuple[float, ...]:
-        """Seconds of computing by template."""
+        """Computing seconds of each template."""
         sums = [0.0] * self.kinds
         for kind, began, ended, waited in self._works:
             sums[kind] += max(0.0, self._clock.seconds(ended) - self._clock.seconds(began) - waited)
@@ -110,7 +110,7 @@ class Timing:
 
     @contextmanager
     def waiting(self, stream: Stream, value: str, more: bool = False) -> Iterator[None]:
-        """Time a wait for a stream's message; `more`: another message forwards the value."""
+        """Time a wait for a message of a stream; with `more`, a second message forwards the value."""
         began = self._clock.now()
         yield
         ended = self._clock.now()
@@ -127,8 +127,8 @@ class Timing:
 
         Args:
             kind: the template's index in `Program.kinds`.
-            waited, scheduled: return total seconds of waits for other ranks, and those that this thread ran and was
-                queued.
+            waited, scheduled: functions that return the total seconds of waits for other ranks, and the seconds that
+                this thread ran and was queued.
         """
         before = waited()
         ran, queued = scheduled()
@@ -157,7 +157,7 @@ class Timing:
         self._add(Stream.COMPUTE, name, began, self._clock.now())
 
     def end(self) -> None:
-        """Store the spans."""
+        """Add the recorded times to `spans`."""
         if self.spans is None:
             return
         for stream, name, began, ended in self._parts:

@@ -1,7 +1,8 @@
-"""Measurement of links in each node, between nodes, and of all pairs of two nodes at once.
+"""Measurement of links within nodes, between nodes, and between all pairs of ranks of two nodes simultaneously.
 
-A pair exchanges messages of growing size, and the receiver answers with the smallest, so that each direction is timed
-by itself; the fastest of several counts. If pairs between two nodes are slower together than alone, they share cards.
+A pair of ranks exchanges messages of increasing size. The receiver answers with the smallest message, so that each
+direction is timed separately; the fastest of several repetitions counts. If pairs between two nodes are slower together
+than alone, they share network cards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.spec.cluster import Interconnect
 
 SIZES = tuple(4**n for n in range(5, 13))  # bytes: 1 KiB to 16 MiB
-LONGEST_S = 0.1  # no larger messages after one this long
+LONGEST_S = 0.1  # no larger messages are sent after a message that takes longer
 REPEATS = 3
 ROUNDS = 8  # maximum partners of each node
 
@@ -31,8 +32,8 @@ class MeasuredLinks:
     """Links by node, in the order of their first ranks.
 
     Attributes:
-        inner: within each node, in its slower direction; None for one rank.
-        outbound, inbound: between each node and the others; None for one node.
+        inner: link within each node, in its slower direction; None for a node with one rank.
+        outbound, inbound: link from and to each node; None if only one node exists.
         cards: estimated number of network cards of each node.
     """
 
@@ -44,7 +45,7 @@ class MeasuredLinks:
 
     @property
     def outer(self) -> tuple[Interconnect | None, ...]:
-        """The slower direction of each node's link to the others."""
+        """Slower direction of each node's link to other nodes."""
         return tuple(map(_slower, self.outbound, self.inbound))
 
 
@@ -68,13 +69,13 @@ def measure_links(groups: Groups, nodes: Sequence[str]) -> MeasuredLinks:
             link = link_of(times[by_node[one][0], by_node[other][0]])
             outbound[one] = _faster(outbound[one], link)
             inbound[other] = _faster(inbound[other], link)
-        if number < 1 + len(by_node) % 2:  # until every node has played
+        if number < 1 + len(by_node) % 2:  # until every node was in a pair
             _count_cards(groups, by_node, games, times, cards)
     return MeasuredLinks(tuple(inner), tuple(outbound), tuple(inbound), tuple(cards), messages)
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs, in which each pair occurs once; of an odd number, one rests in each round."""
+    """Return rounds of disjoint pairs, in which each pair occurs once; if players are odd, one rests in each round."""
     even = players + players % 2
     turning = list(range(1, even))
     rounds = []
@@ -110,16 +111,17 @@ def cards_of(ranks: int, pairs: int, alone_s: float, together_s: float) -> int:
     """Estimate the number of network cards of a node.
 
     Args:
-        alone_s, together_s: seconds of a message of one pair alone, and of the slowest of all pairs at once.
+        alone_s, together_s: seconds of a message if one pair sends alone, and of the slowest message if all pairs send
+            at once.
     """
-    if pairs < 2:  # cards cannot be distinguished
+    if pairs < 2:  # one pair cannot distinguish cards
         return 1
     sharing = min(pairs, max(1, round(together_s / alone_s)))  # pairs per card
     return max(1, round(ranks / sharing))
 
 
 def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
-    """Return the messages of disjoint pairs of ranks, in both directions; all pairs exchange at the same time."""
+    """Return timed messages of disjoint pairs of ranks, in both directions; all pairs exchange at the same time."""
     rank = groups.world.rank
     by_pair: dict[Pair, list[tuple[int, float]]] = {way: [] for pair in pairs for way in (pair, pair[::-1])}
     left = list(pairs)
@@ -128,7 +130,7 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
             break
         own = next((pair for pair in left if rank in pair), None)
         ways = [own, own[::-1]] if own is not None else []
-        # The sender's clock counts.
+        # Only the sender's clock is used.
         seconds = sum(min(answered(groups, way, size, SIZES[0])) * (rank == way[0]) for way in ways)
         everyone = groups.gather(seconds)
         for one, other in left:
@@ -139,10 +141,11 @@ def exchange(groups: Groups, pairs: Sequence[Pair]) -> Mapping[Pair, Messages]:
 
 
 def one_way(seconds: float, before: Sequence[tuple[int, float]]) -> float:
-    """Return the seconds of a message, from those until its answer.
+    """Return the seconds of a message, given the seconds until its answer arrives.
 
     Args:
-        before: smaller messages; the smallest takes as long as the answer. None: message and answer are alike.
+        before: smaller messages, of which the smallest takes as long as the answer; if empty, message and answer are
+            equal.
     """
     return max(seconds - before[0][1] if before else seconds / 2, 1e-9)
 
@@ -172,7 +175,7 @@ def answered(groups: Groups, pair: Pair, size: int, answer: int, repeats: int = 
 def link_of(messages: Messages) -> Interconnect:
     """Return a link with the smallest message's time as latency, and the largest's bandwidth.
 
-    A fit over all sizes would overestimate the bandwidth, as buffers let short messages pass faster.
+    A fit over all sizes would overestimate the bandwidth, because buffers make short messages faster.
     """
     latency = messages[0][1]
     size, seconds = messages[-1]

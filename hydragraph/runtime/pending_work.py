@@ -1,4 +1,4 @@
-"""Work started on one stream and awaited by another."""
+"""Work that is started on one stream and awaited by another stream."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hydragraph.runtime.streams import DeviceStreams, Mark
 
 @dataclass(frozen=True, eq=False)
 class Finish:
-    """The end of an exchange: called once, on the stream that started it.
+    """Function that ends an exchange; called once, on the stream that started the exchange.
 
     Attributes:
-        then: starts a following exchange of the result, which completes the value.
+        then: starts a second exchange with the result of the first, which completes the value.
     """
 
     result: Callable[[], Tensor]
@@ -30,15 +30,16 @@ class Finish:
 
     @property
     def ready(self) -> bool:
-        """Whether calling it would not block the host."""
+        """Whether a call would return without blocking the host."""
         return self.message is None or self.message.done
 
 
 class Pending:
-    """A value in flight: ended on its own stream, then awaited by the stream that needs it.
+    """Value in flight, whose exchange ends on one stream and which another stream then waits for.
 
     Args:
-        at_once: if waits are queued, end it right after its start; False: its end would delay later work of its stream.
+        at_once: if waits are queued, end the exchange right after its start. Pass False if the end would delay later
+            work of the stream.
     """
 
     def __init__(self, streams: DeviceStreams, stream: Stream, finish: Finish, at_once: bool = True) -> None:
@@ -51,12 +52,12 @@ class Pending:
 
     @property
     def ready(self) -> bool:
-        """Whether getting the value would not block the host."""
+        """Whether the value can be read without blocking the host."""
         return self._end is not None or (self._finish.ready and self._finish.then is None)
 
     @property
     def follows(self) -> bool:
-        """Whether a following exchange remains to be started."""
+        """Whether a second exchange must still be started."""
         return self._end is None and self._finish.then is not None
 
     @property
@@ -65,7 +66,7 @@ class Pending:
         return self._end is not None or self._finish.ready
 
     def go_on(self) -> None:
-        """Wait for the current exchange, and start the following one."""
+        """Wait for the current exchange, and start the second one."""
         assert self._finish.then is not None, "nothing follows"
         with self._streams.on(self._stream):
             self._finish.result()
@@ -76,7 +77,7 @@ class Pending:
         self._ended()
 
     def __call__(self) -> Tensor:
-        """Let the current stream wait; return the value, whose memory is kept until its use on this stream ends."""
+        """Make the current stream wait; return the value, whose memory stays allocated while this stream uses it."""
         value, mark = self._ended()
         self._streams.wait(mark)
         self._streams.hold(value)

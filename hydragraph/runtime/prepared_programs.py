@@ -1,4 +1,4 @@
-"""One rank's program and data for a (strategy, micro-batch counts, mode), built once."""
+"""One rank's program and data for each (strategy, micro-batch counts, purpose), built once."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from hydragraph.runtime.exchange import Exchange, hand_exchange, pull_exchange, 
 from hydragraph.spec.stage_kind import StagePart
 from hydragraph.spec.strategy import Strategy
 
-CAPACITY = 64  # micro-batch counts vary
+CAPACITY = 64  # large, because micro-batch counts vary
 
 
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
-    """A block as this rank runs it.
+    """Block with the graphs and inputs that this rank runs.
 
     Attributes:
-        aux: template input -> index of its output of the aux graph.
-        starts: inputs that are numbers: this rank's first row of the vocabulary, the block's number.
-        enters, leaves: under sequence parallelism, whether its hidden state comes from another stage, and its result
-            leaves the stage.
-        halves: its input and weight gradient, if the schedule splits backwards.
+        aux: template input -> index of the aux graph's output.
+        starts: integer inputs, namely the first row of this rank's vocabulary shard, and the block's number.
+        enters, leaves: under sequence parallelism, whether the hidden state comes from another stage, and whether the
+            result leaves the stage.
+        halves: input half and weight half of the backward, if the schedule splits backwards.
     """
 
     variant: Variant
@@ -62,11 +62,11 @@ class Prepared:
     """One rank's program with all its data.
 
     Attributes:
-        pulls, pushes: exchanges by name, which is the bucket's unless streamed.
-        handings: transfers to second owners, by the bucket's last push.
-        adds: pushes after another of the same bucket, which add to the home gradients.
+        pulls, pushes: exchanges by name, which is the bucket's name unless the exchange is streamed.
+        handings: exchanges to second owners, by the name of the bucket's last push.
+        adds: pushes that follow another push of the same bucket, and therefore add to the home gradients.
         at_home: buckets whose gradients accumulate in the home gradients.
-        shards: held bucket -> parameter name -> (offset, length) in the local buffer.
+        shards: bucket that this rank uses -> parameter name -> (offset, length) in the local buffer.
     """
 
     program: RankProgram
@@ -88,7 +88,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Preparer:
-    """Prepares strategies for one rank; `capacity` is the number of prepared iterations to keep."""
+    """Builder of prepared programs for one rank; `capacity` is the maximum number of cached programs."""
 
     _program: Program
     _variants: Variants
@@ -107,7 +107,7 @@ class Preparer:
         self._halves: dict[Variant, Mapping[Work, BackwardPart]] = {}
 
     def get(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose) -> Prepared:
-        """Return this rank's program; `counts` are micro-batches by pipeline."""
+        """Return this rank's program; `counts` are the numbers of micro-batches by pipeline."""
         return self._known.get((strategy, counts, purpose), lambda: self._prepare(strategy, counts, purpose))
 
     def describe(self, strategy: Strategy, counts: tuple[int, ...], purpose: Purpose, rank: int) -> RankProgram:
@@ -152,7 +152,7 @@ class Preparer:
         variant = variants.get(block, part)
         visit = stage.visit_of(at)
         first, end = stage.blocks[visit]
-        scores = program is not self._program and block is program.blocks[-1]  # one value per token
+        scores = program is not self._program and block is program.blocks[-1]  # scores have one value per token
         others = [i for i in template.inputs if i.startswith("other.")]
         # Pipelines that share a stage agree on its neighbours.
         role = next(role for role in stage.roles if role.visit == visit)
@@ -183,7 +183,7 @@ class Preparer:
         # The first rank represents its stage.
         parts = [placement.stage_of[ranks[0]].part_of(ranks[0]) for ranks in stages]
         kinds = [bucket_kinds(self._program, bucket, part, self._variants.kinds) for part in parts]
-        source = self._homes[bucket.name]  # one object per home
+        source = self._homes[bucket.name]  # one layout object per home
         key = (bucket.form, bucket.learns, source, stages, tuple(tuple(k.values()) for k in kinds))
 
         def make() -> tuple[Exchange, Exchange | None]:

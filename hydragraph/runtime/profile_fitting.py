@@ -1,12 +1,12 @@
 """Fitting of the cost models' constants by non-negative least squares.
 
-Relative errors of micro-batches are minimised, weighted by their seconds. Each number of tokens is measured whole and
-in parts, of which only the quadratic parts differ. Attention with a window or chunks has the sum of `Reach.pairs` as
-its column.
+The fit minimizes the relative errors of micro-batches, weighted by their seconds. Each number of tokens is measured as
+one sequence and as several sequences, whose times differ only in the quadratic part. The column of attention with a
+window or chunks is the sum of `Reach.pairs`.
 
 Formulas of Hydraulis -> functions:
 
-    Appendix B.2, T(l) = a l^2 + b l + c by profiling   `fit_work`, of a stage `_slowest`
+    Appendix B.2, T(l) = a l^2 + b l + c by profiling   `fit_work`, and `_slowest` for a stage
     section 6.1, UtilLen: 85 % of the plateau of tokens/s  `util_len`
 """
 
@@ -26,10 +26,10 @@ from hydragraph.spec.cluster import Interconnect
 from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy_text import regular_pipeline
 
-Lengths = tuple[int, ...]  # of sequences
+Lengths = tuple[int, ...]  # lengths of sequences
 
 WORST_RESIDUAL = 0.25  # maximum root mean square relative error
-LEAST_QUADRATIC = 1e-3  # minimum fraction of the longest micro-batch's time
+LEAST_QUADRATIC = 1e-3  # minimum quadratic fraction of the longest micro-batch's time
 QUADRATIC = 0  # columns of the fit: sum of l^2 (a), sum of l (b), and 1 (c)
 LINEAR = 1
 ONCE = 2
@@ -42,10 +42,10 @@ class CurveFit:
     """Constants of T = sum of a l^2 + b l over a micro-batch's sequences, plus c.
 
     Attributes:
-        a, b, c: s / token^2, s / token and s; 0 if the measurements do not show it.
+        a, b, c: constants in s / token^2, s / token and s; a constant is 0 if the measurements do not show it.
         residual: root mean square relative error, weighted by seconds.
-        quadratic: the fraction of the longest micro-batch's time that attention explains.
-        near: s / pair of attention with each window or chunk.
+        quadratic: fraction of the longest micro-batch's time that attention explains.
+        near: seconds per pair of tokens, for attention with each window or chunk.
     """
 
     a: float
@@ -57,14 +57,14 @@ class CurveFit:
 
     @property
     def constants(self) -> Constants:
-        """The constants without their quality."""
+        """Constants without the quality of the fit."""
         return Constants(self.a, self.b, self.c, self.near)
 
     @property
     def failure(self) -> str | None:
         """Return why the fit must not be used, or None."""
         numbers = f"(a = {self.a:.3g}, b = {self.b:.3g}, c = {self.c:.3g}, residual {self.residual:.1%})"
-        # Short windows look linear, so either part may contain the other.
+        # Short windows look linear, so the linear and the quadratic part may each contain the other.
         if not self.near and (self.a <= 0 or self.quadratic < LEAST_QUADRATIC):
             return f"the quadratic part is below the noise: measure longer sequences {numbers}"
         if self.b <= 0 and not any(constant > 0 for _, constant in self.near):
@@ -77,7 +77,7 @@ class CurveFit:
 
     @property
     def doubt(self) -> str | None:
-        """Return possible errors of usable constants, or None."""
+        """Return a warning about constants that are usable but uncertain, or None."""
         if self.near or self.quadratic >= 2 * self.residual:
             return None
         return (
@@ -92,10 +92,10 @@ def fit_work(
     """Fit the cost of micro-batches.
 
     Args:
-        reaches: reaches of its attention calls; none: it has no quadratic part.
+        reaches: reaches of the attention calls; without a reach, the cost has no quadratic part.
 
     Raises:
-        ValueError: fewer measurements than constants, or a time that is not above 0.
+        ValueError: there are fewer measurements than constants, or a time is not above 0.
     """
     limited = sorted({*reaches} - {WHOLE}, key=lambda each: each.order)
     rows = _features(micro_batches, limited)
@@ -115,7 +115,7 @@ def fit_work(
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A link, and its root mean square relative error."""
+    """Fitted link, and the root mean square relative error of the fit."""
 
     link: Interconnect
     residual: float
@@ -134,7 +134,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit | None:
 
 
 def util_len(micro_batches: Sequence[Sequence[int]], seconds: Sequence[float], fit: CurveFit) -> int:
-    """Return UtilLen: the tokens of a micro-batch that reaches 85 % of the plateau of tokens/s.
+    """Return UtilLen: the number of tokens with which a micro-batch reaches 85 % of the plateau of tokens/s.
 
     The quadratic part, which does not grow with the number of sequences, is subtracted first.
     """
@@ -160,7 +160,7 @@ def token_counts(longest: int, multiple: int, points: int = 6, span: int = 64) -
 
 
 def micro_batches(counts: Sequence[int], parts: int = 4) -> tuple[tuple[int, ...], ...]:
-    """Return each token count as one sequence and as `parts` equal ones."""
+    """Return each token count as one sequence and as `parts` equal sequences."""
     whole = [(n,) for n in counts]
     split = [(n // parts,) * parts for n in counts if n % parts == 0 and n >= 2 * parts]
     return tuple(sorted([*whole, *split], key=lambda lengths: (sum(lengths), -len(lengths))))
@@ -171,9 +171,9 @@ class Measured:
     """Measurement of one template in one kind of stage.
 
     Attributes:
-        piece: its sizes, without seconds.
-        reaches: reaches of its attention calls; none: its time is linear.
-        forward: the forward's part of `seconds`; empty if not measured.
+        piece: sizes of the template, without seconds.
+        reaches: reaches of the attention calls; without a reach, the time is linear.
+        forward: seconds of the forward, which are part of `seconds`; empty if not measured.
     """
 
     piece: BlockPiece
@@ -215,11 +215,11 @@ def fit_profile(
     messages: Sequence[tuple[int, float]],
     **more: Any,
 ) -> Profile:
-    """Fit measurements; failed fits are recorded with the reason.
+    """Fit a profile to measurements; failed fits are recorded with the reason.
 
     Args:
-        blocks: the template of every block of the model, in order.
-        found: includes plain stages of every scheme's degree.
+        blocks: template of every block of the model, in order.
+        found: measurements by kind of stage, including plain stages of every scheme's degree.
         messages: bytes and seconds; empty for one rank.
     """
     unfit = {}
@@ -227,7 +227,7 @@ def fit_profile(
     pieces = {}
     for kind, measured in found.items():
         if len(measured.rows) < measured.constants:
-            unfit[kind] = "the device's memory holds only micro-batches of too few tokens for a fit"
+            unfit[kind] = "the device's memory is too small for micro-batches with enough tokens for a fit"
             continue
         whole = measured.total(blocks)
         fit = measured.fit(blocks)
@@ -272,7 +272,7 @@ def _fitted(measured: Measured, rows: Sequence[Lengths]) -> BlockPiece:
     if not measured.forward:
         fit = fit_work(rows, measured.seconds, measured.reaches)
         return replace(measured.piece, seconds=fit.constants)
-    # Noise may push the rest below 0.
+    # Noise may make the backward's part negative.
     rest = [max(whole - part, 1e-9) for whole, part in zip(measured.seconds, measured.forward, strict=True)]
     forward, backward = (fit_work(rows, seconds, measured.reaches).constants for seconds in (measured.forward, rest))
     together = Constants.sum([(1, forward), (1, backward)])
@@ -296,9 +296,9 @@ def _notes(fits: Mapping[Scheme, CurveFit], messages: Sequence[tuple[int, float]
     if not messages:
         return [*notes, "one rank has no links: no message was measured"]
     if link is None:
-        return [*notes, "messages take no longer the more bytes they have: no bandwidth could be fitted"]
+        return [*notes, "the times of messages do not grow with their bytes: no bandwidth could be fitted"]
     if link.residual > WORST_RESIDUAL:
-        notes.append(f"messages differ from latency + bytes / bandwidth by {link.residual:.0%}: see their own times")
+        notes.append(f"messages differ from latency + bytes / bandwidth by {link.residual:.0%}: see their times")
     return notes
 
 
@@ -311,13 +311,13 @@ def _features(micro_batches: Sequence[Sequence[int]], limited: Sequence[Reach] =
 def _positive(seconds: Sequence[float], least: int) -> NDArray[np.float64]:
     measured = np.asarray(seconds, dtype=np.float64)
     if len(measured) < least or not bool((measured > 0).all()):
-        raise ValueError(f"{len(measured)} measurements for {least} constants: give at least as many, each above 0 s")
+        raise ValueError(f"{len(measured)} measurements for {least} constants: give one per constant, each above 0 s")
     return measured
 
 
 def _nnls(rows: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Minimise weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
-    from scipy.optimize import nnls  # most ranks do no fitting
+    """Minimize weighted squared relative errors; columns are scaled, since they differ by ten orders of magnitude."""
+    from scipy.optimize import nnls  # imported late, because most ranks do not fit
 
     root = np.sqrt(weights)
     weighed = rows * (root / seconds)[:, None]

@@ -1,8 +1,8 @@
 """Measurement of a profile: times of templates, not of models or strategies.
 
-Each distinct template runs once per kind of stage and micro-batch, with its real collectives; stages are sums of these
-times. All groups of ranks run at once, as in training, and the median over groups and repetitions counts. Templates and
-kinds take turns until the standard error of each time is below `PRECISE`.
+Each distinct template is measured for each kind of stage and micro-batch, with its real collectives. The time of a
+stage is the sum of its templates' times. All groups of ranks run simultaneously, as in training, and the median over
+groups and repetitions counts. Measurements take turns until the standard error of each time is below `PRECISE`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 UPDATED = (1 << 16, 1 << 21)  # elements of home shards
 CHAIN = 4  # maximum blocks per measurement
 PRECISE = 0.01  # sufficient relative standard error
-USABLE = 0.9  # of memory, because of fragmentation
+USABLE = 0.9  # usable fraction of memory, because of fragmentation
 
 Progress = Callable[[int, int, str], None]  # done, total, next
 _Run = Callable[[dict[str, Tensor], Sequence[Tensor]], Callable[[], None]]  # a forward that returns its backward
@@ -64,8 +64,8 @@ class MeasuredModel:
 
     Attributes:
         vocabulary: exclusive upper bound of token ids.
-        positions: exclusive upper bound of position ids; None: unlimited. Sequences may be longer.
-        type: name of the device's type; "": the one that it reports.
+        positions: exclusive upper bound of position ids, or None if unlimited. Position ids of longer sequences repeat.
+        type: name of the device's type; if "", the name that the device reports.
     """
 
     program: Program
@@ -81,9 +81,9 @@ class MeasureSettings:
     """Settings of a measurement.
 
     Attributes:
-        schemes: the ranks of one stage suffice.
-        repeats: repetitions of every measurement after a warm-up; of templates, the largest number.
-        points: number of token counts, from longest / 64 up.
+        schemes: enough ranks for one stage of each scheme suffice.
+        repeats: number of repetitions of every measurement after a warm-up; for templates, the maximum number.
+        points: number of token counts from longest / 64 to longest.
     """
 
     schemes: tuple[Scheme, ...]
@@ -129,7 +129,7 @@ class DevicePlace:
 
 
 def stages_measured_at_once(places: Sequence[DevicePlace], tp: int) -> tuple[tuple[int, ...], ...]:
-    """Return groups of `tp` ranks of one place, in rank order, without the ranks left over."""
+    """Return groups of `tp` ranks in one place, in rank order, without remaining ranks."""
     stages: list[tuple[int, ...]] = []
     for place in dict.fromkeys(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -145,11 +145,12 @@ def measure(
     places: Sequence[DevicePlace] | None = None,
     messages: Sequence[tuple[int, float]] | None = None,
 ) -> Profile:
-    """Measure a profile; all ranks call it together and get the same one.
+    """Measure a profile; all ranks call this function together and get the same profile.
 
     Args:
-        places: by rank; the result has a profile of each type of device. None: all ranks are in one place.
-        messages: bytes and seconds of messages, if measured before.
+        places: place of each rank, or None if all ranks are in one place. The result has a profile of each type of
+            device.
+        messages: bytes and seconds of messages, if already measured.
 
     Raises:
         ValueError: the settings do not fit the model or the ranks.
@@ -194,7 +195,7 @@ def measure(
     update = _update(groups, settings.repeats, types)
     commit = _commit(groups, settings.repeats, types)
     tell(total, total, "")
-    # Measured again, because communicators use memory.
+    # Memory is measured again, because communicators use memory.
     memory = device_memories(groups)
     profiles = []
     for name, by_kind in measurements.items():
@@ -222,12 +223,12 @@ def stage_timer(
 ) -> Callable[[int, Lengths], float]:
     """Return a function that times whole stages of at most `layers` layers, to check `measure`.
 
-    All ranks call it together with a number of layers and a micro-batch.
+    All ranks call the function together, with a number of layers and a micro-batch.
     """
     bench = _Bench(subject, kind, groups, clock=clock)
     block = subject.program.blocks[1]
     if any(other.template != block.template for other in subject.program.blocks[1:-1]):
-        raise ValueError(f"the layers of {subject.program.model} are not all alike, so their number is not enough")
+        raise ValueError(f"the layers of {subject.program.model} differ, so their number does not identify a stage")
     runs = [bench._block_run(block) for _ in range(layers)]
     return lambda count, row: count * sum(bench._time(runs[:count], row))
 
@@ -263,9 +264,9 @@ def host_memory() -> int:
 
 
 def device_memories(groups: Groups) -> list[float]:
-    """Return the bytes that each rank may use, on a GPU without contexts and communicators.
+    """Return the bytes that each rank may use, excluding contexts and communicators on a GPU.
 
-    Ranks of one host or GPU share its memory.
+    Ranks of one host or GPU split its memory equally.
     """
     here = socket.gethostname()
     free = host_memory()
@@ -279,7 +280,7 @@ def device_memories(groups: Groups) -> list[float]:
 
 
 def memory_shares(reports: Sequence[tuple[str, int, int]]) -> list[float]:
-    """Return each rank's share, from reports of (place, free bytes, bytes held)."""
+    """Return each rank's share of memory, from reports of (place, free bytes, reserved bytes)."""
     shares = {}
     for place in {place for place, _, _ in reports}:
         here = [(free, reserved) for other, free, reserved in reports if other == place]
@@ -349,14 +350,14 @@ def _per_element(
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Return the relative standard error of the median of normally distributed times; a few outliers do not count."""
+    """Return the relative standard error of the median of normally distributed times; a few outliers have no effect."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds) / NormalDist().inv_cdf(0.75)
     return math.sqrt(math.pi / 2 / len(seconds)) * deviation / middle if middle > 0 else 0.0
 
 
 class _Bench:
-    """Runs templates in one kind of stage; ranks outside of stages only take part in gathering."""
+    """Runner of templates in one kind of stage; ranks outside of stages only take part in gathers."""
 
     def __init__(
         self,
@@ -418,17 +419,17 @@ class _Bench:
         """Run every micro-batch through chains of a block; return the forward's and backward's seconds by rank."""
         runs = [self._aux_run()] if block is self._program.aux else self._chain(block)
         chains = list(zip(links, rows, strict=True))
-        for count, row in chains[:1]:  # new weights use memory for the first time
+        for count, row in chains[:1]:  # warm-up, because new weights use memory for the first time
             self._time(runs[:count], row)
         return self._groups.gather([self._time(runs[:count], row) for count, row in chains])
 
     def _chain(self, block: Block) -> list[_Run]:
-        """Return runs of blocks like this one, as many as the model has or `CHAIN`, each with its own weights."""
+        """Return runs of blocks with this template and their own weights: as many as the model has, up to `CHAIN`."""
         alike = sum(other.template == block.template for other in self._program.blocks)
         return [self._block_run(block) for _ in range(min(alike, CHAIN))]
 
     def _links(self, piece: BlockPiece, rows: Sequence[Lengths], device: PricedDevice) -> list[int]:
-        weights = piece.parameters * (2 * 4 + device.itemsize)  # as drawn, cast, and as gradients
+        weights = piece.parameters * (2 * 4 + device.itemsize)  # fp32 weights, fp32 gradients, and cast weights
         own = []
         for row in rows:
             left = device.memory - piece.fixed - sum(row) * piece.working
@@ -523,7 +524,7 @@ class _Bench:
         )
 
     def _block_run(self, block: Block) -> _Run:
-        """Return a block's forward, which returns its backward, which accumulates gradients."""
+        """Return a function that runs a block's forward and returns its backward, which accumulates gradients."""
         template = self._program.templates[block.template]
         parameters = local_parameters(self._program, block, template)
         variant = self._run.get(block, self._part)
@@ -574,7 +575,7 @@ class _Timing:
     """Repeated timing of a block in one kind of stage.
 
     Attributes:
-        links: blocks of a chain, by micro-batch.
+        links: number of blocks in a chain, by micro-batch.
         pieces: the block's sizes, by rank.
         stages: groups of ranks, by type of device.
         turns: seconds by repetition, rank and micro-batch.
@@ -595,12 +596,12 @@ class _Timing:
 
     @property
     def counted(self) -> Sequence[Sequence[Sequence[tuple[float, float]]]]:
-        """Repetitions that count: the first one only if the second one agreed."""
+        """Repetitions that count; the first repetition counts only if the second one agrees."""
         return self.turns if len(self.turns) == 2 and self.error < PRECISE else self.turns[1:]
 
     @property
     def error(self) -> float:
-        """Largest relative standard error of a repetition's seconds on a type of device."""
+        """Largest relative standard error of the seconds of repetitions, over all types of device."""
         turns = self.turns if len(self.turns) == 2 else self.turns[1:]
         return max(
             standard_error(

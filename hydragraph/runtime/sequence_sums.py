@@ -14,8 +14,8 @@ class Scored:
     """Positions of a rank's sequences in the mini-batch.
 
     Attributes:
-        count: L, the mini-batch's sequences.
-        values: K, the values per token.
+        count: L, the number of sequences in the mini-batch.
+        values: K, the number of values per token.
         places: for each micro-batch, the indices of its sequences in packed order.
     """
 

@@ -1,6 +1,6 @@
 """This rank's weights, divided into boxes for a checkpoint.
 
-A rank owns intervals of a flattened parameter; each becomes a few axis-aligned boxes of its shape (`ir.boxes`).
+A rank owns intervals of a flattened parameter; each interval becomes a few axis-aligned boxes (`ir.boxes`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class OwnedBoxes:
 
 
 def sharded(piece: OwnedPart, flat: Tensor, once: bool = False) -> OwnedBoxes:
-    """View this rank's canonical elements of a parameter, 1-D, as boxes of its natural shape.
+    """View this rank's 1-D canonical elements of a parameter as boxes of the parameter's natural shape.
 
     Args:
-        once: leave out elements that count on their other owner.
+        once: whether to skip elements that count on another owner.
     """
     shape = piece.parameter.shape
     rule = piece.parameter.rule

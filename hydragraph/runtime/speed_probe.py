@@ -1,7 +1,8 @@
-"""Number of small matrix products per second of an otherwise idle device.
+"""Probe of an otherwise idle device's speed, in small matrix products per second.
 
-No instruction shows whether a slow device that is left idle is fast again (Malleus's standby). A device stopped for 60
-of every 100 ms looks healthy for 40 of them, so a probe counts from the end of one stop to the end of another.
+If a slow device gets no work (Malleus's standby), only a probe shows whether the device is fast again. A device that
+stops for 60 of every 100 ms looks healthy for 40 ms, so a probe measures from the end of one stop to the end of
+another.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hydragraph.runtime.streams import synchronise
 from hydragraph.runtime.thread_times import Scheduled, unknown
 
 SIZES = {"cpu": 128, "cuda": 2048}  # rows and columns
-MOST_S = 0.25  # of a probe
+MOST_S = 0.25  # maximum duration of a probe
 STOP_S = 0.01  # minimum product time that shows a stop
 
 
@@ -25,8 +26,8 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        per_s: products per second, as if no other process had used the core; 0: it did not run.
-        ran, queued: seconds that its thread ran, and waited for its core; both 0 if unknown.
+        per_s: products per second, as if no other process had used the core; 0 if the probe did not run.
+        ran, queued: seconds that the probe's thread ran, and waited for its core; both 0 if unknown.
     """
 
     per_s: float = 0.0
@@ -43,10 +44,10 @@ class _ClockReading:
 
 
 class SpeedProbe:
-    """Probes one device for `most_s` seconds.
+    """Probe of one device, which takes `most_s` seconds.
 
     Args:
-        clock, scheduled: return seconds, and seconds that this thread ran and was queued.
+        clock, scheduled: functions that return the time, and the seconds that this thread ran and was queued.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class SpeedProbe:
         self._multiply(factor, out)  # warm-up
         began = self._read(0)
         now, count = began.seconds, 0
-        stops = []  # the ends of stops
+        stops = []  # readings at the ends of stops
         while now < began.seconds + self.most_s:
             before = now
             self._multiply(factor, out)

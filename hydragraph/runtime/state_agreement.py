@@ -1,15 +1,15 @@
-"""Agreement of ranks that meet on one state of the whole model.
+"""Agreement of the ranks of a new world on one state of the whole model.
 
-Ranks that meet again are at most one update apart, as every step ends with all:
+Remaining ranks are at most one update apart, because every step ends with a commit of all ranks:
 
     a rank was lost            state of the others                           recovery
     before the commit          no rank has updated                           drop the gradients, repeat the step
-    while some detect it       some have updated, the others have all        the others update as well, with the norm
-                               gradients at home                             the commit has shared: no message is needed
-    in its own update          the others have updated                       none
+    after the commit           some ranks have updated, and the others       the others also update without messages,
+                               have all gradients at home                    with the norm from the commit
+    in its own update          the others have updated                       no recovery is needed
 
-A process whose own update was interrupted counts as a newcomer. In a move, each rank replaces its old state once all
-have the new one.
+A process whose own update was interrupted counts as a newcomer. In a move, each rank replaces its old state after all
+ranks have received their new state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hydragraph.spec.home import Home
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Which part of the whole training state a rank holds.
+    """Part of the whole training state that a rank stores.
 
     Attributes:
         generation: number of earlier moves.
-        home: the owners, with nodes if it has copies.
+        home: owners of the state, with nodes if the home has copies.
     """
 
     generation: int
@@ -87,11 +87,11 @@ class HeldState:
 
 @dataclass(frozen=True)
 class Standing:
-    """State of one rank when ranks meet.
+    """States of one rank when ranks form a new world.
 
     Attributes:
-        arrived: a move's complete state that it has not switched to yet.
-        called: its rank numbers since `held`, in worlds whose ranks did not complete a move.
+        arrived: complete state of a move to which the rank has not switched yet.
+        called: numbers of the rank since `held`, in worlds that did not complete a move.
     """
 
     held: HeldState
@@ -99,19 +99,19 @@ class Standing:
     called: tuple[int, ...] = ()
 
     def of(self, generation: int) -> HeldState | None:
-        """Return its state of a generation; None if it has none, or an interrupted update has damaged it."""
+        """Return the rank's state of a generation; None if the state is missing or damaged by an interrupted update."""
         states = (self.held, self.arrived)
         return next((s for s in states if s and s.place.generation == generation and not s.progress.torn), None)
 
 
 @dataclass(frozen=True)
 class AgreedState:
-    """Agreement of ranks that meet.
+    """State on which the ranks of a new world agree.
 
     Attributes:
-        generation: generation of the agreed state; -1: no rank has any state.
-        before: each new rank's number in that state; None: the rank has no valid state.
-        updates: after all ranks have finished their step.
+        generation: generation of the agreed state, or -1 if no rank has any state.
+        before: number of each new rank in the agreed state, or None if the rank has no valid state.
+        updates: number of updates after all ranks have finished their step.
         leader: the first rank without an unfinished step, whose hyperparameters count.
     """
 
@@ -125,17 +125,17 @@ class AgreedState:
 
 
 def meet(standings: Sequence[Standing | None], before: Sequence[int | None]) -> AgreedState:
-    """Agree on the state of the model, by a pure function of the same arguments on all ranks.
+    """Agree on the state of the model. The function is pure, and its arguments are equal on all ranks.
 
     Args:
-        standings: standing of each new rank; None: the rank never had any state.
-        before: each new rank's number in the world before; None: a newcomer.
+        standings: standing of each new rank, or None if the rank never had any state.
+        before: number of each new rank in the previous world, or None for a newcomer.
 
     Raises:
-        ValueError: `before` does not fit the ranks, or gives a rank another's number.
+        ValueError: `before` does not match the ranks, or gives a rank the number of another rank.
     """
     if len(before) != len(standings):
-        raise ValueError(f"move: before names {len(before)} ranks, the world has {len(standings)}: one number for each")
+        raise ValueError(f"move: before has {len(before)} numbers for {len(standings)} ranks: give one number per rank")
     old_ranks = [old for old in before if old is not None]
     if len(set(old_ranks)) != len(old_ranks):
         raise ValueError(f"move: before is {list(before)}: two ranks cannot both have been rank {_twice(old_ranks)}")

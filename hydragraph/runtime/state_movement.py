@@ -25,7 +25,7 @@ from hydragraph.ir.parameter import Bucket
 from hydragraph.runtime.home_state import HomeState, parameters_within
 
 CHUNK = 128 << 20  # bytes of a window
-AHEAD = 2  # messages in flight
+AHEAD = 2  # maximum windows in flight
 
 _WEIGHT = ""
 
@@ -92,7 +92,7 @@ class OwnedState:
 
 
 def named(columns: Columns) -> dict[str, dict[str, str]]:
-    """Return the columns with dtypes by name, as plain data."""
+    """Return the columns with the names of their dtypes, as plain data."""
     return {name: {c: str(d).removeprefix("torch.") for c, d in kinds.items()} for name, kinds in columns.items()}
 
 
@@ -112,8 +112,8 @@ def agreed_columns(ranks: Sequence[Columns]) -> Columns:
         for name, there in rank_columns.items():
             if columns.setdefault(name, there) != there:
                 raise ValueError(
-                    f"move: of parameter {name}, rank {rank} has {sorted(there)[1:]} in its optimizer, an earlier rank"
-                    f" {sorted(columns[name])[1:]}: step the optimizer on all ranks alike"
+                    f"move: for parameter {name}, rank {rank}'s optimizer has {sorted(there)[1:]}, but"
+                    f" an earlier rank has {sorted(columns[name])[1:]}: step the optimizer on all ranks"
                 )
     return columns
 
@@ -148,7 +148,7 @@ class Route:
     """Route of state from one home to another; the same on all ranks.
 
     Attributes:
-        source: current owners by bucket, in the numbers of this world.
+        source: current owners by bucket, with the rank numbers of this world.
     """
 
     buckets: Sequence[Bucket]
@@ -218,10 +218,10 @@ class _UnderWay:
 
 @dataclass(eq=False)
 class Carrying:
-    """Columns in flight to their new owners, in the same windows and order on all ranks; every rank ends it.
+    """Transfer of columns to their new owners, in the same windows and order on all ranks; every rank must finish it.
 
     Args:
-        old: this rank's state, which must not be modified until the end.
+        old: this rank's state, which must not be modified before the transfer is finished.
     """
 
     route: Route

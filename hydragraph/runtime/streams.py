@@ -1,7 +1,7 @@
 """Queues of work on one device, by stream of a RankProgram, and the marks that order them.
 
-On a CPU an operation is done when its call returns, and the host waits for communication. On CUDA the host only queues,
-and a mark is an event for which other streams wait.
+On a CPU, an operation is complete when its call returns, and the host waits for communication. On CUDA, the host only
+queues work, and a mark is an event for which other streams wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reading = Any  # value of a clock
 
 
 class Clock(Protocol):
-    """Reads when the current queue reaches a point."""
+    """Clock that reads the time when the current queue reaches a point."""
 
     def now(self) -> Reading:
         """Return a reading for `seconds`."""
@@ -40,22 +40,22 @@ class DeviceStreams(Protocol):
     queued: bool
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a stream; others are on `Stream.COMPUTE`."""
+        """Queue the calls of this context on a stream; other calls are queued on `Stream.COMPUTE`."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Queue the calls of this context on a stream without instructions."""
+        """Queue the calls of this context on a separate stream, which runs no instructions."""
 
     def mark(self) -> Mark:
         """Mark the end of the current queue."""
 
     def wait(self, mark: Mark) -> None:
-        """Let later work of the current queue wait for a mark."""
+        """Make later work of the current queue wait for a mark."""
 
     def passed(self, mark: Mark) -> bool:
-        """Return whether a mark's queue has reached it."""
+        """Return whether a queue has reached its mark."""
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a dropped tensor's memory until the current queue has reached this point."""
+        """Keep a tensor's memory, even if the tensor is dropped, until the current queue has reached this point."""
 
     def finish(self) -> None:
         """Wait for all queues."""
@@ -65,7 +65,7 @@ class DeviceStreams(Protocol):
 
 
 class HostClock:
-    """Reads the host's time."""
+    """Clock of the host."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -105,7 +105,7 @@ class HostStreams:
 
 
 class CudaClock:
-    """Reads a GPU's time from events."""
+    """Clock of a GPU, based on events."""
 
     def __init__(self) -> None:
         self._first = self.now()
@@ -117,21 +117,21 @@ class CudaClock:
         return event
 
     def seconds(self, reading: torch.cuda.Event) -> float:
-        """Return when the event was reached."""
+        """Return the time at which the event was reached."""
         return self._began + float(self._first.elapsed_time(reading)) / 1e3
 
 
 class CudaStreams:
-    """Streams of a GPU; computation stays on the current stream.
+    """Streams of a GPU; computation runs on the current stream.
 
     Args:
-        queued: whether communication is queued (NCCL, or a single rank); with gloo the host waits for it.
+        queued: whether communication is queued (NCCL, or a single rank); with gloo, the host waits for communication.
     """
 
     def __init__(self, device: torch.device, queued: bool) -> None:
         self.queued = queued
         self._device = device
-        # Other ranks wait for messages.
+        # High priority, because other ranks wait for messages.
         self._streams = {s: torch.cuda.Stream(device, priority=-1) for s in Stream if s is not Stream.COMPUTE}
         self._beside = torch.cuda.Stream(device)
 

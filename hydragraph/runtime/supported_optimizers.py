@@ -1,4 +1,4 @@
-"""Supported optimizers, which treat every element alike, so that each rank can update its own flat shard."""
+"""Supported optimizers, which are elementwise, so that each rank can update its own flat shard."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def _constructed(error: Exception) -> type[torch.optim.Optimizer] | None:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer treats every element alike.
+    """Check that an optimizer updates every element in the same way.
 
     Raises:
-        Unsupported: its class is unknown or overrides a method of one that is known, or hooks change its updates.
+        Unsupported: the class is unknown or overrides a method of a supported class, or hooks change the updates.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, ELEMENTWISE):
@@ -71,11 +71,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if changed is not None:
         base = next(c for c in kind.__mro__ if c in (*ELEMENTWISE, AdamW))
         raise Unsupported(
-            f"it defines its own {changed!r}, and each rank holds flat shards only, so an update must treat every "
-            "element alike",
+            f"it defines its own {changed!r}, but each rank has only flat shards, so an update must treat every "
+            "element in the same way",
             where=f"optimizer {kind.__name__}",
             remedy=f"use {base.__module__.partition('.')[0]}.{'optim.' if base is not AdamW else ''}{base.__name__} "
-            "itself, and put what it adds into the loss or a learning-rate schedule",
+            "itself, and move the addition into the loss or a learning-rate schedule",
         )
     check_hooks(optimizer)
 
@@ -84,7 +84,7 @@ def check_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Check that no hook changes an optimizer's updates or gradients; cheap enough for every step.
 
     Raises:
-        Unsupported: it or one of its tensors has hooks.
+        Unsupported: the optimizer or one of its tensors has hooks.
     """
     tensors: Iterator[Any] = (p for group in optimizer.param_groups for p in group["params"])
     hooks = step_hooks(optimizer) or next(filter(None, map(tensor_hooks, tensors)), "")
@@ -108,7 +108,7 @@ def _overridden(kind: type) -> Iterator[str]:
 def _not_elementwise(kind: type) -> Unsupported:
     names = ", ".join(c.__name__ for c in ELEMENTWISE)
     return Unsupported(
-        "it does not treat every element alike, and each rank holds flat shards only",
+        "it does not treat every element in the same way, but each rank has only flat shards",
         where=f"optimizer {kind.__name__}",
         remedy=f"use one of torch.optim's {names}",
     )
@@ -123,7 +123,7 @@ def _inside(step: Any) -> Any:
 
 
 def _is_torch(function: Any) -> bool:
-    # Not by __module__, which functools.wraps copies.
+    # `__module__` is not reliable, because functools.wraps copies it.
     return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
 
 

@@ -6,11 +6,11 @@ import os
 import threading
 from contextlib import suppress
 
-_PATH = "/proc/thread-self/schedstat"  # nanoseconds run and queued, times chosen
+_PATH = "/proc/thread-self/schedstat"  # nanoseconds run, nanoseconds queued, and number of time slices
 
 
 class Scheduled:
-    """Reads the times of the thread that calls it."""
+    """Reader of the calling thread's times."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -38,5 +38,5 @@ class Scheduled:
 
 
 def unknown() -> tuple[float, float]:
-    """Return zeros, for a GPU."""
+    """Return zeros, because a GPU does not report these times."""
     return 0.0, 0.0

@@ -1,6 +1,6 @@
-"""Saved views of weights that a stage streams and pulls again, kept as sizes and strides.
+"""Saved views of streamed weights, stored as sizes and strides, because the stage pulls the weights again.
 
-A real view would keep the pulled buffer alive, or show other data once it is reused.
+A real view would keep the pulled buffer alive, or show other data after the buffer is reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightView:
-    """View of a bucket's pulled weights; `at` is the offset from their beginning, in elements."""
+    """View of a bucket's pulled weights; `at` is its offset in the weights, in elements."""
 
     bucket: str
     size: torch.Size
@@ -24,7 +24,7 @@ class WeightView:
 
 
 def let_go(saved: Sequence[Any], weights: Mapping[str, Tensor]) -> list[Any]:
-    """Replace views of weights (bucket -> 1-D tensor) among saved values."""
+    """Replace views of weights (bucket -> 1-D tensor) among saved values by `WeightView`s."""
     storages = {flat.untyped_storage().data_ptr(): name for name, flat in weights.items() if flat.numel()}
 
     def replaced(value: Any) -> Any:

@@ -251,11 +251,11 @@ def test_where_one_degree_does_not_fit_the_next_is_proposed() -> None:
 def test_what_would_have_other_bits_is_refused() -> None:
     rules = Deterministic("a device")
     rules.check([hg.Strategy.parse("<tp2,pp1>", 2)])
-    with pytest.raises(hg.Unsupported, match="degree 1 where others have tensor-parallel degree 2"):
+    with pytest.raises(hg.Unsupported, match="degree 1, but others have tensor-parallel degree 2"):
         rules.check([hg.Strategy.parse("<tp2,pp1> + <tp1,pp1>", 2)])
-    with pytest.raises(hg.Unsupported, match="with sequence parallelism where others"):
+    with pytest.raises(hg.Unsupported, match="with sequence parallelism, but others"):
         rules.check([hg.Strategy.parse("<[0,1]x2s>", 2)])
-    with pytest.raises(hg.Unsupported, match="with sums in pieces"):
+    with pytest.raises(hg.Unsupported, match="has sums in pieces"):
         rules.check([hg.Strategy.parse("<tp2,pp1>p", 2)])
     with pytest.raises(hg.Unsupported, match="ascending order"):
         Deterministic("a device").check([hg.Strategy.parse("<[1,0,2,3]x2>", 2)])
@@ -296,7 +296,7 @@ def test_a_gradient_too_large_for_exact_sums_updates_nothing() -> None:
     weights = exe.full_state_dict()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hydragraph.kernels.exact_sums.LARGEST", 1e-9)
-        with pytest.raises(FloatingPointError, match="deterministic sums hold at most 1e-09"):
+        with pytest.raises(FloatingPointError, match="deterministic sums allow at most 1e-09"):
             exe.step(batch(0))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in exe.full_state_dict().items())
     exe.step(batch(0))

@@ -219,7 +219,7 @@ def test_what_cannot_be_fitted_has_failed_and_why() -> None:
     assert "the fit of layer failed" in hidden.unfit[StageKind(2)]
     assert set(hidden.pieces) == {StageKind(1)}
     little = fitted(two=measurements(0.6, ROWS[:2]))
-    assert "the device's memory holds" in little.failed[2, 1]
+    assert "the device's memory is too small" in little.failed[2, 1]
     assert set(little.util) == {1}
 
 

@@ -86,7 +86,7 @@ def test_a_move_that_nobody_has_ended_counts_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        ([0, 1], "names 2 ranks, the world has 3"),
+        ([0, 1], "has 2 numbers for 3 ranks"),
         ([0, 0, None], "two ranks cannot both have been rank 0"),
         ([0, 2, None], r"rank 1 was rank 2, but it was \[1\]"),
         ([0, 1, 2], "rank 2 was rank 2, but it is new"),

@@ -198,5 +198,7 @@ def test_whatever_is_left_is_where_it_is_to_be_and_nothing_else_has_changed(
 
 
 def test_ranks_that_stepped_differently_are_told() -> None:
-    with pytest.raises(ValueError, match=r"of parameter w, rank 1 has \[\] in its optimizer, an earlier rank \['m'\]"):
+    with pytest.raises(
+        ValueError, match=r"for parameter w, rank 1's optimizer has \[\], but an earlier rank has \['m'\]"
+    ):
         agreed_columns([{"w": {"": torch.float32, "m": torch.float32}}, {"w": {"": torch.float32}}])

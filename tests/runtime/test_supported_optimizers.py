@@ -72,7 +72,9 @@ def test_a_step_that_was_replaced_is_refused(decorated: bool, monkeypatch: pytes
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor, torch.optim.SparseAdam])
 def test_optimizers_of_whole_tensors_are_refused_by_name(kind: Callable[[Named], torch.optim.Optimizer]) -> None:
-    with pytest.raises(Unsupported, match=f"optimizer {kind.__name__}: it does not treat every element alike"):
+    with pytest.raises(
+        Unsupported, match=f"optimizer {kind.__name__}: it does not treat every element in the same way"
+    ):
         check_elementwise(call_factory(kind, named()))
 
 
