@@ -1,7 +1,7 @@
-"""How one rank spent the seconds of an iteration, in a traced run or a simulation.
+"""Distribution of a rank's seconds in an iteration over kinds of work, for a traced run or a simulation.
 
-A wait for a message is split when the other side starts it: before, the other rank was late (`LATE`); after, the
-transfer counts.
+A wait for a message is split at the time when the other side starts the message: earlier time counts as `LATE`, later
+time as the transfer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class TimeKind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    PULL = "pull"  # starting it, and waiting for it; PUSH and P2P are alike
+    PULL = "pull"  # starting a pull, and waiting for it; likewise PUSH and P2P
     PUSH = "push"
     P2P = "send/receive"
     OFFLOAD = "offload"  # starting copies to and from the host, and waiting
     UPDATE = "update"
     COMMIT = "commit"
-    LATE = "waiting for ranks"  # that have not sent, or not reached the commit
+    LATE = "waiting for ranks"  # waiting for ranks that have not sent, or not reached the commit
     OTHER = "between instructions"
 
 
-# A rank's own time.
+# Kinds of time that the rank itself uses.
 CAUSES = tuple(kind for kind in TimeKind if kind is not TimeKind.LATE)
 TRANSFERS = (TimeKind.PULL, TimeKind.PUSH, TimeKind.P2P)
 
@@ -59,12 +59,12 @@ _OF_KIND = {
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """How one rank spent an iteration.
+    """Seconds of one rank's iteration by kind.
 
     Attributes:
-        seconds: kind -> seconds; their sum is the rank's iteration.
-        transfers: message -> seconds since its last participant started it; traces have only messages that a rank
-            waited for.
+        seconds: seconds by kind, which add up to the rank's iteration.
+        transfers: by message, the seconds from the time when its last participant started it; traces have only messages
+            for which a rank waited.
     """
 
     seconds: Mapping[TimeKind, float]
@@ -72,7 +72,7 @@ class TimeAccount:
 
     @property
     def total(self) -> float:
-        """Seconds from the first instruction to the last's end."""
+        """Seconds from the start of the first instruction to the end of the last."""
         return sum(self.seconds.values())
 
 
@@ -108,7 +108,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
         open_account, commit = _measured(rank, events, issued)
         sums.append(open_account)
         commits.append(commit)
-    # The last rank at the commit does not wait.
+    # The last rank to reach the commit does not wait.
     own = min(commits, default=0.0)
     for open_account, commit in zip(sums, commits, strict=True):
         open_account.seconds[TimeKind.COMMIT] += own
@@ -117,7 +117,7 @@ def measured_accounts(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[TimeAccoun
 
 
 def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], float]:
-    """Return a function: (value, waiting rank) -> when the last participant started the exchange."""
+    """Return a function from (value, waiting rank) to the time when the last participant started the exchange."""
     began: dict[str, float] = {}
     for events in ranks:
         for event in events:
@@ -125,7 +125,7 @@ def _issued(ranks: Sequence[Sequence[TraceEvent]]) -> Callable[[Value, int], flo
                 began[event.name] = max(event.begin, began.get(event.name, event.begin))
 
     def of(value: Value, rank: int) -> float:
-        # An activation is named with its receiver.
+        # The name of an activation includes its receiver.
         name = f"{value}>{rank}" if value.kind in (ValueKind.ACTIVATION, ValueKind.ACTIVATION_GRADIENT) else value
         return began.get(name, float("-inf"))
 
@@ -187,7 +187,7 @@ def predicted_accounts(timeline: Timeline) -> tuple[TimeAccount, ...]:
     return tuple(accounts[timeline.actor_of[rank]] for rank in range(len(timeline.actor_of)))
 
 
-Issues = Mapping[tuple[Op, str], float]  # when the last rank has made the data
+Issues = Mapping[tuple[Op, str], float]  # time when the last rank has computed the data
 
 
 def _simulated_issues(timeline: Timeline) -> Issues:

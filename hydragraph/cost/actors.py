@@ -1,7 +1,7 @@
 """Actors: the ranks of a stage, simulated as one.
 
-Ranks of a stage, and stages of equal pipelines, differ only in their partners: a thousand ranks have a few dozen
-programs.
+Ranks of a stage, and stages of equal pipelines, differ only in the ranks with which they communicate, so a thousand
+ranks have only a few dozen different programs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Pair = tuple[int, int]
 
 
 class StageMessage(NamedTuple):
-    """A message between stages: a hidden state (ahead) or its gradient (back).
+    """A message between stages: a hidden state if `ahead` is true, else its gradient.
 
     Attributes:
-        position: position of the block that made the hidden state.
+        position: position of the block that computed the hidden state.
     """
 
     ahead: bool
@@ -45,10 +45,10 @@ class ActorProgram:
     """Instructions of one rank of an actor, by index.
 
     Attributes:
-        needs: for each instruction, those of other queues that must end before it.
-        compute, pulls, pushes, sends, receives, copies: queues, in order, without free instructions.
-        messages: of each send, and its number of earlier sends.
-        before: computation before each free instruction; -1: none.
+        needs: for each instruction, the instructions of other queues that must end before it begins.
+        compute, pulls, pushes, sends, receives, copies: the instructions of each queue, in order; FREE is in no queue.
+        messages: for each send, its message and the number of earlier sends of this message.
+        before: for each FREE instruction, the computation before it; -1: none.
     """
 
     instructions: tuple[Instruction, ...]
@@ -72,7 +72,7 @@ class ActorProgram:
         before = {}
         messages = {}
         latest = -1
-        copied: list[int] = []  # copies that the next computation waits for, as their memory is freed
+        copied: list[int] = []  # the next computation waits for these copies, which free device memory
         for i, instruction in enumerate(instructions):
             if instruction.op is Op.FREE:
                 copied += [maker[value] for value in instruction.after if value.kind is ValueKind.COPYING]
@@ -82,7 +82,7 @@ class ActorProgram:
             windowed = instruction.op in (Op.PULL, Op.PUSH)
             after = [value for value in instruction.after if not windowed or value in instruction.reads]
             waited = {maker.get(value, i) for value in after}
-            if instruction.op is Op.FETCH:  # into the memory of earlier computations
+            if instruction.op is Op.FETCH:  # a fetch may use memory that earlier computations freed
                 waited.update([latest] if latest >= 0 else [])
             if instruction.stream is Stream.COMPUTE:
                 waited.update(copied)
@@ -118,12 +118,12 @@ _QUEUES = {
 
 @dataclass(frozen=True, eq=False)
 class Actor:
-    """Ranks simulated as one.
+    """Ranks that are simulated as one.
 
     Attributes:
-        ranks: in tensor-parallel order; a rank without work is alone.
+        ranks: in tensor-parallel order; a rank without work is a separate actor.
         roles: roles of the ranks' stage in every pipeline, or of their interleaved stages.
-        layers: half-open range of each stage.
+        layers: half-open range of layers of each stage.
         program: program of one rank.
         of: returns the instructions of a rank.
     """
@@ -173,7 +173,7 @@ class Actor:
 def stage_actors(
     outline: Outline, strategy: Strategy, micro_batches: Sequence[int], ranks: int, mode: Mode = "train"
 ) -> tuple[Actor, ...]:
-    """Lower a strategy to one actor per stage with work, and one per rank without.
+    """Lower a strategy to one actor per stage with work, and one actor per rank without work.
 
     Raises:
         ValueError: the arguments do not match.
@@ -199,7 +199,7 @@ def _actor(
 
     key: object = None
     if stage is not None:
-        # Beats, and neighbours of interleaved stages, determine the order of instructions.
+        # Beats, and neighbors of interleaved stages, determine the order of instructions.
         peers = {ranks: i for i, ranks in enumerate(dict.fromkeys(n for r in stage.roles for n in _neighbours(r)))}
         roles = [(r.micro_batches, *((len(n), peers[n]) for n in _neighbours(r))) for r in stage.roles]
         key = (stage.blocks, stage.offload, len(stage.ranks), *roles, *placement.beats(stage).values())
@@ -250,17 +250,17 @@ def _check_alike(programs: Sequence[RankProgram]) -> None:
         kept = (i for i in program.instructions if i.op not in (Op.FREE, Op.SEND))
         return [(i.op.value, i.target, i.micro_batch, i.reads, i.writes) for i in kept]
 
-    # The numbers of sends may differ between ranks of a stage.
+    # Ranks of a stage may have different numbers of sends.
     first = shape(programs[0])
     for other in programs[1:]:
         for at, (one, two) in enumerate(zip(first, shape(other), strict=False)):
             if one != two:
                 raise ValueError(
-                    f"ranks {programs[0].rank} and {other.rank} share a stage, but instruction {at} (sends and frees "
-                    f"left out) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: verify() these programs"
+                    f"ranks {programs[0].rank} and {other.rank} share a stage, but instruction {at} (without sends and "
+                    f"frees) is {one[0]} {one[1]} on one and {two[0]} {two[1]} on the other: verify() these programs"
                 )
         if len(first) != len(shape(other)):
             raise ValueError(
                 f"ranks {programs[0].rank} and {other.rank} share a stage, but one runs {len(first)} instructions and "
-                f"the other {len(shape(other))} (sends and frees left out): verify() these programs"
+                f"the other {len(shape(other))} (without sends and frees): verify() these programs"
             )

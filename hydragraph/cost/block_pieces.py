@@ -10,21 +10,21 @@ from hydragraph.cost.curves import Curve, Table
 
 Scheme = tuple[int, int]  # (tp, pp): deployment of one pipeline on tp * pp devices
 
-# Computed once per stage and micro-batch, such as rotary tables.
+# Values computed once per stage and micro-batch, such as rotary tables.
 AUX = "aux"
-# Per element: fp32 weight, gradient and AdamW's two moments.
+# Bytes per element: fp32 weight, gradient and AdamW's two moments.
 HOME_BYTES = 16
 GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class MemoryLines:
-    """Memory of one compiled block for a micro-batch: lines (bytes, bytes per token) over its tokens.
+    """Memory of one compiled block, as linear functions (bytes, bytes per token) of a micro-batch's tokens.
 
     Attributes:
         output, saved, forward, backward: as in `cost.footprint.Footprint`.
         keeps: inputs that are saved unchanged.
-        added: whether products accumulate gradients in place.
+        added: whether matrix products accumulate weight gradients in place.
     """
 
     output: tuple[float, float]
@@ -40,16 +40,16 @@ class BlockPiece:
     """Cost and memory of one block on a rank of a kind of stage.
 
     Attributes:
-        seconds: of forward and backward; approximate if those are tables.
-        parameters: elements on the rank.
-        kept: bytes per token from forward to backward.
-        working, fixed: temporary bytes, per token and in addition.
-        frozen: elements without gradient.
+        seconds: seconds of the forward and the backward together; approximate if these curves are tables.
+        parameters: parameter elements on the rank.
+        kept: bytes per token that are saved from the forward to the backward.
+        working, fixed: temporary bytes per token, and temporary bytes independent of the tokens.
+        frozen: parameter elements without gradient.
         forward, backward: separate curves; None: the forward is a third of `seconds`, or a quarter with recomputation.
-        reduced: hidden states that tensor-parallel ranks sum in forward and backward outside `seconds`.
+        reduced: numbers of hidden states that tensor-parallel ranks sum in forward and backward, besides `seconds`.
         during_sums: seconds per token of weight gradients computed during each sum of the backward
             (`passes/overlap_collectives.py`).
-        before_sums: seconds per token of each sum's product, first those of the forward; 0 without a product.
+        before_sums: seconds per token of the product before each sum, first for the sums of the forward; 0 if none.
     """
 
     seconds: Constants
@@ -87,13 +87,13 @@ class BlockPiece:
 
 @dataclass(frozen=True)
 class PricedDevice:
-    """Device on which pieces were measured.
+    """The device on which pieces were measured.
 
     Attributes:
         memory: bytes for a rank, without the margin.
-        elements: number of elements of the model's parameters.
-        itemsize: bytes in the compute dtype.
-        frozen: elements without gradient and moments.
+        elements: number of parameter elements of the model.
+        itemsize: bytes per element in the compute dtype.
+        frozen: number of parameter elements without gradient and moments.
     """
 
     name: str

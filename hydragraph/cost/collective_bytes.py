@@ -1,7 +1,7 @@
 """Bytes that a rank sends to others of its stage for a block under tensor parallelism.
 
-In a ring (Patarasuk and Yuan, 2009), an all-gather or reduce-scatter of B bytes sends (t - 1) / t * B, an all-reduce
-twice that. The loss of a sharded head is left out.
+In a ring (Patarasuk and Yuan, 2009), an all-gather or reduce-scatter of B bytes sends (t - 1) / t * B, and an
+all-reduce sends twice as much. Sums for the loss of a sharded head are not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def collective_bytes(variant: Variant, part: StagePart, micro_batch: MicroBatch)
 def _moved(node: fx.Node, sizes: Sizes) -> int:
     if node.op != "call_method" or node.target not in _TIMES:
         return 0
-    # A start's value is its result, then its operand. A reduce-scatter's operand is whole, otherwise the result.
+    # The value of a start is (result, operand). The unsharded tensor is a reduce-scatter's operand, otherwise the
+    # result.
     result, *operand = sizes.storages(node).values()
     return _TIMES[str(node.target)] * (operand[0] if node.target == "start_reduce_scatter" else result)

@@ -58,7 +58,7 @@ class CompiledBlocks:
         return bool(self._variant(block, part).added)
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """See `PricedBlocks`; of the stage's first rank."""
+        """See `PricedBlocks`; computed for the stage's first rank."""
         whole = kind._replace(sums_in_pieces=False)
         kinds = (whole._replace(recompute=again) for again in (False, kind.recompute, True))
         plain, partial, full = (self._variant(block, StagePart(stage_kind)) for stage_kind in kinds)

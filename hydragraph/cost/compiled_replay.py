@@ -1,4 +1,4 @@
-"""Exact end of a pipeline with unequal stages and micro-batches, by a schedule's table (`ir.schedules`).
+"""Exact duration of a pipeline with unequal stages and micro-batches, from a schedule's table (`ir.schedules`).
 
     S, V            stages, micro-batches
     rows[m, s]      [M, S, 5]  seconds of micro-batch m on stage s, by part:
@@ -9,12 +9,12 @@
     F(s, x)         end of the x-th micro-batch's forward on stage s; m = order[x]
     B(s, x)         end of its backward
 
-A row of the table, one or more stages on the same devices, runs one action at a time, in order:
+A row of the table contains one or more stages on the same devices and runs one action at a time, in order:
 
     F(s, x) = max(end of the action before + EARLY, F(s - 1, x) + AHEAD of stage s - 1) + FORWARD
     B(s, x) = max(end of the action before, B(s + 1, x) + BACK of stage s) + BACKWARD
 
-An input gradient is such a B with its share of BACKWARD; a weight gradient does not wait.
+An input gradient follows the formula of B with its share of BACKWARD; a weight gradient waits for no message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WEIGHT_SHARE = SHARES[Work.WEIGHT_GRADIENT]
 class Scratch(NamedTuple):
     """Buffers of `replay`: ends [S, V], and progress of each stage and row [S].
 
-    `clock` becomes the end of each row's last action.
+    `replay` sets `clock` to the end of each row's last action.
     """
 
     ends_f: Floats
@@ -91,7 +91,7 @@ def replay(table: ScheduleTable, stages: int, rows: Floats, order: Ints, count: 
         done_f[s] = 0
         done_b[s] = 0
         at[s] = 0
-    # Turns go down the stages for forwards, then up for backwards.
+    # Iterate over the stages downward for forwards, then upward for backwards.
     down = True
     waiting = True
     while waiting:

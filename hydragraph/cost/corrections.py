@@ -1,7 +1,7 @@
 """Measured errors of the cost model, by kind of instruction, type of device and rank.
 
-A sample is a rank's measured / predicted seconds of one kind in one step. Corrections are medians of the logarithms of
-the latest samples.
+A sample is the ratio of a rank's measured and predicted seconds of one kind in one step. Corrections are medians of the
+logarithms of the latest samples.
 
     base of a type     lower median over its ranks of the median over their forwards and backwards
     straggler          a rank beyond that by a tenth, and by more than its own samples scatter
@@ -28,11 +28,11 @@ from hydragraph.cost.measured_profile import Profile
 from hydragraph.spec.health import Health
 from hydragraph.spec.stage_kind import StageKind
 
-LEAST = 5  # samples of a rank for a correction
-WINDOW = 64  # latest samples kept
-BOUND = 4.0  # beyond it, something else is wrong
-BEHIND = 1.1  # a straggler's least slowdown
-CERTAIN = 4.0  # standard errors of a rank's median
+LEAST = 5  # minimum samples of a rank for a correction
+WINDOW = 64  # maximum number of samples to keep
+BOUND = 4.0  # largest factor; a larger error has another cause
+BEHIND = 1.1  # minimum slowdown of a straggler
+CERTAIN = 4.0  # minimum excess of a straggler, in standard errors of its median
 COMPUTING = (TimeKind.FORWARD, TimeKind.BACKWARD)
 CORRECTED = tuple(kind for kind in CAUSES if kind is not TimeKind.OTHER)
 
@@ -45,7 +45,7 @@ class Corrections:
 
     Attributes:
         types: type of each rank's device; empty without measurements.
-        samples: measured / predicted seconds, the newest last.
+        samples: measured / predicted seconds by kind and rank, the newest last.
     """
 
     types: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Corrections:
         return replace(self, samples={**self.samples, **grown})
 
     def factor(self, kind: TimeKind, type_: str | None = None) -> float:
-        """Return the factor of a kind's seconds, without stragglers; 1 if unknown."""
+        """Return the correction factor of a kind, without the samples of stragglers; 1 if unknown."""
         slow = self.health
         logs = [
             math.log(ratio)
@@ -78,7 +78,7 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: TimeKind, type_: str | None = None) -> int:
-        """Return the number of steps that a factor comes from."""
+        """Return the number of steps from which a factor is computed."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 
@@ -93,7 +93,7 @@ class Corrections:
             base = median_low([median(samples) for samples in logs.values()])
             for rank, samples in logs.items():
                 behind = median(samples) - base
-                # 1.4826 median deviations are a normal standard deviation.
+                # For a normal distribution, the standard deviation is 1.4826 median absolute deviations.
                 scatter = 1.4826 * median(abs(x - median(samples)) for x in samples) / math.sqrt(len(samples))
                 if behind > max(math.log(BEHIND), CERTAIN * scatter):
                     rates[rank] = math.exp(behind)

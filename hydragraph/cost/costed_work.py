@@ -31,7 +31,7 @@ class CostedWork:
         if len(self._lengths) != len(strategy.pipelines):
             raise ValueError(
                 f"the assignment has {len(self._lengths)} pipelines, the strategy {len(strategy.pipelines)}: give one "
-                "list of micro-batches for each"
+                "list of micro-batches per pipeline"
             )
         self._strategy = strategy
         self._batches = micro_batches_of(strategy, assignment)
@@ -100,7 +100,7 @@ class CostedWork:
         return moved / min(costs.cluster.devices[rank].host_bytes_per_s for rank in ranks)
 
     def moved(self, op: Op, bucket: str) -> Transfers:
-        """See `Priced`; equal buckets share the object."""
+        """See `Priced`; equal buckets share the returned object."""
         costs = self._costs
         stages = self.users.get((op, bucket), ())
         weights = self._buckets[bucket_of(bucket)]
@@ -118,10 +118,10 @@ class CostedWork:
         return self._moved[key]
 
     def handed_on(self, bucket: str) -> Transfers:
-        """See `Priced`; buckets of one home share the object."""
+        """See `Priced`; buckets with the same home share the returned object."""
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
-        # Only a streamed bucket's last push hands the sums on.
+        # Of a streamed bucket's pushes, only the last one sends the sums to second owners.
         if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)
@@ -138,7 +138,7 @@ class CostedWork:
         return factor * self._batches[pipeline][micro_batch].tokens * self._costs.sizes.hidden_bytes
 
     def ring_bytes(self) -> dict[tuple[int, int], float]:
-        """Return the bytes of tensor-parallel sums, outside measured curves, from each rank to the next."""
+        """Return the bytes from each rank to the next for tensor-parallel sums that measured curves do not include."""
         pairs: dict[tuple[int, int], float] = {}
         for placed in self.placement.stages:
             t = len(placed.ranks)

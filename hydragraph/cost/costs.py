@@ -1,7 +1,7 @@
 """Costs: time and memory of a strategy, for planning, simulation, comparison and reports.
 
-A strategy takes its slowest pipeline's seconds (`PipelineCost.seconds`, exactly) plus those of pull, push, commit and
-update (`fixed`).
+The time of a strategy is that of its slowest pipeline (`PipelineCost.seconds`, exact) plus that of pull, push, commit
+and update (`fixed`).
 
 Formulas of the papers -> functions:
 
@@ -41,7 +41,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
 FILLED = 2  # micro-batches per stage of the iteration that `fixed` simulates
 SHORTEST = 256  # minimum tokens of a useful micro-batch
-IN_FLIGHT = 2  # messages of the largest buckets at the same time
+IN_FLIGHT = 2  # number of largest buckets whose messages are in flight at the same time
 
 
 class Costs(Pricing):
@@ -50,16 +50,16 @@ class Costs(Pricing):
     Args:
         profile: measurements of the model on every device type of the cluster.
         health: health of the ranks; None: the health in `corrections`.
-        home: owners of the state, possibly chosen by a rule for the priced strategy (`of_strategies`); None: the rule
-            "auto". Copies use the cluster's nodes by default.
-        blocks: exact memory of graphs; None: the profile's lines.
-        state_bytes: weight and optimizer state, per trained element.
+        home: owners of the state, or a rule that chooses them for each strategy (`of_strategies`); None: the rule
+            "auto". By default, second copies are placed by the cluster's nodes.
+        blocks: exact memory from compiled graphs; None: linear functions from the profile.
+        state_bytes: bytes of weight and optimizer state per trained element.
         push_itemsize: bytes of a gradient element.
-        corrections: from runs priced with these costs (`hydragraph compare`).
+        corrections: correction factors from real runs (`hydragraph compare`).
 
     Raises:
-        Unsupported: the profile has no blocks, or not every type.
-        ValueError: the home or the health is for other ranks.
+        Unsupported: the profile has no blocks, or does not cover every type of the cluster.
+        ValueError: the home or the health does not match the cluster's ranks.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Costs(Pricing):
         home: Home | None = None,
         corrections: Corrections | None = None,
     ) -> Costs:
-        """Return the costs with other arguments."""
+        """Return costs with some arguments replaced."""
         costs = Costs(
             profile or self.profile,
             cluster or self.cluster,
@@ -106,19 +106,19 @@ class Costs(Pricing):
         return costs
 
     def of_ranks(self, ranks: Sequence[int], home: Home) -> Costs:
-        """Return the costs on some ranks, renumbered in this order, under a home."""
+        """Return costs on the given ranks, renumbered in the given order, under a home."""
         return self.changed(cluster=self.cluster.of_ranks(ranks), health=self.health.of_ranks(ranks), home=home)
 
     def reordered(self, ranks: Sequence[int]) -> Costs:
-        """Return the costs with ranks renumbered in this order."""
+        """Return costs with ranks renumbered in the given order."""
         cluster = self.cluster.reordered(ranks)
         return self.changed(cluster=cluster, health=self.health.of_ranks(ranks), home=self.home.reordered(ranks))
 
     def of_strategies(self, *strategies: Strategy, tokens: int | None = None) -> Costs:
-        """Return the costs under the home that the home's rule, if any, chooses for the strategies.
+        """Return costs under the home that the home's rule chooses for the strategies; without a rule, return self.
 
         Args:
-            tokens: size of the largest micro-batch, for which memory is reserved; default: as many tokens as use a
+            tokens: size of the largest micro-batch, for which memory is reserved; default: the fewest tokens that use a
                 device well.
         """
         if self.home.rule is None:
@@ -155,10 +155,10 @@ class Costs(Pricing):
         """Return the cost of a pipeline.
 
         Args:
-            limit: most tokens of a micro-batch; None: as many as fit.
+            limit: maximum tokens of a micro-batch; None: as many as fit in memory.
 
         Raises:
-            Unsupported: a stage is of a kind that was not measured, or has a lost rank.
+            Unsupported: a kind of stage was not measured, or a stage has a lost rank.
             ValueError: its number of layers differs from the model's.
         """
         if pipeline.layers != self.outline.layers:
@@ -172,7 +172,7 @@ class Costs(Pricing):
     def pipelines(self, strategy: Strategy) -> tuple[PipelineCost, ...]:
         """Return the cost of each pipeline.
 
-        Shared stages are slower (`cost.shared_stage_costs`), and hold all their pipelines' micro-batches.
+        Shared stages are slower (`cost.shared_stage_costs`), and store the micro-batches of all their pipelines.
 
         Raises:
             Unsupported, ValueError: as for `pipeline`.
@@ -221,16 +221,17 @@ class Costs(Pricing):
             )
 
     def max_len(self, pipeline: Pipeline, strategy: Strategy | None = None, beside: float = 0.0) -> int:
-        """Return the maximum tokens of a pipeline's micro-batch in memory, under the default schedule.
+        """Return the maximum tokens of a pipeline's micro-batch that fit in memory under the default schedule.
 
         Args:
-            strategy: the pipeline's; pipelines that share its stages are assumed to have micro-batches as long.
-            beside: additional bytes of every rank.
+            strategy: the pipeline's strategy; pipelines that share stages are assumed to have micro-batches of equal
+                length.
+            beside: additional bytes that every rank needs.
         """
         return self._longest.max_len(pipeline, strategy, beside)
 
     def beside(self, strategy: Strategy, tokens: Sequence[int]) -> list[float]:
-        """Return the bytes that each rank needs besides its state.
+        """Return the bytes that each rank needs in addition to its state.
 
         Args:
             tokens: size of each pipeline's longest micro-batch.
@@ -244,7 +245,7 @@ class Costs(Pricing):
         return self.pipelines_end(strategy, assignment) + self.fixed(strategy)
 
     def pipelines_end(self, strategy: Strategy, assignment: Assignment) -> float:
-        """Return the end of an iteration's slowest pipeline, without `fixed`; shared stages are simulated."""
+        """Return the end of the slowest pipeline in an iteration, without `fixed`; shared stages are simulated."""
         if strategy.shares:
             return self._computing_s(strategy, assignment.counts, self.work(strategy, assignment))
         ends = [
@@ -257,7 +258,7 @@ class Costs(Pricing):
     def fixed(self, strategy: Strategy) -> float:
         """Return the seconds that pull, push, commit and update add to an iteration.
 
-        They are simulated for two micro-batches per stage, since computation hides part of the traffic.
+        A simulation with two micro-batches per stage determines them, because computation hides part of the traffic.
         """
         if self.home.rule is not None:
             return self.of_strategies(strategy).fixed(strategy)

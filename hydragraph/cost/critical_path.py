@@ -1,4 +1,4 @@
-"""Critical path of a simulated iteration: the chain of waits back from its end."""
+"""Critical path of a simulated iteration: the chain of instructions that determines its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = {
     Op.COMMIT: "agreeing",
     Op.UPDATE: "updating",
 }
-SHOWN = 12  # longest steps that are printed
+SHOWN = 12  # maximum number of steps that are printed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PathStep:
 
     @property
     def stream(self) -> Stream:
-        """Stream of its first instruction."""
+        """Stream of the step's first instruction."""
         return RULES[self.op].stream
 
     @property
@@ -71,7 +71,7 @@ class CriticalPath:
     def __str__(self) -> str:
         total = sum(step.seconds for step in self.steps)
         if not total:
-            return "the critical path is empty: nothing takes time"
+            return "the critical path is empty: no instruction takes time"
         shares = ", ".join(f"{seconds / total:.0%} {kind}" for kind, seconds in self.by_kind.items() if seconds > 0)
         least = sorted((step.seconds for step in self.steps), reverse=True)[:SHOWN][-1]
         lines = [f"the critical path of {1e3 * total:.4g} ms: {shares}"]
@@ -99,7 +99,7 @@ def critical_path(actors: Sequence[Actor], times: Sequence[Times]) -> CriticalPa
         run.append((a, i))
     if run:
         steps.append(_step(actors, times, run))
-    # The transfer to second owners may outlast a push's consumer.
+    # A push's transfer to second owners may end after the consumer of the push.
     ends = [replace(step, end_s=min(step.end_s, after.begin_s)) for step, after in pairwise(steps)]
     return CriticalPath(tuple(step for step in (*ends, *steps[-1:]) if step.seconds > 0))
 
@@ -127,12 +127,10 @@ def _step(actors: Sequence[Actor], times: Sequence[Times], run: Sequence[tuple[i
     instructions = [actors[x].program.instructions[i] for x, i in run]
     begin = times[a].begin[first]
     end = times[b].end[last]
-    # A smaller slowdown is rounding.
+    # A slowdown below 1 % is rounding.
     alone = sum(times[x].alone.get(i, 0.0) for x, i in run)
     took = sum(times[x].end[i] - times[x].begin[i] for x, i in run)
-    shared = (
-        f", {took / alone:.2f} x as long as alone, because it shares links" if alone and took > 1.01 * alone else ""
-    )
+    shared = f", {took / alone:.2f} x as long because it shares links" if alone and took > 1.01 * alone else ""
     op = instructions[0].op
     return PathStep(_KINDS.get(op, op.value), _words(actors[a], instructions) + shared, begin, end, actors[a].ranks, op)
 

@@ -1,4 +1,4 @@
-"""Curves: seconds of some work for one micro-batch."""
+"""Curves: functions that return the seconds of a computation for one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hydragraph.cost.reach import Near, Reach, total
 from hydragraph.errors import Unsupported
 
-# Multiple of a table's largest micro-batch that it extrapolates to.
+# Tables extrapolate to at most this multiple of their largest micro-batch.
 BEYOND = 2.0
 
 
@@ -31,7 +31,7 @@ class Load:
         self._pairs: dict[Reach, float] = {}
 
     def pairs(self, reach: Reach) -> float:
-        """Return sum q(l) of a reach."""
+        """Return the sum of q(l) over the sequences, for a reach."""
         if reach not in self._pairs:
             self._pairs[reach] = float(sum(map(reach.pairs, self.lengths)))
         return self._pairs[reach]
@@ -39,11 +39,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Constants:
-    """Seconds for one micro-batch: a l^2 + b l and q(l) of each reach per sequence, plus c.
+    """Seconds for one micro-batch: c, plus a l^2 + b l and `near` times q(l) for each sequence of l tokens.
 
     Attributes:
         a, b, c: s / token^2, s / token and s.
-        near: s / pair of attention limited by a window or chunks.
+        near: s / query-key pair of attention that is limited by a window or chunks.
     """
 
     a: float
@@ -53,7 +53,7 @@ class Constants:
 
     @property
     def failed(self) -> bool:
-        """Whether the fit failed: real attention has a > 0 or windows, a real stage b > 0."""
+        """Whether the fit failed: attention must have a > 0 or windows, and a stage must have b > 0."""
         attends = self.a > 0 or bool(self.near)
         return not (attends and (self.b > 0 or any(pair_s > 0 for _, pair_s in self.near)) and self.c >= 0)
 
@@ -69,7 +69,7 @@ class Constants:
         return seconds
 
     def work(self, length: Any) -> Any:
-        """Return the seconds that `length` tokens, also an array, add."""
+        """Return the seconds of a sequence of `length` tokens, without c; `length` may be an array."""
         seconds = (self.a * length + self.b) * length
         for reach, pair_s in self.near:
             seconds = seconds + pair_s * reach.pairs(length)
@@ -81,7 +81,7 @@ class Constants:
 
     @classmethod
     def sum(cls, parts: Iterable[tuple[float, Constants]]) -> Constants:
-        """Return the sum of curves times factors."""
+        """Return the weighted sum of (factor, curve) pairs."""
         a = b = c = 0.0
         nears = []
         for factor, k in parts:
@@ -96,8 +96,8 @@ class Constants:
 class Table:
     """Measured seconds: rows of (sequences, total tokens, seconds).
 
-    Seconds are interpolated linearly over the tokens, then over the length sum l^2 / sum l. The first line extends to 0
-    seconds, the last one to twice as many tokens.
+    Seconds are interpolated linearly over the tokens, then over the mean length sum l^2 / sum l. The first segment
+    extrapolates down to 0 seconds, the last one up to twice the measured tokens.
     """
 
     rows: tuple[tuple[int, int, float], ...]
@@ -106,10 +106,10 @@ class Table:
         rows = tuple(sorted((int(s), int(t), float(x)) for s, t, x in self.rows))
         object.__setattr__(self, "rows", rows)
         if not rows or len({row[:2] for row in rows}) != len(rows):
-            raise ValueError(f"a table of {len(rows)} rows: give at least one, and each (sequences, tokens) once")
+            raise ValueError(f"a table of {len(rows)} rows: give at least one row, and each (sequences, tokens) once")
         for sequences, tokens, seconds in rows:
             if sequences < 1 or tokens < sequences or not seconds >= 0:
-                raise ValueError(f"a table has {seconds} s for {sequences} sequences of {tokens} tokens in all")
+                raise ValueError(f"a table has {seconds} s for {sequences} sequences with a total of {tokens} tokens")
 
     @cached_property
     def _lines(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
@@ -126,7 +126,7 @@ class Table:
         """Return a micro-batch's seconds.
 
         Raises:
-            Unsupported: it has over twice the measured tokens.
+            Unsupported: the micro-batch has over twice the measured tokens.
         """
         tokens = load.tokens
         if tokens <= 0:
@@ -136,7 +136,7 @@ class Table:
             raise Unsupported(
                 f"a micro-batch of {tokens:.0f} tokens, but at most {most} were measured",
                 where="profile",
-                remedy="measure larger micro-batches, or cut this one",
+                remedy="measure larger micro-batches, or make this one smaller",
             )
         length = load.squared / tokens
         at = bisect_left([measured for measured, _ in self._lines], length)
@@ -150,7 +150,7 @@ class Table:
 
     def least_per_token(self, low: float, high: float) -> float:
         """Return a lower bound of the seconds per token, for `low` to `high` tokens."""
-        # A line's minimum is at an end.
+        # The minimum of a segment is at one of its ends.
         most = min(high, BEYOND * max(row[1] for row in self.rows))
         least = []
         for _, points in self._lines:

@@ -1,8 +1,9 @@
-"""A profile from a datasheet: a model's operations and bytes at fractions of a device's rates.
+"""Profiles from datasheets: a model's operations and bytes, divided by fractions of a device's peak rates.
 
-A product with a weight of P elements over T tokens is 2 P T operations forward; attention over H heads of size D adds 4
-L^2 H D for L tokens (the pairs of `Reach` with a window or chunk), half of it if causal. The backward is twice as much.
-Tensor-parallel sums are priced separately. Kernels follow a roofline (`Roofline`) unless `efficiency` is given.
+The forward of a product with a weight of P elements over T tokens needs 2 P T operations. Attention with H heads of
+size D over L tokens needs 4 L^2 H D operations (with a window or chunks, 4 H D for each pair of `Reach`), or half as
+many if causal. The backward needs twice as many operations. Tensor-parallel sums are priced separately. Kernels follow
+a roofline (`Roofline`) unless `efficiency` is given.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ from hydragraph.spec.stage_kind import StageKind, StagePart
 
 @dataclass(frozen=True)
 class Roofline:
-    """Fractions of a datasheet's rates that kernels reach.
+    """Fractions of a datasheet's peak rates that kernels reach.
 
     Attributes:
         attention: fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is 62 % of
             the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: length of a product's dimension, tokens included, that halves its speed; fitted by
-            `benchmarks/published_runs.py --fit`.
-        memory: element-wise operators' fraction of the memory bandwidth, assumed, as is `launch_s`.
+        half: size of a dimension of a product (including tokens) at which the product reaches half of its speed; fitted
+            by `benchmarks/published_runs.py --fit`.
+        memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
     """
 
     attention: float = 0.8
@@ -64,8 +65,8 @@ class Roofline:
 
 Product = tuple[float, int, int]  # (uses of a weight [n, k] per token, n, k)
 ROOFLINE = Roofline()
-KERNELS = 2  # per product: itself, and fused element-wise operators
-# Published runs on which no constant was fitted, and the mean error of their predictions
+KERNELS = 2  # kernels per product: the product, and fused element-wise operators
+# Number of published runs on which no constant was fitted, and the mean error of their predictions
 # (`benchmarks/published_runs.py`, 2026-11-29).
 PUBLISHED = {"without pipelines": (20, 0.080), "with pipelines": (19, 0.132), "on V100s mixed with T4s": (7, 0.099)}
 # AdamW reads four fp32 numbers per element and writes three.
@@ -82,12 +83,12 @@ def datasheet(
     """Return a profile for every type of a cluster.
 
     Args:
-        efficiency: reached fraction of `flops_per_s`, in (0, 1]; None: by `ROOFLINE`.
-        degrees: of tensor parallelism; default: all that divide the heads.
-        compiled: `passes.variants.Variants.get`, for memory; None: no memory.
+        efficiency: fraction of `flops_per_s` that all operations reach, in (0, 1]; None: use `ROOFLINE`.
+        degrees: tensor-parallel degrees; default: all degrees that divide the heads.
+        compiled: `passes.variants.Variants.get`, which gives memory; None: the profile contains no memory.
     """
     if efficiency is not None and not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {efficiency}: give a part of the datasheet's FLOP/s, above 0, at most 1")
+        raise ValueError(f"efficiency is {efficiency}: give a fraction of the datasheet's FLOP/s above 0 and at most 1")
     every = tuple(_of_type(program, cluster, name, efficiency, degrees, compiled) for name in cluster.types)
     return Profile.merge(every)
 
@@ -177,7 +178,7 @@ class _Rates:
         return self.flops_per_s * (ROOFLINE.attention if self.roofline else 1.0)
 
     def fixed(self, products: Sequence[Product]) -> float:
-        """Return the seconds of products that do not depend on the tokens: launches, and `half` further tokens."""
+        """Return the seconds of products that do not depend on the tokens: launches, and `half` additional tokens."""
         if not self.roofline:
             return 0.0
         operations = sum(2 * times * n * k * self._slower(n, k) for times, n, k in products)
@@ -224,7 +225,7 @@ class Operations:
         attention: operations per pair of tokens.
         products: (times per token, n, k) of each weight [n, k].
         during_sums: products whose weight gradients are computed during each tensor-parallel sum of the backward.
-        before_sums: products that each sum adds up over the ranks, first those of the forward.
+        before_sums: products whose results each sum adds up over the ranks, first for the sums of the forward.
     """
 
     attention: Mapping[Reach, float]
@@ -260,7 +261,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
     by_weight: dict[fx.Node, Product] = {}
     places = {node: i for i, node in enumerate(graph.nodes)}
     entered = [i for node, i in places.items() if node.target is communicate and node.args[1] == "enter"]
-    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first: before any
+    during_sums: list[list[Product]] = [[] for _ in range(len(entered) + 1)]  # the first list: before any sum
     parameters = 0
     frozen = 0
     for node, name in zip(graph.find_nodes(op="placeholder"), block.parameters, strict=False):
@@ -281,7 +282,7 @@ def operations(program: Program, block: Block, tp: int) -> Operations:
             reach = _reach(node)
             attention[reach] = attention.get(reach, 0.0) + _attention(node)
     parts = {reach: per_pair / tp for reach, per_pair in attention.items()}
-    # The head's products are part of an operator.
+    # The head's products are part of its fused operator.
     before_sums = tuple(_before_sums(graph, {} if block is program.blocks[-1] else by_weight))
     return Operations(parts, tuple(products), parameters, frozen, tuple(map(tuple, during_sums[1:])), before_sums)
 
@@ -297,7 +298,7 @@ def _before_sums(graph: fx.Graph, by_weight: Mapping[fx.Node, Product]) -> Itera
 
 
 def _rows_of_experts(graph: fx.Graph) -> dict[str, float]:
-    """Return how many experts' matrices multiply a token, by weight."""
+    """Return the number of expert matrices that multiply a token, by weight."""
     hidden = next((n for n in graph.nodes if n.op == "placeholder" and n.name == "hidden"), None)
     rows_by_weight = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
 """The event simulation: when every instruction of every actor begins and ends.
 
-An actor computes ahead of the clock while the ends of its inputs are known; transfers end when the clock reaches them
-(`cost.shared_ports`). Events never begin before the clock.
+An actor's computations are timed ahead of the clock as long as the ends of their inputs are known; transfers end when
+the clock reaches their end (`cost.shared_ports`). Events never begin before the clock.
 
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
@@ -39,11 +39,11 @@ _QUEUES = {Op.PULL: _PULL, Op.PUSH: _PUSH, Op.SEND: _SEND, Op.OFFLOAD: _COPY, Op
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Begin and end of an actor's instructions, in seconds.
+    """Begin and end of each instruction of an actor, in seconds.
 
     Attributes:
-        actor, index: the instruction waited for last; -1: none.
-        alone: seconds of a transfer without other traffic.
+        actor, index: actor and index of the instruction for which each instruction waited last; -1: none.
+        alone: seconds that each transfer would take without other traffic.
     """
 
     begin: array[float]
@@ -59,7 +59,7 @@ class _Meeting:
     left: np.ndarray
     latest: np.ndarray
     last: np.ndarray
-    # Actor -> its instruction, arrival, and cause.
+    # By actor: its instruction, arrival, and cause.
     entered: dict[int, tuple[int, float, tuple[int, int]]]
 
 
@@ -83,7 +83,7 @@ class Engine:
         self._durations = [_durations(actor, work) for actor in actors]
         self._arriving = [_receives(actor) for actor in actors]
         self._meetings: dict[tuple[int, str], _Meeting] = {}
-        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be handed on
+        self._summed: list[dict[int, float]] = [{} for _ in actors]  # when sums could be sent to second owners
         self._at = [0] * len(actors)  # position in the compute queue
         self._clock = [0.0] * len(actors)  # end of its last computation
         self._latest = [-1] * len(actors)  # index of that computation
@@ -104,7 +104,7 @@ class Engine:
         self._open = [
             sum(map(len, (p.pulls, p.pushes, p.sends, p.receives, p.copies))) for p in (a.program for a in actors)
         ]
-        self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # the last of these to end
+        self._other: list[tuple[float, int]] = [(0.0, -1)] * len(actors)  # (end, index) of the transfer that ended last
         self._committing: dict[int, tuple[float, int, int, int]] = {}
         self._committers = sum(
             any(a.program.instructions[i].op is Op.COMMIT for i in a.program.compute) for a in actors
@@ -261,7 +261,7 @@ class Engine:
         self, a: int, i: int, ready: float, cause: tuple[int, int], seconds: float, used: tuple[tuple[int, float], ...]
     ) -> None:
         times = self.times[a]
-        if i in self._summed[a]:  # the wait between the halves counts as alone
+        if i in self._summed[a]:  # the wait between the halves of a push counts as its own time
             times.alone[i] += ready - self._summed[a][i] + seconds
         else:
             times.begin[i] = ready

@@ -1,4 +1,4 @@
-"""Elements and messages that a bucket's exchange moves."""
+"""Elements and messages of a bucket's pull or push."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hydragraph.spec.cluster import Cluster
 def elements_sent(
     op: Op, bucket: Bucket, owners: Layout, stages: Sequence[tuple[int, ...]], splits_tokens: bool, ranks: int
 ) -> Ints:
-    """Return the elements that ranks send to each other in a pull or a push [ranks, ranks].
+    """Return the number of elements that each rank sends to each other rank in a pull or a push [ranks, ranks].
 
     Args:
-        stages: ranks of each user, in tensor-parallel order.
-        splits_tokens: gradients are partial sums.
+        stages: ranks of each stage that uses the bucket, in tensor-parallel order.
+        splits_tokens: whether gradients are partial sums.
     """
     from hydragraph.ir.link_volume import copied, reduced  # needs numba, which prices without traffic do not
 
@@ -32,8 +32,8 @@ def elements_sent(
 def transfers(sent: Ints, itemsize: float, cluster: Cluster) -> Transfers:
     """Return the messages of an exchange of `sent` elements [ranks, ranks].
 
-    If ranks on several nodes send equally much to all others, the exchange is a collective: NCCL and gloo use one ring
-    per network card.
+    If ranks on several nodes send the same number of bytes to all others, the exchange is a collective, for which NCCL
+    and gloo use one ring per network card.
     """
     # Most pairs exchange no data: numpy is six times as fast on one row of booleans.
     at = np.flatnonzero(sent != 0)

@@ -20,9 +20,9 @@ class HalvesFootprint:
     """Memory of the halves of a block's backward, in bytes.
 
     Attributes:
-        first, second: peaks of their own values, with results.
-        postponed: what the input half makes or keeps for the weight half.
-        keeps: values kept unchanged: "hidden", "aux", "output" or "tangent".
+        first, second: peak of each half's own values, including results.
+        postponed: values that the input half computes or saves for the weight half.
+        keeps: values that are saved unchanged: "hidden", "aux", "output" or "tangent".
     """
 
     first: int
@@ -36,12 +36,12 @@ class Footprint:
     """Memory of one block, in bytes.
 
     Attributes:
-        output: hidden state (the last block: loss).
-        saved: beyond inputs and output.
+        output: the hidden state (for the last block, the loss).
+        saved: values saved for the backward, without inputs and output.
         keeps: values saved unchanged: "hidden", "aux" or "output".
-        forward, backward: peaks of their own values, with results.
-        gradients: of its parameters.
-        small: part of `saved` that offloading leaves on the device.
+        forward, backward: peak of each graph's own values, including results.
+        gradients: gradients of the block's parameters.
+        small: part of `saved` that stays on the device with offloading.
     """
 
     output: int
@@ -53,9 +53,9 @@ class Footprint:
     small: int = 0
 
     def offloaded(self, hidden: int) -> tuple[int, frozenset[str]]:
-        """Return the offloaded bytes if the input has `hidden` bytes, and the part of `keeps` that stays.
+        """Return the offloaded bytes if the input has `hidden` bytes, and the part of `keeps` that stays on the device.
 
-        Auxiliary values stay, because all blocks keep the same ones.
+        Auxiliary values stay on the device, because all blocks share them.
         """
         sizes = {name: size for name, size in (("hidden", hidden), ("output", self.output)) if name in self.keeps}
         moved = {name: size for name, size in sizes.items() if moves(size)}
@@ -63,6 +63,6 @@ class Footprint:
 
     @property
     def halves_estimate(self) -> HalvesFootprint:
-        """Upper estimate: the input half keeps what it reads and makes."""
+        """Upper estimate, as if the input half saved everything that it reads and computes."""
         both = self.saved + self.backward
         return HalvesFootprint(both, self.backward, both, self.keeps | {"tangent"})

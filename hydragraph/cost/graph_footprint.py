@@ -93,9 +93,9 @@ def footprint(variant: Variant, part: StagePart, micro_batch: MicroBatch) -> Foo
 
 
 def held_by(variant: Variant, part: StagePart) -> MemoryLines:
-    """Return a footprint's lines over tokens, through those at 1,024 and 2,048 tokens per rank.
+    """Return a footprint as linear functions of the tokens, from footprints at 1,024 and 2,048 tokens per rank.
 
-    Each sequence beyond the first adds 4 bytes per attention.
+    These ignore that each sequence beyond the first adds 4 bytes per attention.
     """
     small = 1024 * part.tp
     large = 2048 * part.tp
@@ -116,7 +116,7 @@ def held_by(variant: Variant, part: StagePart) -> MemoryLines:
 
 
 def made_bytes(graph: fx.GraphModule, micro_batch: MicroBatch) -> int:
-    """Return the bytes of a graph's results, except inputs."""
+    """Return the bytes of a graph's results, without results that are inputs."""
     sizes = Sizes.of_inputs(_nodes(graph, "placeholder"), 1, micro_batch)
     inputs = {key for node in _nodes(graph, "placeholder") for key in sizes.storages(node)}
     results = {key: size for node in _results(graph) for key, size in sizes.storages(node).items()}
@@ -135,8 +135,8 @@ class Sizes:
 
     Attributes:
         tokens: symbol of the token count.
-        factor: tokens per traced token.
-        bounds: entries of cu_seqlens.
+        factor: tokens of the micro-batch per token of the trace.
+        bounds: number of entries of cu_seqlens.
     """
 
     tokens: str
@@ -165,7 +165,7 @@ class Sizes:
         return {key: self._bytes(form) for key, form in storages_of(node)}
 
     def within(self, node: fx.Node) -> int:
-        """Return the temporary bytes inside a fused head, else 0."""
+        """Return the temporary bytes inside a fused head; 0 for other nodes."""
         operands = head_operands(node)
         if operands is None:
             return 0
@@ -177,7 +177,7 @@ class Sizes:
         return round(math.prod(map(self.number, form.sizes)) * form.dtype.itemsize)
 
     def number(self, size: int | torch.SymInt) -> float:
-        """Convert a size of the trace."""
+        """Convert a size of the trace to the micro-batch's size."""
         if not isinstance(size, torch.SymInt) or symbol_name(size) is None:
             return int(size)
         return hint_of(size) * self.factor if self.tokens in _symbols(size) else self.bounds
@@ -260,7 +260,7 @@ def _terms(form: TensorForm, tokens: str) -> tuple[float, int, int]:
 
 
 def head_operands(node: fx.Node) -> Sequence[fx.Node] | None:
-    """Return hidden and weight of a fused head; None for other operators."""
+    """Return the hidden state and the weight of a fused head; None for other operators."""
     ops = torch.ops.hydragraph
     called = {METHODS[ops.tp_head_loss.default], METHODS[ops.tp_head_token_losses.default]}
     if node.op == "call_method" and node.target in called:

@@ -1,6 +1,6 @@
-"""Candidate owners of one bucket: fractions of it by rank, which sum to 1.
+"""Candidate owners of one bucket, as fractions by rank that add up to 1.
 
-A stage of t ranks needs 1 / t of the bucket on each. Candidates:
+A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
     by need   what ranks need under one strategy, or on average
     groups    one stage's ranks; for two strategies, the ranks that both use
@@ -22,19 +22,19 @@ Parts = NDArray[np.float64]
 Stages = tuple[tuple[int, ...], ...]  # users of a bucket
 
 FEW = 4
-MOST = 8  # stages of a strategy, or second nodes, to try
-PLACES = 9  # decimals that are compared
+MOST = 8  # maximum stages of a strategy, or second nodes, to try
+PLACES = 9  # decimals in comparisons
 
 
 def candidates(
     users: Mapping[int, Stages], weights: Sequence[float], ability: Parts, copies: int, nodes: Sequence[int], wide: bool
 ) -> list[Parts]:
-    """Return distinct candidates, the one by mean need first.
+    """Return distinct candidates, starting with the candidate by mean need.
 
     Args:
-        users: by strategy number.
-        ability, nodes: of each rank.
-        wide: add candidates other than those by need.
+        users: stages that use the bucket, by strategy number.
+        ability, nodes: ability and node of each rank.
+        wide: also return candidates that do not follow from need.
     """
     ranks = len(ability)
     needs = {number: needed(stages, ranks) for number, stages in users.items()}
@@ -61,13 +61,13 @@ def needed(stages: Stages, ranks: int) -> Parts:
 
 
 def subsets(ranks: int) -> list[Parts]:
-    """Return equal fractions for every set of ranks."""
+    """Return, for every set of ranks, equal fractions for its ranks."""
     sets = (chosen for size in range(1, ranks + 1) for chosen in combinations(range(ranks), size))
     return [_of(chosen, ranks) for chosen in sets]
 
 
 def with_second_copy(parts: Parts, ability: Parts, nodes: Sequence[int]) -> Iterator[Parts]:
-    """Yield fractions of two copies together, at most half on each node."""
+    """Yield fractions of both copies together, with at most half on each node."""
     places = np.asarray(nodes)
     numbers = np.unique(places)
     of_node = [float(parts[places == node].sum()) for node in numbers]

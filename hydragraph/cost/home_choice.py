@@ -1,13 +1,14 @@
 """The choice of a home: the ranks that own each bucket's state, for given strategies.
 
-Let x_b be the parts of bucket b that ranks own (`cost.home_candidates`), and p_s(x), q_s(x) and h_s(x) the slowest
-rank's seconds for pulling it, pushing its gradients and handing them to second owners under strategy s. For frequencies
-w_s, choose
+Let x_b be the fractions of bucket b that ranks own (`cost.home_candidates`). Under strategy s, let p_s(x), q_s(x) and
+h_s(x) be the slowest rank's seconds for pulling the bucket, pushing its gradients and sending their sums to second
+owners. For frequencies w_s of strategies, choose
 
     x_b = argmin  e_b(x),   e_b(x) = sum_s w_s (p_s(x) + q_s(x) + h_s(x))
 
-and among equals the one that moves fewest bytes, then the one with the smallest maximum. Each bucket is chosen alone,
-since exchanges run one after another, unless memory requires a linear program for all (`cost.home_room`).
+and among equal candidates the one that moves the fewest bytes, then the one with the smallest largest fraction. Each
+bucket is chosen separately, because exchanges run one after another, unless limited memory requires a linear program
+for all buckets (`cost.home_room`).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class HomeQuestion:
-    """Inputs of a choice, which is deterministic.
+    """Inputs of the choice of a home; equal inputs give equal homes.
 
     Attributes:
         home: a home whose shares, nodes, copies and fixed buckets are kept.
         itemsize: bytes of a pulled weight.
         weights: frequencies of strategies; None: equal.
         health: slow ranks own less, and lost ranks own nothing.
-        room: elements per rank; None: unlimited.
+        room: number of elements for which each rank has memory; None: unlimited.
     """
 
     outline: Outline
@@ -63,7 +64,7 @@ class HomeQuestion:
 
 @dataclass(frozen=True)
 class BucketClass:
-    """Buckets of equal form and users, which share a choice.
+    """Buckets of equal form that the same stages use, and which therefore share a choice.
 
     Attributes:
         users: strategy number -> the stages that use the buckets.
@@ -74,10 +75,10 @@ class BucketClass:
 
 
 def choose_home(question: HomeQuestion) -> Home:
-    """Return a home without a rule; if the given home has none, it is returned unchanged.
+    """Return a home without a rule; a given home without a rule is returned unchanged.
 
     Raises:
-        ValueError: the home is for other ranks, or needs a second node that does not exist.
+        ValueError: the home does not match the ranks, or needs a second node that does not exist.
     """
     home = question.home
     if home.rule is None:
@@ -96,7 +97,7 @@ def choose_home(question: HomeQuestion) -> Home:
 
 
 def expected_s(question: HomeQuestion, home: Home) -> float:
-    """Return the sum of e_b under a home."""
+    """Return the sum of e_b over all buckets under a home."""
     choice = _Choice(replace(question, home=home))
     total = 0.0
     for bucket_class in choice.classes(without=()):
@@ -107,7 +108,7 @@ def expected_s(question: HomeQuestion, home: Home) -> float:
 
 
 def numbers(parts: Parts) -> tuple[float, ...]:
-    """Return parts as relative shares, whole if possible."""
+    """Return fractions as relative shares, in whole numbers if possible."""
     shares = parts / parts[parts > 0].min()
     whole = np.rint(shares)
     return tuple(map(float, whole if np.allclose(shares, whole, rtol=0, atol=1e-6) else parts / parts.max()))

@@ -3,12 +3,12 @@
 Class k has n_k buckets of z_k elements; its candidate c gives rank r the fraction p_cr and takes e_kc seconds. With m
 copies and room for M_r elements on rank r, choose the fractions x_kc of candidates:
 
-    minimise    sum_kc n_k e_kc x_kc
+    minimize    sum_kc n_k e_kc x_kc
     subject to  sum_c x_kc = 1                            for every class k
                 m sum_kc n_k z_k p_cr x_kc <= M_r         for every rank r
                 x_kc >= 0
 
-Whole buckets use one candidate if possible; the others share the remainder.
+As many buckets as possible use a single candidate; the others mix the remaining fractions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def within(
     seconds: Sequence[Sequence[float]],
     room: Parts,
 ) -> list[list[Parts]] | None:
-    """Return the fractions of each class's buckets; None if memory does not suffice.
+    """Return the fractions of ranks for each class's buckets; None if memory does not suffice.
 
     Args:
-        counts, sizes: buckets of each class, and elements of one with all copies.
-        choices, seconds: candidates of each class.
+        counts, sizes: number of buckets of each class, and elements of one bucket including all copies.
+        choices, seconds: candidates of each class, and their seconds.
         room: M [ranks].
     """
     from scipy.optimize import linprog  # only needed if the best owners do not fit
@@ -58,7 +58,7 @@ def within(
 
 
 def dealt(chosen: Sequence[tuple[Parts, float]], count: int) -> list[Parts]:
-    """Return the fractions of `count` equal buckets, given candidates with numbers that sum to `count`."""
+    """Return the fractions of `count` equal buckets, given candidates with multiplicities that add up to `count`."""
     buckets: list[Parts] = []
     left = np.zeros_like(chosen[0][0])
     for parts, times in chosen:

@@ -21,7 +21,7 @@ class Priced(Protocol):
     """Costs of instructions."""
 
     def computing(self, op: Op, block: str, ranks: Sequence[int], micro_batches: Sequence[int]) -> Sequence[float]:
-        """Return the seconds of a block's forward or whole backward for each micro-batch, on a stage's ranks together.
+        """Return the seconds of a block's forward or whole backward for each micro-batch, on all ranks of a stage.
 
         Args:
             micro_batches: numbers of all of the stage's micro-batches (`ir.rank_program.Role`).
@@ -52,11 +52,11 @@ class Priced(Protocol):
         ...
 
     def commit_s(self) -> float:
-        """Return the seconds of the agreement."""
+        """Return the seconds of the commit."""
         ...
 
     def handling(self, rank: int) -> float:
-        """Return a rank's factor on link latency."""
+        """Return the factor by which a rank multiplies link latency."""
         ...
 
 
@@ -64,7 +64,7 @@ Part = Literal["computing", "pull", "push", "messages", "ending"]
 
 
 class Without:
-    """Work without the cost of some parts; "ending" is commit and update."""
+    """Costs of instructions with some parts set to zero; "ending" is commit and update."""
 
     def __init__(self, work: Priced, *parts: Part) -> None:
         self._work = work
@@ -77,7 +77,7 @@ class Without:
         return self._work.computing(op, block, ranks, micro_batches)
 
     def copying(self, block: str, ranks: Sequence[int], micro_batch: int) -> float:
-        """See `Priced`; a part of computing."""
+        """See `Priced`; copies belong to "computing"."""
         return 0.0 if "computing" in self._parts else self._work.copying(block, ranks, micro_batch)
 
     def moved(self, op: Op, bucket: str) -> Transfers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-Storage = tuple[str, str]  # its attribute of Memory, and a name
+Storage = tuple[str, str]  # (attribute of Memory, value that allocated it)
 
 
 class Alive:
@@ -13,7 +13,7 @@ class Alive:
 
     def __init__(self) -> None:
         self.sums: Counter[str] = Counter()
-        self.total = 0  # of all parts
+        self.total = 0  # bytes of all parts
         self._sizes: dict[Storage, int] = {}
         self._users: Counter[Storage] = Counter()
         self._values: dict[str, tuple[Storage, ...]] = {}
@@ -22,12 +22,12 @@ class Alive:
         return value in self._values
 
     def add(self, value: str, part: str, size: int, *shared: str, named: Container[str] | None = None) -> None:
-        """Start a value with its own storage; it also keeps storages of others.
+        """Add a live value with its own storage; it can also keep storages of other values alive.
 
         Args:
             part: attribute of Memory.
-            shared: values whose storages it keeps.
-            named: keep only storages started by these; None: all.
+            shared: values whose storages it keeps alive.
+            named: keep only storages that these values allocated; None: all.
         """
         self._sizes[part, value] = size
         kept = (s for other in shared for s in self._values.get(other, ()) if named is None or s[1] in named)
@@ -40,13 +40,13 @@ class Alive:
                 self.total += self._sizes[storage]
 
     def shrink(self, value: str, part: str, size: int) -> None:
-        """Take bytes off a live value's own storage, which another value holds from now on."""
+        """Remove bytes from a live value's own storage because another value now owns them."""
         self._sizes[part, value] -= size
         self.sums[part] -= size
         self.total -= size
 
     def drop(self, *values: str) -> None:
-        """End values; free unused storages."""
+        """Remove values, and free storages that no other value uses."""
         for value in values:
             for storage in self._values.pop(value, ()):
                 self._users[storage] -= 1

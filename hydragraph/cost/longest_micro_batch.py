@@ -1,7 +1,7 @@
 """Maximum tokens of micro-batches that fit each rank's memory.
 
-Walks are slow, so stages that fit whenever another does are skipped: of two stages between the first and the last, the
-later one holds less if its blocks are among the other's.
+Walks are slow, so a stage is skipped if it always fits when another stage fits: of two stages between the first and the
+last, the later one needs less memory if its blocks are a subset of the other's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydragraph.spec.stage_kind import StageKind
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE
 
-# Cached peaks, about a megabyte each.
+# Maximum number of cached peaks, which need about a megabyte each.
 PEAKS = 256
 
 
@@ -28,7 +28,7 @@ class LongestMicroBatch:
     """Maximum tokens that fit the ranks of a cluster.
 
     Args:
-        other: an instance for the same profile, types and number of ranks, whose peaks are reused.
+        other: an instance for the same profile, types and number of ranks, whose cached peaks are reused.
     """
 
     def __init__(self, costs: Pricing, other: LongestMicroBatch | None = None) -> None:
@@ -78,7 +78,7 @@ class LongestMicroBatch:
         return most
 
     def _deciding(self, pipeline: Pipeline) -> Iterator[tuple[int, int]]:
-        """Yield (stage position, rank) pairs; if these fit, all fit."""
+        """Yield (stage position, rank) pairs; if a micro-batch fits on these, it fits on all ranks."""
         contents = [self._contents(*span) for span in self._costs.spans(pipeline)]
         looked: list[tuple[object, Counter[object], float]] = []  # stages between first and last
         for at, stage in enumerate(pipeline.stages):

@@ -40,13 +40,13 @@ class PipelineCost:
     """Cost of one pipeline.
 
     Attributes:
-        a, b, c: seconds of its slowest stage: sum of a l^2 + b l over sequences, plus c.
-        near: additional seconds per pair of limited attention.
-        stages: PP.
-        max_len: maximum tokens.
-        util_len: minimum tokens to use the device well.
-        parts: stages; empty: alike.
-        rows: of interleaved stages (`Pipeline.rows`).
+        a, b, c: constants of the slowest stage, which takes the sum of a l^2 + b l over sequences, plus c.
+        near: additional seconds per query-key pair of limited attention.
+        stages: number of stages, PP.
+        max_len: maximum tokens of a micro-batch.
+        util_len: minimum tokens of a micro-batch to use the device well.
+        parts: costs of the stages; empty: all stages are equal.
+        rows: rows of interleaved stages (`Pipeline.rows`).
     """
 
     a: float
@@ -67,16 +67,16 @@ class PipelineCost:
         return Constants(self.a, self.b, self.c, self.near)
 
     def seconds(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        """Return the exact end of micro-batches in this order."""
+        """Return the exact seconds of running micro-batches in this order."""
         return stages_end(self.stage_costs, micro_batches, self.schedule, self.rows)
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """Its stages; without `parts`, a forward is a third of their seconds."""
+        """Costs of its stages; without `parts`, a forward takes a third of a stage's seconds."""
         return self.parts or (_alike(self.envelope),) * self.stages
 
     def work(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Return each sequence's seconds, without c."""
+        """Return the seconds of each sequence, without c."""
         return np.asarray(self.envelope.work(np.asarray(lengths, dtype=np.float64)), dtype=np.float64)
 
     def micro_batch_seconds(self, lengths: ArrayLike) -> float:
@@ -90,21 +90,21 @@ class Profile:
 
     Attributes:
         util: tokens at which a micro-batch reaches 85 % of its plateau of tokens/s, by tensor-parallel degree.
-        memory: None: only `limits` bound a micro-batch.
-        limits: measured MaxLen by scheme.
-        hetero_sync_s: seconds that unlike pipelines add to an iteration.
-        failed, unfit: why fits of schemes and kinds of stage failed.
+        memory: memory model; None: only `limits` bound a micro-batch.
+        limits: measured MaxLen of each scheme.
+        hetero_sync_s: seconds that pipelines of different schemes add to an iteration.
+        failed, unfit: reasons why the fits of schemes and of kinds of stage failed.
         blocks: template of every block, in order.
-        pieces: of each template, and of AUX, by kind of stage.
-        link, messages: between two ranks, fitted to (bytes, seconds).
-        residuals: root mean square relative errors.
-        type: of device, as named by clusters; "": any.
-        sizes: None: derived from the pieces (`model_sizes`).
+        pieces: costs of each template and of AUX, by kind of stage.
+        link, messages: link between two ranks, and the (bytes, seconds) to which it was fitted.
+        residuals: root mean square relative errors of the fits.
+        type: type of device, as named by clusters; "": any.
+        sizes: sizes of the model; None: derived from the pieces (`model_sizes`).
         update: seconds of an optimizer step: constant, and per element of the home shard.
-        commit_s: seconds of the agreement before it.
-        norm_s: seconds of the gradients' norm, per such element.
+        commit_s: seconds of the commit before the optimizer step.
+        norm_s: seconds of the gradient norm, per element of the home shard.
         efficiency: assumed fraction of a datasheet's FLOP/s; None: measured.
-        others: profiles of other types.
+        others: profiles of other device types.
     """
 
     name: str
@@ -132,10 +132,10 @@ class Profile:
 
     @classmethod
     def merge(cls, profiles: Sequence[Profile]) -> Profile:
-        """Return one profile for several types, with the first one's link and notes.
+        """Return one profile for several device types, with the link and notes of the first profile.
 
         Raises:
-            ValueError: the models differ, or two have one type.
+            ValueError: the models differ, or two profiles have the same type.
         """
         every = [replace(profile, others=()) for p in profiles for profile in (p, *p.others)]
         if not every:
@@ -145,7 +145,7 @@ class Profile:
             if other.blocks != first.blocks:
                 raise ValueError(
                     f"profiles {first.name} and {other.name} are of different models ({len(first.blocks)} and "
-                    f"{len(other.blocks)} blocks, or unequal ones): measure one model on every type of device"
+                    f"{len(other.blocks)} blocks, which differ): measure the same model on every type of device"
                 )
         types = [profile.type for profile in every]
         for name in types:
@@ -156,10 +156,10 @@ class Profile:
         return replace(first, others=tuple(every[1:]))
 
     def of(self, type_: str) -> Profile:
-        """Return the profile of a type.
+        """Return the profile of a device type.
 
         Raises:
-            Unsupported: it was not measured.
+            Unsupported: the type was not measured.
         """
         for profile in (self, *self.others):
             if profile.type == type_:
@@ -167,7 +167,7 @@ class Profile:
         if not self.others and not (self.type and type_):
             return self
         measured = ", ".join(repr(profile.type) for profile in (self, *self.others))
-        more = f", or measure it: hydragraph profile --type {type_} there, and hg.Profile.merge" if type_ else ""
+        more = f", or measure it with hydragraph profile --type {type_} and combine profiles" if type_ else ""
         raise self._unsupported(
             f"device type {type_!r} was not measured" if type_ else "the cluster's devices have no type",
             remedy=f"use {measured} in the cluster{more}",
@@ -175,13 +175,13 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[tuple[int, bool], ...]:
-        """Measured (tensor-parallel degree, sequence parallelism), ascending."""
+        """Measured pairs (tensor-parallel degree, sequence parallelism), in ascending order."""
         every = (self, *self.others)
         kinds = {(kind.tp, kind.sequence_parallel) for profile in every for kind in profile.pieces}
         return tuple(sorted(kinds or {(tp, False) for profile in every for tp, _ in profile.schemes}))
 
     def of_cut(self, tp: int, sequence_parallel: bool) -> Profile:
-        """Return the part for one of `cuts`."""
+        """Return the part of the profile for one of `cuts`."""
         cut = (tp, sequence_parallel, False)
         pieces = {k: v for k, v in self.pieces.items() if (k.tp, k.sequence_parallel, k.sums_in_pieces) == cut}
         schemes = {scheme: constants for scheme, constants in self.schemes.items() if scheme[0] == tp}
@@ -189,10 +189,10 @@ class Profile:
         return replace(self, pieces=pieces, schemes=schemes, others=others)
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return one node of `ranks` measured devices, joined by the measured link.
+        """Return one node of `ranks` measured devices, connected by the measured link.
 
         Raises:
-            Unsupported: its device's memory is unknown.
+            Unsupported: the device's memory is unknown.
         """
         if self.device is None:
             raise self._unsupported(
@@ -204,7 +204,7 @@ class Profile:
 
     @property
     def model_sizes(self) -> ModelSizes | None:
-        """Model sizes, rough if only elements of blocks are known."""
+        """Model sizes; approximate if only the number of elements of each block is known."""
         if self.sizes is not None:
             return self.sizes
         if self.blocks and self.pieces and self.device is not None:
@@ -264,7 +264,7 @@ class Profile:
         """Return the constants of a scheme.
 
         Raises:
-            Unsupported: it was not measured, or its fit failed.
+            Unsupported: the scheme was not measured, or its fit failed.
         """
         if scheme in self.schemes:
             return self.schemes[scheme]
@@ -294,7 +294,7 @@ class Profile:
     def max_len(self, scheme: Scheme, devices: int) -> int:
         """Return MaxLen: maximum tokens of a micro-batch if `devices` share the state, 0 if none fits."""
         self.constants(scheme)
-        # Measured limits include losses such as the allocator's.
+        # Measured limits include memory lost to the allocator.
         if scheme in self.limits:
             return int(self.limits[scheme])
         if self.memory is None:
@@ -314,7 +314,7 @@ class Profile:
         self.constants(scheme)
         if scheme[0] not in self.util:
             raise self._unsupported(
-                f"tensor-parallel degree {scheme[0]} has no utilisation length",
+                f"tensor-parallel degree {scheme[0]} has no utilization length",
                 remedy=f"use one of {sorted(self.util)}",
             )
         return self.util[scheme[0]]
@@ -348,7 +348,7 @@ class Profile:
         return self.pipeline(scheme, devices)
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the pipelines of schemes, in order."""
+        """Return the costs of pipelines of the given schemes, in order."""
         devices = sum(tp * pp for tp, pp in schemes)
         by_scheme = {scheme: self.pipeline(scheme, devices) for scheme in dict.fromkeys(schemes)}
         return tuple(by_scheme[scheme] for scheme in schemes)

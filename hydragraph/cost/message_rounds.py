@@ -1,4 +1,4 @@
-"""Compiled time of messages that begin together, up to 10^6 pairs; see `cost.traffic`."""
+"""Time of messages that begin at the same time, in compiled code for up to 10^6 pairs; see `cost.traffic`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Floats = NDArray[np.float64]
 
 
 class LinkTable(NamedTuple):
-    """Links by index: 2 (a K + b) + across, for kinds a, b of nodes, and whether the nodes differ.
+    """Links with index 2 (a K + b) + across, where a and b are kinds of nodes, and across is 1 if the nodes differ.
 
     Attributes:
-        node, kind, card: of each rank [R].
-        kinds: K, kinds of nodes.
-        handling: each rank's factor on latency [R].
+        node, kind, card: node, kind of node, and network card of each rank [R].
+        kinds: K, the number of kinds of nodes.
+        handling: factor by which each rank multiplies latency [R].
         latency_s, bytes_per_s: of each link [2 K K].
-        first: each link's first measured point, then the total [2 K K + 1].
+        first: index of each link's first measured point, then the number of points [2 K K + 1].
         logs, speeds: log of the bytes, and bytes per second, of points.
     """
 
@@ -40,7 +40,7 @@ class LinkTable(NamedTuple):
 
 @compiled
 def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds that each message travels and occupies a card [M], and each rank's seconds [R].
+    """Return the seconds of each message [M], the seconds that it occupies a card [M], and each rank's seconds [R].
 
     Args:
         src, dst: ranks [M].
@@ -71,7 +71,7 @@ def together(links: LinkTable, src: Ints, dst: Ints, size: Floats) -> tuple[Floa
             leave[card[a]] += filling[i]
             enter[card[b]] += filling[i]
     rank_s = np.maximum(sent, received)
-    # A card carries its ranks' messages to other nodes, in both directions at once.
+    # All messages of its ranks to other nodes share a card; it sends and receives at the same time.
     for i in range(count):
         a, b = src[i], dst[i]
         if node[a] != node[b]:

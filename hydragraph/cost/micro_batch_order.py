@@ -1,4 +1,4 @@
-"""Order of micro-batches that ends first, on equal stages.
+"""Search for the order of micro-batches that ends first, on equal stages.
 
 Equations of Hydraulis -> functions:
 
@@ -30,7 +30,7 @@ _BACKWARD = compiled_replay.BACKWARD
 
 @compiled
 def equal_stages(costs: Floats, stages: int) -> Floats:
-    """Return the rows [V, S, 5] of micro-batches on equal stages."""
+    """Return the seconds of micro-batches on equal stages [V, S, 5], as rows for `replay`."""
     rows = np.zeros((len(costs), stages, PARTS))
     for j in range(len(costs)):
         for s in range(stages):
@@ -129,7 +129,7 @@ def published_seconds(costs: Sequence[float], stages: int) -> float:
 
 
 def pipeline_seconds(costs: Sequence[float], stages: int, schedule: str = DEFAULT_SCHEDULE) -> float:
-    """Return the end of micro-batches in this order on equal stages; `costs` are seconds on one."""
+    """Return the end of micro-batches in this order on equal stages; `costs` are the seconds on one stage."""
     count = len(costs)
     if not count:
         return 0.0

@@ -18,9 +18,9 @@ class ModelSizes:
     """A model's blocks and buckets.
 
     Attributes:
-        hidden_bytes: of one token's hidden state.
-        itemsize: of the compute dtype.
-        heads: query head counts, which tensor-parallel degrees divide.
+        hidden_bytes: bytes of one token's hidden state.
+        itemsize: bytes per element of the compute dtype.
+        heads: numbers of query heads, which tensor-parallel degrees must divide.
     """
 
     blocks: tuple[str, ...]
@@ -61,7 +61,7 @@ class ModelSizes:
 
     @cached_property
     def outline(self) -> Outline:
-        """Outline of rank programs."""
+        """Outline from which rank programs are built."""
         from hydragraph.ir.program_outline import Outline
 
         # Buckets without blocks are never pulled or pushed.
@@ -74,7 +74,7 @@ class ModelSizes:
         )
 
     def allows(self, tp: int) -> bool:
-        """Return whether a tensor-parallel degree suits the query heads and every parameter."""
+        """Return whether a tensor-parallel degree divides the query heads and every parameter."""
         rules = (parameter.rule for bucket in self.buckets for parameter in bucket.parameters)
         return all(count % tp == 0 for count in self.heads) and all(rule is None or rule.allows(tp) for rule in rules)
 

@@ -1,10 +1,10 @@
-"""Cost of a block that recomputes within a memory budget, from those without and with full recomputation.
+"""Cost of a block that recomputes within a memory budget, from its costs without and with full recomputation.
 
     s    fraction of full recomputation's operations that the budget repeats; without graphs, 1 - budget
     b    the memory budget
 
-The backward adds the fraction s of what full recomputation adds, without attention, whose results are always saved. The
-fraction b of the bytes stays saved.
+The backward takes longer by the fraction s of the time that full recomputation adds, without attention, whose results
+are always saved. The block saves the fraction b of the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydragraph.cost.curves import Constants, Curve, Table
 def within_budget(
     plain: Mapping[str, BlockPiece], full: Mapping[str, BlockPiece], budget: float, shares: Mapping[str, float]
 ) -> dict[str, BlockPiece]:
-    """Return the pieces with a memory budget.
+    """Return the pieces of all templates within a memory budget.
 
     Args:
         budget: b.

@@ -1,7 +1,7 @@
-"""Maximum tokens that fit a rank's memory.
+"""Maximum number of tokens that fit in a rank's memory.
 
-The peak is convex, a maximum of lines, so Newton's method converges to one answer. Tokens are evaluated in steps that
-every tensor-parallel degree divides.
+The peak as a function of the tokens is a maximum of linear functions and therefore convex, so Newton's method converges
+to the unique answer. The peak is evaluated at multiples of a step that every tensor-parallel degree divides.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ ROUNDS = 8
 
 
 class Peak:
-    """Peak bytes of a rank over the tokens of equal micro-batches; non-decreasing.
+    """Peak bytes of a rank as a non-decreasing function of the tokens of equal micro-batches.
 
     Args:
-        bytes_at: bytes for a number of tokens, a multiple of the step.
-        step: in tokens.
+        bytes_at: returns the bytes for a number of tokens that is a multiple of the step.
+        step: number of tokens.
     """
 
     def __init__(self, bytes_at: Callable[[int], float], step: int) -> None:
@@ -35,7 +35,7 @@ class Peak:
         return self._at(max(self._step, math.ceil(tokens / self._step) * self._step))
 
     def most(self, limit: float) -> int:
-        """Return the most tokens that fit into `limit` bytes; 0 if not one step fits, or tokens take no memory."""
+        """Return the most tokens that fit in `limit` bytes; 0 if no full step fits or tokens need no memory."""
         if self._at(self._step) > limit:
             return 0
         tokens = 0.0
@@ -49,7 +49,7 @@ class Peak:
             before = at
             at = max(self._step, math.floor(tokens / self._step) * self._step)
             behind = at + self._step
-            # A line that continues past the answer has not bent before it.
+            # If the line continues beyond the answer, convexity rules out a bend before it.
             if at == before or abs(self._at(behind) - (limit + slope * (behind - tokens))) <= 1:
                 break
         self._start = at

@@ -1,4 +1,4 @@
-"""Prices on a cluster: time of stages, state of ranks, and walks of their memory."""
+"""Costs on a cluster: time of stages, state of ranks, and walks of their memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RING_TOKENS = 2048  # for comparing links
 
 
 class Pricing:
-    """Prices of stages and of state; see `Costs`."""
+    """Costs of stages and of state; see `Costs`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Pricing:
         self.transfer_factors = {kind: self.corrections.factor(kind) for kind in TRANSFERS}
         for rank in self.health:
             if rank >= self.ranks:
-                raise ValueError(f"health names rank {rank}: the cluster has {self.ranks} devices (from 0)")
+                raise ValueError(f"health names rank {rank}, but the cluster has {self.ranks} devices (from 0)")
         if not profile.blocks or profile.model_sizes is None:
             raise Unsupported(
                 "it has constants of whole schemes only, not of blocks",
@@ -114,16 +114,16 @@ class Pricing:
         rate = self.health.rate(rank)
         if math.isinf(rate):
             raise Unsupported(
-                f"rank {rank} is lost", where="costs", remedy="give a strategy that does not name it, or another health"
+                f"rank {rank} is lost", where="costs", remedy="use a strategy without this rank, or another health"
             )
         return rate
 
     def link(self, a: int, b: int) -> Interconnect:
-        """Return the link between two ranks; a slow rank adds to its latency."""
+        """Return the link between two ranks; a slow rank increases its latency."""
         return self.cluster.link(a, b).handled(max(self.rate(a), self.rate(b)))
 
     def slowest_link(self, ranks: Sequence[int], size: float) -> Interconnect:
-        """Return a ring's slowest link, for messages of `size` bytes."""
+        """Return the slowest link of a ring of ranks, for messages of `size` bytes."""
         return max((self.link(a, b) for a, b in ring_pairs(ranks)), key=lambda link: link.seconds(size))
 
     def piece_profile(self, rank: int) -> Profile:
@@ -212,7 +212,7 @@ class Pricing:
         return StageCost(tuple(forwards), tuple(backwards), tuple(aux), self.rings(stage, span), ahead, back)
 
     def sums(self, stage: Stage, span: tuple[int, int]) -> tuple[int, int]:
-        """Return the hidden states summed in forward and backward outside the curves."""
+        """Return the numbers of hidden states summed in forward and backward that the curves do not include."""
         counts = [piece.reduced for piece in self._blocks(stage, span)]
         return sum(forward for forward, _ in counts), sum(backward for _, backward in counts)
 
@@ -221,10 +221,10 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the rings of `sums`.
+        """Return the ring all-reduces of `sums`, or None if the stage sums nothing.
 
-        The backward's run during weight gradients (`passes/overlap_collectives.py`), all pieces but the last during a
-        product (`passes/sums_in_pieces.py`).
+        Sums of the backward overlap with weight gradients (`passes/overlap_collectives.py`), and all pieces except the
+        last overlap with a product (`passes/sums_in_pieces.py`).
         """
         if stage.tp == 1:
             return None
@@ -252,10 +252,10 @@ class Pricing:
         )
 
     def hop(self, stage: Stage, other: Stage) -> Hop:
-        """Return the messages to a neighbouring stage."""
+        """Return the messages to a neighboring stage."""
         senders = stage.devices
         receivers = other.devices
-        # Receiver i gets from sender i modulo their number (passes/pipeline.py).
+        # Receiver i receives from sender i modulo the number of senders (passes/pipeline.py).
         pairs = list(zip(senders, receivers, strict=False))
         by_sender = [[self.link(a, b) for b in receivers[i :: len(senders)]] for i, (a, _) in enumerate(pairs)]
         links = max(by_sender, key=lambda each: sum(link.seconds(MESSAGE_BYTES) for link in each))
@@ -269,7 +269,7 @@ class Pricing:
         return self._owners.of(bucket)
 
     def owned(self, rank: int, learning: bool | None = None) -> int:
-        """Return how many elements a rank owns; `learning` selects trained or frozen ones."""
+        """Return the number of elements that a rank owns; `learning` selects trained or frozen elements."""
         if (rank, learning) not in self._owned:
             self._owned[rank, learning] = sum(
                 times * self.home_of(bucket).local_size(rank)

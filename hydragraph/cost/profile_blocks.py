@@ -1,4 +1,4 @@
-"""Memory of blocks from a profile's lines."""
+"""Memory of blocks from the linear functions of a profile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ProfileBlocks:
     """Memory of blocks; see `cost.rank_memory.Blocks`.
 
     Args:
-        types: of device; a block needs the same memory on all.
-        pieces: (type, kind of stage) -> pieces.
+        types: device types; a block needs the same memory on all of them.
+        pieces: returns the pieces for (device type, kind of stage).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProfileBlocks:
         self._aux_bytes = next((pieces[AUX].kept for pieces in by_kind if AUX in pieces), 0.0)
 
     def _piece(self, block: str, part: StagePart) -> BlockPiece:
-        # A kind may not be measured on each type.
+        # Some kinds of stage may not be measured on every type.
         kind = part.kind._replace(recompute=bool(part.recompute), sums_in_pieces=False)
         measured = (name for name in self._types if kind in self._profile.of(name).pieces)
         return self._pieces(next(measured, self._types[0]), part.kind)[self._templates[block]]

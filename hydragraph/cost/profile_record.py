@@ -38,7 +38,7 @@ def saved(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loaded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields given to `saved`; some may be missing."""
+    """Return the fields from a result of `saved`; older files have fewer fields."""
     memory = data["memory"]
     device = data.get("device")
     link = data.get("link")
@@ -138,6 +138,6 @@ def _scheme(text: str) -> Scheme:
 
 
 def _gaps(by_name: Mapping[str, float], per_node: int) -> tuple[tuple[int, float], ...]:
-    """Return (maximum devices, bytes), ascending; "node" covers a whole node and more."""
+    """Return (maximum devices, bytes), ascending; "node" stands for a whole node or more."""
     sizes = {per_node if name == "node" else int(name.removeprefix("gpu")): float(v) for name, v in by_name.items()}
     return tuple(sorted(sizes.items()))

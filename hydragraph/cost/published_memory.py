@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from hydragraph.cost.block_pieces import Scheme
 
-# fp32 weight and moments, 16-bit weight and gradient
+# Per element: fp32 weight and moments, 16-bit weight and gradient.
 EMBEDDING_BYTES = 16
-# One stage holds embedding and head.
+# A single stage stores both embedding and head.
 FUSED_EMBEDDING_BYTES = 32
 
 
@@ -63,7 +63,7 @@ class MemoryModel:
         return self.layers * self.hidden / tp * self.activation[tp]
 
     def gap_bytes(self, scheme: Scheme) -> float:
-        """Return the bytes lost to allocator and communicators."""
+        """Return the bytes that allocator and communicators use."""
         used = scheme[0] * scheme[1]
         return next((lost for upto, lost in self.gap if used <= upto), self.gap[-1][1])
 

@@ -1,7 +1,7 @@
 """Memory of one rank in one iteration, from its program and compiled graphs.
 
-The home has 16 bytes per element of the rank's shard (weight, gradient and AdamW's two moments in fp32; see
-`state_bytes`), 4 if frozen. Memory inside kernels and of the optimizer's update is excluded.
+At home, the rank's shard needs 16 bytes per element (weight, gradient and AdamW's two moments in fp32; see
+`state_bytes`), and 4 if frozen. Temporary memory of kernels and of the optimizer's update is not included.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Memory:
         weights, gradients: those of the rank's stage.
         activations: mini-batch, hidden states and values saved for backwards.
         working: temporary values of a block's graph.
-        messages: copies for sending, and received data not yet summed.
-        host: offloaded activations, not in the total.
+        messages: copies for sending, and received data that is not yet summed.
+        host: offloaded activations in host memory, not included in the total.
     """
 
     home_weights: int
@@ -68,7 +68,7 @@ class Memory:
 
     @property
     def home(self) -> int:
-        """Sum of what the rank holds at home."""
+        """Bytes of the state that the rank owns."""
         return self.home_weights + self.optimizer_state + self.home_gradients
 
     @property
@@ -83,7 +83,7 @@ class MemoryCurve:
 
     Attributes:
         peak_s: time of the peak.
-        points: (seconds, bytes) from then on, without peaks within instructions.
+        points: (seconds, bytes from this time on), without peaks within instructions.
     """
 
     peak: Memory
@@ -91,7 +91,7 @@ class MemoryCurve:
     points: tuple[tuple[float, int], ...]
 
     def at(self, seconds: float) -> int:
-        """Return the bytes held at a time."""
+        """Return the bytes in use at a time."""
         size_then = self.points[0][1] if self.points else self.peak.total
         for begin, size in self.points:
             if begin > seconds:
@@ -104,8 +104,8 @@ class Blocks(Protocol):
     """Model data for a walk, from compiled graphs or, approximately, a profile.
 
     Attributes:
-        itemsize, push_itemsize: bytes of a weight and gradient element.
-        hidden_bytes: of one token's hidden state.
+        itemsize, push_itemsize: bytes of an element of pulled weights and of pushed gradients.
+        hidden_bytes: bytes of one token's hidden state.
     """
 
     @property
@@ -124,7 +124,7 @@ class Blocks(Protocol):
         ...
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """Return the memory of a backward's halves."""
+        """Return the memory of the halves of a block's backward."""
         ...
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -140,7 +140,7 @@ class PricedBlocks(Blocks, Protocol):
     """Model data for costs."""
 
     def repeated(self, block: str, kind: StageKind) -> float:
-        """Return the fraction of full recomputation's operations that a budget repeats."""
+        """Return the fraction of full recomputation's operations that a memory budget repeats."""
         ...
 
 
@@ -157,8 +157,8 @@ def rank_memory(
     """Estimate a rank's peak in one training iteration.
 
     Args:
-        messages: include pull and push, in flight until they must have arrived.
-        home: None: equal shares. Without nodes, each rank counts as one.
+        messages: include pulls and pushes, which are in flight until they must have arrived.
+        home: owners of the state; None: equal shares. Without nodes, each rank counts as a node.
         over: see `Walk`.
 
     Raises:
@@ -174,17 +174,17 @@ def batch_bytes(own: int, every: int) -> int:
 
 
 def micro_batches_until_peak(schedule: str, rows: Sequence[int], position: int) -> int | None:
-    """Return the number of micro-batches until a stage's peak grows only by the tokens of further ones, if any.
+    """Return the number of micro-batches from which on a stage's peak grows only by token ids; None if it always grows.
 
-    The first stage holds those in flight, and one returning gradient. A later stage also holds the next hidden state
-    and two gradients in transit.
+    The first stage stores the micro-batches in flight and one returning gradient. A later stage also stores the next
+    hidden state and two gradients in transit.
 
     Args:
-        rows: of the pipeline's stages (`Pipeline.rows`).
+        rows: rows of the pipeline's stages (`Pipeline.rows`).
     """
     devices = len(set(rows))
     if devices < len(rows):
-        # One set enters as another leaves.
+        # One set of micro-batches enters while another leaves.
         return None if schedule == ALL_IN_FLIGHT else 3 * devices + 3
     most = most_in_flight(schedule, devices)[position]
     return None if most is None else most + (1 if position == 0 else 3)
@@ -202,11 +202,11 @@ class Walk:
     """One rank's iteration, as `runtime.executor` runs it.
 
     Args:
-        blocks: the model; other arguments as for `rank_memory`.
-        home_of: default: equal shares.
-        state_bytes: weight and optimizer state per trained element; default: AdamW's.
-        over: exchanges (`exchange_name`) that have ended before an instruction, besides those that it waits for; None:
-            all stay in flight until they must have arrived.
+        blocks: model data; other arguments as for `rank_memory`.
+        home_of: returns the owners of a bucket; default: equal shares.
+        state_bytes: bytes of weight and optimizer state per trained element; default: AdamW's.
+        over: for an instruction's index, exchanges (`exchange_name`) that have ended before it, in addition to those
+            for which it waits; None: all stay in flight until they must have arrived.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Walk:
         self._begin(micro_batches)
 
     def again(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> Walk:
-        """Return a walk with as many other micro-batches."""
+        """Return a walk with the same number of other micro-batches."""
         walk = copy(self)
         walk._begin(micro_batches)
         return walk
@@ -303,7 +303,7 @@ class Walk:
         return replace(best, host=self._most_on_host), at, after
 
     def _run(self, instruction: Instruction) -> Iterator[int]:
-        """Follow an instruction; yield temporary bytes at possible peaks."""
+        """Apply an instruction; yield temporary bytes at possible peaks."""
         for value in instruction.after:
             if value.kind is ValueKind.WEIGHTS:  # an exchange ends on both sides
                 self._alive.drop(exchange_name(Op.PULL, value.exchange))
@@ -395,7 +395,7 @@ class Walk:
         self._alive.drop(total)
 
     def _layouts(self, op: Op, name: str) -> tuple[Layout, Layout]:
-        """Return a bucket's layouts at home and on its stages, the same objects if equal."""
+        """Return a bucket's layouts at home and on its stages; equal layouts are the same objects."""
         if (op, name) in self._layouts_of:
             return self._layouts_of[op, name]
         bucket = self._buckets[bucket_of(name)]
@@ -498,7 +498,7 @@ class Walk:
         return self._hidden_bytes(m) // (self._part.tp if self._part.sequence_parallel else 1)
 
     def _borders(self, block: str) -> tuple[bool, bool]:
-        """Return whether a block's input and output are whole on sequence-parallel ranks."""
+        """Return whether a block's input and output are not split on sequence-parallel ranks."""
         stage = self._stage
         index = self._model.outline.index[block]
         assert stage is not None

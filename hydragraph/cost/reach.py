@@ -1,7 +1,8 @@
-"""Pairs of query and key that attention computes within a window or chunks.
+"""Number of query-key pairs that attention computes within a window or chunks.
 
-With a window of w tokens, a query attends to at most w keys, with itself; with chunks of c tokens, to its chunk's keys.
-Attention costs a coefficient times q(l), twice the pairs of causal attention without terms linear in l, for l tokens:
+With a window of w tokens, a query attends to at most w keys, including its own; with chunks of c tokens, it attends to
+the keys of its chunk. The time of attention over l tokens is a coefficient times q(l), which is twice the number of
+causal pairs, without terms linear in l:
 
     no limit  q(l) = l^2
     window w  q(l) = l^2 up to w, and 2 w l - w^2 above
@@ -31,7 +32,7 @@ class Reach:
     chunk: int | None = None
 
     def pairs(self, length: Any) -> Any:
-        """Return q(l) of tokens or an array of them."""
+        """Return q(l) for a number of tokens or an array of them."""
         if self.chunk is None:
             return self._in_window(length)
         whole, rest = divmod(length, self.chunk)
@@ -47,7 +48,7 @@ class Reach:
 
     @property
     def order(self) -> tuple[float, float]:
-        """(window, chunk); infinite for none."""
+        """(window, chunk) for sorting; infinite if there is no limit."""
         return self.window or math.inf, self.chunk or math.inf
 
 
@@ -57,7 +58,7 @@ Near = tuple[tuple[Reach, float], ...]  # seconds per pair of limited attention,
 
 
 def total(parts: Iterable[tuple[float, Near]]) -> Near:
-    """Return the sum of coefficients times factors."""
+    """Return the weighted sum of (factor, coefficients) pairs."""
     sums: dict[Reach, float] = {}
     for factor, near in parts:
         for reach, pair_s in near:
@@ -66,5 +67,5 @@ def total(parts: Iterable[tuple[float, Near]]) -> Near:
 
 
 def ordered(sums: dict[Reach, float]) -> Near:
-    """Return the coefficients of limited attention by `Reach.order`."""
+    """Return the coefficients of limited attention, sorted by `Reach.order`."""
     return tuple((reach, sums[reach]) for reach in sorted(sums, key=lambda each: each.order) if reach != WHOLE)

@@ -1,4 +1,4 @@
-"""Exact end of a pipeline with unequal stages."""
+"""Exact duration of a pipeline with unequal stages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def stage_ends(
 
     Args:
         early, forward, backward: seconds on each stage [S][V].
-        ahead, back: seconds of a hidden state to the next stage, and of its gradient [S - 1][V]; further rows are
-            ignored.
-        devices: group of each stage (`Pipeline.rows`); empty: its own.
+        ahead, back: seconds to send a hidden state to the next stage, and to send its gradient back [S - 1][V];
+            additional rows are ignored.
+        devices: group of devices of each stage (`Pipeline.rows`); empty: each stage has its own.
     """
     from hydragraph.cost.compiled_replay import PARTS, replay, scratch_of
 

@@ -1,4 +1,4 @@
-"""Costs of schemes, for searches for the number of pipelines of each."""
+"""Costs of schemes, for searches that choose the number of pipelines of each scheme."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class CostedSchemes:
     """Schemes priced by `Costs`.
 
     Args:
-        schemes: to choose from; default: the measured ones.
-    """
+        schemes: schemes to choose from; default: the measured schemes."""
 
     def __init__(self, costs: Costs, schemes: Sequence[Scheme] | None = None) -> None:
         self._costs = costs
@@ -55,7 +54,7 @@ class CostedSchemes:
         self.schemes: Mapping[Scheme, Constants] = {scheme: profile.constants(scheme) for scheme in chosen}
         self.failed = profile.failed
         self.limits = profile.limits
-        self.memory = None  # memory is walked
+        self.memory = None  # memory comes from walks
         self._known: dict[Scheme, PipelineCost] = {}
         self._placed: dict[Pipeline, PipelineCost] = {}
         self._charges: dict[tuple[Scheme, ...], float] = {}
@@ -73,7 +72,7 @@ class CostedSchemes:
         return self._costs.profile.util_len(scheme)
 
     def pipeline(self, scheme: Scheme, devices: int) -> PipelineCost:
-        """Return the cost of a pipeline on these ranks."""
+        """Return the cost of a pipeline on the ranks that own most of the state."""
         if scheme not in self._known:
             stages = regular_pipeline(*scheme, self._costs.outline.layers, 0).stages
             placed = tuple(replace(s, devices=tuple(self._fullest[d] for d in s.devices)) for s in stages)
@@ -81,21 +80,21 @@ class CostedSchemes:
         return self._known[scheme]
 
     def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the costs of pipelines on their ranks."""
+        """Return the costs of pipelines, each on its ranks in a strategy of these schemes."""
         for pipeline in self._strategy(schemes).pipelines:
             if pipeline not in self._placed:
                 self._placed[pipeline] = self._costs.pipeline(pipeline)
         return tuple(self._placed[pipeline] for pipeline in self._strategy(schemes).pipelines)
 
     def charge(self, schemes: Sequence[Scheme]) -> float:
-        """Return `Costs.fixed` of a strategy."""
+        """Return `Costs.fixed` of a strategy of these schemes."""
         key = tuple(schemes)
         if key not in self._charges:
             self._charges[key] = self._costs.fixed(self._strategy(schemes))
         return self._charges[key]
 
     def charge_in_search(self, schemes: Sequence[Scheme]) -> float:
-        """Return 0: `charge` simulates, which is slow."""
+        """Return 0, because `charge` runs a slow simulation."""
         return 0.0
 
     def _strategy(self, schemes: Sequence[Scheme]) -> Strategy:
@@ -113,9 +112,9 @@ def schemes_of(
     """Return the costs of schemes on `ranks` measured devices.
 
     Args:
-        profile: with blocks, or of published constants, which ignore `home`.
-        home: default: equal shares.
-        schemes: default: the measured ones.
+        profile: profile with blocks, or with published constants, for which `home` is ignored.
+        home: owners of the state; default: equal shares.
+        schemes: schemes to price; default: the measured schemes.
     """
     if profile.blocks and profile.device is not None:
         from hydragraph.cost.costs import Costs  # needs PyTorch, which published constants do not

@@ -1,7 +1,7 @@
 """Transfers that share ports and network cards.
 
-A flow occupies a resource for a fraction of its time. While fractions on a resource sum to s > 1, its flows run at
-1 / s of their speed; a flow's slowest resource counts.
+A flow occupies a resource for a fraction of its time. While the fractions on a resource add up to s > 1, its flows run
+at 1 / s of their speed; the slowest resource of a flow determines its speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Used = tuple[tuple[int, float], ...]  # (resource, part)
 
 
 class Flow:
-    """A transfer: `left` seconds alone at `since`, and at `rate` of its speed from then on."""
+    """A transfer with `left` more seconds at full speed at time `since`, which then runs at `rate` of full speed."""
 
     __slots__ = ("actor", "index", "left", "rate", "since", "used", "version")
 
@@ -34,8 +34,8 @@ class Flows:
     """All flows."""
 
     def __init__(self) -> None:
-        # Ends of earlier versions are skipped.
-        self._events: list[tuple[float, int, int, Flow]] = []  # when, turn, version (0: begins), which
+        # Events of outdated versions are skipped.
+        self._events: list[tuple[float, int, int, Flow]] = []  # (time, turn, version, flow); version 0: it begins
         self._turn = 0
         self._load: dict[int, float] = {}
         self._users: dict[int, set[Flow]] = {}
@@ -45,7 +45,7 @@ class Flows:
         self._push(at, 0, flow)
 
     def ended(self) -> Iterator[tuple[float, Flow]]:
-        """Yield (time, flow) in the order of ends; more may begin meanwhile."""
+        """Yield (time, flow) in the order of ends; more flows may begin during the iteration."""
         while self._events:
             now, _, version, flow = heapq.heappop(self._events)
             if version == 0:
@@ -81,7 +81,7 @@ class Flows:
         self._set_rates(now, freed)
 
     def _set_rates(self, now: float, flows: set[Flow]) -> None:
-        # Every run must settle ties alike.
+        # Ties must be resolved in the same way in every run.
         for flow in sorted(flows, key=lambda f: (f.actor, f.index)):
             most = max((self._load[resource] for resource, _ in flow.used), default=0.0)
             rate = 1.0 if most <= FULL else 1.0 / most

@@ -1,7 +1,7 @@
 """Cost of a shared stage for each of its pipelines.
 
-To a pipeline with the fraction x of its micro-batches, a shared stage appears 1 / x times as slow. With seconds s_p of
-the slowest stage of pipeline p alone,
+For a pipeline with the fraction x of a shared stage's micro-batches, the stage appears 1 / x times as slow. If the
+slowest stage of pipeline p takes s_p seconds without sharing,
 
     x_p = (1 / s_p) / sum over the stage's pipelines q of (1 / s_q)
 """
@@ -19,7 +19,7 @@ def turns(strategy: Strategy, seconds: Sequence[float]) -> tuple[tuple[float, ..
     Args:
         seconds: s_p of each pipeline, above 0.
     """
-    paces: dict[int, float] = {}  # per second, by a stage's first device
+    paces: dict[int, float] = {}  # micro-batches per second, by a stage's first device
     for pipeline, slowest in zip(strategy.pipelines, seconds, strict=True):
         for stage in pipeline.stages:
             paces[stage.devices[0]] = paces.get(stage.devices[0], 0.0) + 1 / slowest

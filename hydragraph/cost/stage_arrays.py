@@ -39,8 +39,8 @@ class StageTerms(NamedTuple):
 
     Attributes:
         reaches: window and chunk [W, 2]; infinite: none.
-        stages, tables: stages of each kind [K], and its order of work [K, S, actions].
-        faithful: whether they equal `PipelineCost.seconds` [K].
+        stages, tables: number of stages of each kind [K], and its order of work [K, S, actions].
+        faithful: whether the arrays give exactly `PipelineCost.seconds` [K].
     """
 
     seconds: Floats
@@ -54,8 +54,8 @@ def stage_terms(kinds: Sequence[PipelineCost], count: int, shortest: int | None 
     """Return the arrays of kinds of pipelines.
 
     Args:
-        count: maximum micro-batches of a pipeline.
-        shortest: minimum tokens of a micro-batch, for lower bounds instead of approximations.
+        count: maximum number of micro-batches of a pipeline.
+        shortest: minimum tokens of a micro-batch, to compute lower bounds; None: compute approximations.
     """
     reaches = tuple(sorted({r for kind in kinds for r in _reaches(kind)}, key=lambda each: each.order))
     arrays = [_kind(kind, shortest, reaches) for kind in kinds]
@@ -93,7 +93,7 @@ def _tables(kinds: tuple[tuple[str, int | tuple[int, ...]], ...], count: int) ->
 
 @partial(compiled, shared=True)
 def table_at(terms: StageTerms, kind: int) -> ScheduleTable:
-    """Return the table of one kind."""
+    """Return the schedule's table for one kind of pipeline."""
     tables = terms.tables
     return ScheduleTable(tables.work[kind], tables.micro_batch[kind], tables.skip[kind], tables.stage[kind])
 

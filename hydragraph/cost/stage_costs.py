@@ -16,16 +16,16 @@ Parts = tuple[tuple[float, Curve], ...]  # (count, curve)
 
 @dataclass(frozen=True)
 class Ring:
-    """Tensor-parallel sums outside the curves: a ring of 2 (t - 1) messages each.
+    """Tensor-parallel sums that the curves do not include; each sum is a ring of 2 (t - 1) messages.
 
     Attributes:
         ranks: t.
-        times: summed hidden states per micro-batch.
-        link: the slowest one.
-        hidden: seconds per token that overlap with weight gradients, unlike latencies.
-        pieces: parts of the tokens, summed one after the other.
-        beside: (number of sums, seconds per token of the product before each): all pieces but the last run while the
-            next one's product is computed.
+        times: number of hidden states that are summed per micro-batch.
+        link: the slowest link of the ring.
+        hidden: seconds per token that overlap with weight gradients; latencies do not overlap.
+        pieces: number of parts of the tokens, which are summed one after another.
+        beside: (number of sums, seconds per token of the product before each sum): every piece except the last is
+            summed while the product of the next piece is computed.
     """
 
     ranks: int
@@ -38,7 +38,7 @@ class Ring:
 
     @property
     def exposed(self) -> Ring:
-        """The same sums, if they did not overlap with weight gradients."""
+        """The same sums without overlap with weight gradients."""
         return replace(self, hidden=0.0)
 
     def slower(self, factor: float) -> Ring:
@@ -48,7 +48,7 @@ class Ring:
 
     @property
     def latency_s(self) -> float:
-        """Seconds for empty messages, of the last piece of each sum."""
+        """Latency of the messages of the last piece of each sum, in seconds."""
         return self.times * 2 * (self.ranks - 1) * self.link.latency_s
 
     def seconds(self, tokens: int) -> float:
@@ -72,12 +72,12 @@ class Ring:
 
 @dataclass(frozen=True)
 class Hop:
-    """Concurrent messages from one stage to the next.
+    """Messages that the ranks of one stage send to the next at the same time.
 
     Attributes:
         links: links of the slowest rank's consecutive messages.
-        sharing: most messages through one card.
-        part: sent fraction of a hidden state.
+        sharing: largest number of messages through one card.
+        part: fraction of a hidden state that each message sends.
     """
 
     links: tuple[Interconnect, ...]
@@ -98,11 +98,11 @@ class Hop:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage.
+    """Cost of one stage.
 
     Attributes:
         forward, backward: curves of each kind of rank (type of device, rate).
-        aux: curves of what runs before the forward and its message.
+        aux: curves of computation that runs before the forward and does not wait for its message.
         ahead, back: messages to and from the next stage, if any.
     """
 
@@ -123,13 +123,13 @@ class StageCost:
         return replace(self, forward=forward, backward=backward, aux=aux, rings=rings)
 
     def under(self, schedule: str) -> StageCost:
-        """Return the stage under a schedule; weight gradients of split backwards are too late to hide sums."""
+        """Return the stage under a schedule; with split backwards, weight gradients run too late to hide sums."""
         if self.rings is None or schedule in WHOLE_BACKWARD:
             return self
         return replace(self, rings=(self.rings[0], self.rings[1].exposed))
 
     def seconds(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the seconds of aux with forward, and of backward."""
+        """Return the seconds of the forward, including aux, and of the backward."""
         early, one, two = self.apart(lengths)
         return early + one, two
 
@@ -169,7 +169,7 @@ def stages_end(
     """Return the time at which micro-batches in this order end.
 
     Args:
-        rows: of each stage (`Pipeline.rows`); empty: its own.
+        rows: row of each stage (`Pipeline.rows`); empty: each stage has its own.
     """
     if not micro_batches:
         return 0.0

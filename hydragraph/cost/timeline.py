@@ -109,7 +109,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> CriticalPath:
-        """Chain of waits that determines the end."""
+        """Chain of instructions that determines the end."""
         return critical_path(self.actors, self.times)
 
     @cached_property
@@ -117,14 +117,14 @@ class Timeline:
         """Memory of each rank over time.
 
         Raises:
-            ValueError: it was not made from `Costs`.
+            ValueError: the timeline was not simulated from `Costs`.
         """
         if self.curves is None:
-            raise ValueError("this timeline knows no sizes: simulate with hg.simulate(costs, strategy, assignment)")
+            raise ValueError("this timeline has no sizes: simulate with hg.simulate(costs, strategy, assignment)")
         return self.curves(self)
 
     def busy_s(self, rank: int, stream: Stream) -> float:
-        """Return how long a rank's stream is busy."""
+        """Return the seconds for which a rank's stream is busy."""
         return self._busy[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property
@@ -143,7 +143,7 @@ class Timeline:
         return by_actor
 
     def exposed_s(self, rank: int, stream: Stream) -> float:
-        """Return how long computation or commit waits for a stream's values, even before their transfer begins."""
+        """Return the seconds that computation or commit waits for a stream, even before its transfers begin."""
         return self._exposed[self.actor_of[rank]].get(stream, 0.0)
 
     @cached_property
@@ -217,13 +217,13 @@ def _waits(instructions: Sequence[Instruction], times: Times) -> Iterator[tuple[
 
 
 def simulate(programs: Sequence[RankProgram], cluster: Cluster, work: Priced) -> Timeline:
-    """Price separately lowered programs.
+    """Simulate separately lowered programs.
 
     Args:
         programs: verified (`hydragraph.ir.verify`), one per rank.
 
     Raises:
-        ValueError: ranks and devices, or programs of a stage, differ, or programs never end.
+        ValueError: the numbers of ranks and devices differ, programs of a stage differ, or programs never end.
     """
     if len(programs) != len(cluster.devices):
         raise ValueError(f"{len(programs)} rank programs on {len(cluster.devices)} devices: give one device per rank")
@@ -236,5 +236,5 @@ def run(
     work: Priced,
     curves: Curves | None = None,
 ) -> Timeline:
-    """Simulate actors that together are all ranks."""
+    """Simulate actors that together contain all ranks."""
     return Timeline(tuple(actors), tuple(Engine(actors, cluster, work).run()), curves)

@@ -32,7 +32,7 @@ class TracedStep:
     """A traced iteration that can be simulated.
 
     Attributes:
-        step: the step's number in its events.
+        step: number of the step, as in its events.
         seconds: time of the step on rank 0, without waiting for a plan.
     """
 
@@ -55,7 +55,7 @@ class Trace:
 
 
 def write_events(per_rank: Iterable[Iterable[TraceEvent]], path: Path, steps: Sequence[TracedStep] = ()) -> None:
-    """Write all ranks' events, a process per rank and a thread per stream, from 0 on.
+    """Write the events of all ranks, with a process per rank and a thread per stream; times start at 0.
 
     Args:
         steps: traced steps of a real run; other programs that read the file ignore them.
@@ -126,7 +126,7 @@ def read_trace(path: Path) -> Trace:
     """Read a real run's trace written by `write_events`.
 
     Raises:
-        ValueError: it is not a trace of a run.
+        ValueError: the file is not a trace of a run.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ def read_trace(path: Path) -> Trace:
             f"{path}: not a trace of a run ({error!r}): write one with hydragraph train --trace"
         ) from error
     if not steps:
-        raise ValueError(f"{path} does not say what was run: write the trace of a run with hydragraph train --trace")
+        raise ValueError(f"{path} contains no traced steps: write the trace of a run with hydragraph train --trace")
     return Trace(steps, ranks)
 
 

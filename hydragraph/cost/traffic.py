@@ -1,7 +1,8 @@
-"""Time of concurrent messages, and ports and cards that they occupy.
+"""Time of concurrent messages, and the ports and cards that they occupy.
 
-A rank's incoming messages go one after another, as do its outgoing ones, both directions at once. Ranks share a network
-card's bandwidth. The slowest rank of a *group*, such as a stage, counts. A rank's rate scales its messages' latency.
+A rank receives its messages one after another, and sends its messages one after another, in both directions at the same
+time. Ranks share a network card's bandwidth. The slowest rank of a *group*, such as a stage, determines the group's
+time. A rank's rate scales the latency of its messages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Pair = tuple[int, int]  # (sender, receiver)
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Bytes between different ranks, each pair once."""
+    """Bytes sent between different ranks; each pair occurs once."""
 
     src: Ints
     dst: Ints
@@ -60,7 +61,7 @@ class Passage:
     Attributes:
         seconds: time of each group without other traffic, 0 if the group takes no part [G].
         partners: whether groups exchange data; a participant is its own partner [G, G].
-        occupied: (resource, fraction of seconds) of each group.
+        occupied: (resource, fraction of `seconds`) pairs of each group.
     """
 
     seconds: Floats
@@ -88,11 +89,12 @@ class _Exchange:
 class Roads:
     """Links of a cluster for groups of ranks.
 
-    Resources are numbered: ports of groups out (0 .. G-1) and in (G .. 2G-1), cards out, cards in.
+    Resources are numbered: outgoing ports of groups (0 .. G-1), incoming ports (G .. 2G-1), outgoing cards, incoming
+    cards.
 
     Args:
-        group: of each rank [R].
-        handling: each rank's factor on latency [R].
+        group: group of each rank [R].
+        handling: factor by which each rank multiplies latency [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:
@@ -148,7 +150,7 @@ class Roads:
         return float(self._exchanged(moved).rank_s.max(initial=0.0))
 
     def passage(self, moved: Transfers) -> Passage:
-        """Return an exchange of concurrent messages."""
+        """Return the exchange that concurrent messages form."""
         groups = self._groups
         exchange = self._exchanged(moved)
         src, dst = exchange.src, exchange.dst

@@ -1,4 +1,4 @@
-"""Bytes of a rank in a bucket's exchange besides weights and gradients."""
+"""Bytes that a rank needs for a bucket's pull or push, in addition to weights and gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MessageBytes:
     """Bytes of a bucket's exchange on one rank: copies for sending, and received data.
 
     Attributes:
-        outgoing, incoming: weights, or gradients to first owners.
-        handed: both, of gradients from first to second owners.
+        outgoing, incoming: bytes of pulled weights, or of gradients sent to first owners.
+        handed: outgoing and incoming bytes of gradients sent from first to second owners.
     """
 
     outgoing: int
@@ -48,7 +48,7 @@ def pulled(owners: Layout, users: Layout, rank: int, ranks: int, itemsize: int) 
 
 
 def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int:
-    """Return the bytes of pulled weights beyond the home shard; see `pulled`."""
+    """Return the bytes of pulled weights outside the home shard; see `pulled`."""
     if itemsize == WEIGHT_BYTES and stays(owners, users):
         sends, receives = copy(owners, users, rank).of(rank)
         if _same(sends, owners.local_size(rank), receives, users.local_size(rank)):
@@ -57,7 +57,7 @@ def pulled_bytes(owners: Layout, users: Layout, rank: int, itemsize: int) -> int
 
 
 def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
-    """Return whether a rank's gradients are those of its home shard; see `pulled`."""
+    """Return whether a rank accumulates gradients directly in its home shard; see `pulled`."""
     if not sums_stay(users, owners):
         return False
     sends, receives = reduce(users, owners, rank).of(rank)
@@ -65,7 +65,7 @@ def sums_at_home(owners: Layout, users: Layout, rank: int) -> bool:
 
 
 def added_bytes(owners: Layout, users: Layout, rank: int) -> int:
-    """Return the bytes of sums added to earlier pushes; see `pulled`."""
+    """Return the bytes of sums that are added to those of earlier pushes; see `pulled`."""
     if sums_at_home(owners, users, rank):
         return 0
     return GRADIENT_BYTES * owners.first.local_size(rank)

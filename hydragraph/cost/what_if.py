@@ -15,7 +15,7 @@ _FORM = re.compile(r"(?:(?P<kind>device|rank|type)\s+(?P<name>\S+)|(?P<link>\w+)
 
 
 def check_change(text: str) -> tuple[re.Match[str], float]:
-    """Return a change's parts and factor; a ValueError unless it has a form of `what_if`."""
+    """Return the parts and the factor of a change; raise ValueError unless the text has a form of `what_if`."""
     change = _FORM.fullmatch(text.strip())
     try:
         factor = float(change["factor"]) if change else 0.0
@@ -30,7 +30,7 @@ def what_if(costs: Costs, text: str) -> Costs:
     """Return the costs with one number changed.
 
     Args:
-        text: "device 3 x2.57" or "type l4 x2": slow ranks down; "between_nodes x0.5", "within_node x2": multiply
+        text: "device 3 x2.57" or "type l4 x2" slows down ranks; "between_nodes x0.5" or "within_node x2" multiplies
             bandwidth.
 
     Raises:

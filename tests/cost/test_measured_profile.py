@@ -42,7 +42,7 @@ def test_a_degree_without_constants_is_refused() -> None:
     profile = Profile.from_constants(entry)
     with pytest.raises(hg.Unsupported, match="degree 8 has no activation constant"):
         profile.max_len((8, 1), 8)
-    with pytest.raises(hg.Unsupported, match="degree 8 has no utilisation length"):
+    with pytest.raises(hg.Unsupported, match="degree 8 has no utilization length"):
         profile.util_len((8, 1))
 
 
