@@ -61,13 +61,14 @@ class ModelConfig:
     """The Hugging Face model to train: a new one, or the contents of a local directory.
 
     Attributes:
-        architecture: a class of transformers, such as LlamaForCausalLM.
-        config: arguments of its config class; the vocabulary and the end-of-text id default to the tokenizer's. With
-            `path`, only the settings to change in the directory's config, such as {attention_dropout: 0.0}.
-        path: a local directory that `save_pretrained` wrote, instead of an architecture.
-        weights: a directory with safetensors files; each rank reads only its own part, and no process holds the
-            whole model. The model is `architecture`, or the one that the directory describes.
-        dropout: train with the dropout of the model's config.
+        architecture: name of a transformers class, such as LlamaForCausalLM, for a new model.
+        config: arguments of the architecture's config class; the vocabulary size and the end-of-text id default to the
+            tokenizer's. With `path`, only the settings to change in the directory's config, such as {attention_dropout:
+            0.0}.
+        path: a local directory that `save_pretrained` wrote, instead of `architecture`.
+        weights: a directory with safetensors files; each rank reads only its own part, and no process loads the whole
+            model. The model's class is `architecture`, or the class in the directory's config.
+        dropout: use the dropout probabilities of the model's config in training; false: train without dropout.
         trust_remote_code: run Python code in the model's directory, with all of your permissions.
     """
 
@@ -106,9 +107,9 @@ class LoraConfig:
     Attributes:
         r: rank of the matrices.
         alpha: the adapters' output is scaled by alpha / r.
-        targets: layers with adapters, by the last part of their names; "all-linear": all except the head; None:
-            peft's choice for the architecture.
-        rslora: scale by alpha / sqrt(r) instead.
+        targets: layers that get adapters, given by the last part of their names; "all-linear": all linear layers except
+            the head; None: peft's default for the architecture.
+        rslora: scale the adapters' output by alpha / sqrt(r) instead.
         dropout: probability of dropping each input of an adapter.
         dora: also train the magnitudes of the weights' rows.
         modules_to_save: layers that are trained fully and saved with the adapters.
@@ -154,14 +155,14 @@ class SourceConfig(CheckedFields):
         format: contents of .jsonl objects and of rows of tables: "text", "chat" (messages), "completion" (a prompt and
             its completion), "alpaca" (instruction, input, output, system, history), "tokens" (input_ids, and labels
             that may be -100) or "preference" (a prompt, a chosen and a rejected answer; for `objective`); "auto"
-            decides by the first record of each file.
-        text_field: the field of a .jsonl object, or the column of a table, with the text.
-        messages_field: the field with a conversation, a list of {role, content}.
-        tools_field: the field with the tools of a conversation.
-        prompt_field: the field with a prompt; the loss leaves its tokens out.
-        completion_field: the field with the completion.
-        chosen_field: the field with the preferred answer.
-        rejected_field: the field with the other answer.
+            detects the format from the first record of each file.
+        text_field: the field of a .jsonl object, or the column of a table, that contains the text.
+        messages_field: the field that contains a conversation, a list of {role, content}.
+        tools_field: the field that contains the tools of a conversation.
+        prompt_field: the field that contains the prompt, whose tokens are not in the loss.
+        completion_field: the field that contains the completion.
+        chosen_field: the field that contains the preferred answer.
+        rejected_field: the field that contains the rejected answer.
         max_samples: read at most this number of documents; None: all.
     """
 
@@ -188,7 +189,7 @@ class MixedConfig(SourceConfig):
     """A corpus of a mixture.
 
     Attributes:
-        weight: relative share of its tokens in training.
+        weight: relative share of this corpus in the training tokens.
     """
 
     weight: Number = 1.0
@@ -204,23 +205,25 @@ class DataConfig(SourceConfig):
     """The training data, and how it becomes mini-batches.
 
     Attributes:
-        mixture: several corpora, each with a weight, instead of `paths` and its related fields.
+        mixture: several corpora, each with a weight, instead of `paths`.
         evaluation: corpora to evaluate on, by name. If given, no training documents are held out by default.
-        tokenizer: a tokenizer.json or a directory with one; None: the tokenizer of `model.path` or `model.weights`, or
-            else a new byte-level BPE.
-        vocab_size: number of tokens of a new tokenizer.
-        chat_template: the file of a Jinja template for conversations, the template itself, or "chatml"; None: the
-            tokenizer's own.
-        template_arguments: arguments of the template, such as {enable_thinking: false}; a record's own
-            `chat_template_kwargs` take precedence.
-        train_on: the messages of a conversation in the loss: "assistant" (all of the assistant), "last" (only its last)
-            or "all" messages. With a prompt and a completion, the loss covers the completion.
-        tokens_per_step: most tokens of a mini-batch.
-        max_length: tokens of the longest sequence.
-        overlong: "cut" longer documents into sequences, "drop" them, or "refuse" to train. Of answers to compare, "cut"
-            keeps the first `max_length` tokens, prompt included, and "drop" leaves out the pair.
-        heldout: fraction of the documents held out for evaluation; None: 0.01, or 0 if `evaluation` is given.
-        cache: directory for tokenizers and token files, to use them in other runs; None: the run folder.
+        tokenizer: a tokenizer.json or a directory that contains one; None: the tokenizer of `model.path` or
+            `model.weights`, or else a new byte-level BPE.
+        vocab_size: vocabulary size of a new tokenizer.
+        chat_template: a file with a Jinja template for conversations, the template itself, or "chatml"; None: the
+            tokenizer's template.
+        template_arguments: arguments of the chat template, such as {enable_thinking: false}; the `chat_template_kwargs`
+            of a record take precedence.
+        train_on: the messages of a conversation that count in the loss: "assistant" (all assistant messages), "last"
+            (only the last assistant message) or "all" messages. With a prompt and a completion, the loss covers the
+            completion.
+        tokens_per_step: maximum number of tokens in a mini-batch.
+        max_length: maximum number of tokens in a sequence.
+        overlong: what to do with documents longer than `max_length`: "cut" them into several sequences, "drop" them, or
+            "refuse" to train. For preference data, "cut" truncates prompt and answer to `max_length` tokens, and "drop"
+            skips the pair.
+        heldout: fraction of the documents to hold out for evaluation; None: 0.01, or 0 if `evaluation` is given.
+        cache: directory for tokenizers and token files, so that other runs can reuse them; None: the run folder.
     """
 
     mixture: tuple[MixedConfig, ...] = ()
@@ -274,8 +277,8 @@ class OptimizerConfig:
     Attributes:
         name: name of the class, such as AdamW or SGD.
         lr: the peak learning rate.
-        weight_decay: for matrices only, not for biases and norm weights.
-        betas, eps, momentum: arguments of the class.
+        weight_decay: weight decay of matrices; biases and norm weights do not decay.
+        betas, eps, momentum: argument of the optimizer class.
     """
 
     name: str = "AdamW"
@@ -302,10 +305,10 @@ class ScheduleConfig:
     """The learning rate over the steps.
 
     Attributes:
-        warmup: number of steps in which the learning rate rises linearly to its peak.
-        decay: how the learning rate falls after the warm-up: "cosine", "linear", "constant" (none), or "wsd" (warm-up,
-            stable, decay), which stays at the peak and falls linearly at the end.
-        min_lr_ratio: last learning rate, as a fraction of the peak.
+        warmup: number of steps over which the learning rate rises linearly to its peak.
+        decay: decay of the learning rate after the warm-up: "cosine", "linear", "constant" (no decay), or "wsd"
+            (warm-up, stable, decay), which stays at the peak and falls linearly at the end.
+        min_lr_ratio: final learning rate, as a fraction of the peak.
         warmup_ratio: length of the warm-up as a fraction of all steps, instead of `warmup`.
         decay_ratio: length of the decay of "wsd" as a fraction of all steps; None: 0.1.
     """
@@ -341,8 +344,9 @@ class CheckpointConfig:
     """How checkpoints are written.
 
     Attributes:
-        asynchronous: copy the state to CPU memory and write it during training.
-        pieces: further places, near the ranks, for a quick recovery from losses; null: only the run folder.
+        asynchronous: copy the state to CPU memory and write it while training continues.
+        pieces: additional checkpoint locations near the ranks, for a quick recovery after a rank is lost; null: only
+            the run folder.
         every: steps between checkpoints in pieces.
     """
 
@@ -365,14 +369,14 @@ class PlanConfig:
 
     Attributes:
         choose: run each step under the strategy that is expected to finish it first, instead of taking turns.
-        profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough costs.
-        cluster: the cluster file of devices of several types, which must all be in the profile (`hg.Profile.merge`);
-            None: all devices are like the measured one.
-        health: file of the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
+        profile: a file that `hydragraph profile` wrote; None: strategies are compared by rough estimates.
+        cluster: a cluster file, for devices of several types, which must all be in the profile (`hg.Profile.merge`);
+            None: all devices have the measured type.
+        health: a file with the slowdowns of ranks; needs `cluster`. None: all devices are healthy.
         ahead: number of mini-batches that are planned in advance; 0: each is planned when its step begins.
         workers: number of planning processes.
-        gain: keep a single strategy if choosing would save less than this fraction of its time.
-        sample: number of mini-batches to decide this by, and for which "auto" proposes strategies.
+        gain: use a single strategy if choosing one for each step would save less than this fraction of the time.
+        sample: number of mini-batches on which `gain` is evaluated and for which "auto" proposes strategies.
         patience_s: seconds that a step waits for its plan before it uses a quick one.
     """
 
@@ -403,16 +407,17 @@ class ElasticConfig:
     runs whose `strategies: auto` measures the devices, unless a launcher starts each rank.
 
     Attributes:
-        copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: all
-            ranks then return to the newest checkpoint.
+        copies: 2: every part of the state has a second owner, so that a lost rank costs only the current step; 1: after
+            the loss of a rank, all ranks return to the newest checkpoint.
         spares: number of processes that wait to replace a lost rank.
-        min_ranks: with fewer ranks the run saves and ends; 0: a lost rank ends the run; null: 1 if the run survives
-            losses.
-        rejoin: start a process to replace a lost one; it joins between two steps.
-        monitor: measure every rank, and write to `events.jsonl` which are slow, by how much and since when.
-        replan: plan again in the background when ranks become slow or steps take other times than expected, and switch
-            if the new plan pays off; needs `strategies: auto`, or `plan` with `choose` and a profile, and implies
-            `monitor`. null: true where `strategies: auto` measures the devices, else false.
+        min_ranks: minimum number of ranks; with fewer, the run saves a checkpoint and ends. 0: a lost rank ends the
+            run; null: 1 if elastic training is enabled.
+        rejoin: start a new process to replace a lost rank; the process joins between two steps.
+        monitor: measure the speed of every rank, and write to `events.jsonl` which ranks are slow, by how much and
+            since when.
+        replan: plan again in the background when ranks become slow or steps take longer or shorter than expected, and
+            switch if the new plan pays off; needs `strategies: auto`, or `plan` with `choose` and a profile, and
+            implies `monitor`. null: true if `strategies: auto` measures the devices, else false.
         dry_run: report decisions without switching.
         enter, leave: a rank counts as slow from `enter` times the time of its peers, until it is below `leave` times.
     """
@@ -444,51 +449,56 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run.
+    """The config of a training run.
 
     Attributes:
         model, data, optimizer, schedule, checkpoint, plan, elastic: see their classes.
-        adapter: train adapters only, and write them as `peft` does; None: train all weights.
-        callbacks: objects or classes, as "module:name", with any of on_step(metrics), on_evaluate(metrics) and
-            on_checkpoint(step, path), called on rank 0. "wandb" logs to Weights & Biases.
-        objective: train on pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
-            {simpo: {...}} or {orpo: {...}}, or their names alone; None: predict the next token.
-        strategies: texts such as "<tp2,pp1> + <tp1,pp2>", paths of YAML files, or the YAML itself. Steps take turns
-            among them, or use the best for each step (`plan.choose`). "auto" measures the devices, or reads
-            `plan.profile`, and plans for them and the data.
-        home: the owners of the weights and the optimizer's state: "auto" (the ranks that exchange least for the
-            strategies), "stages" (those that compute a block), "equal" (equal shares), a text such as
+        adapter: train only adapters, and save them in the format of `peft`; None: train all weights.
+        callbacks: objects or classes, as "module:name", that define any of on_step(metrics), on_evaluate(metrics) and
+            on_checkpoint(step, path), which are called on rank 0. "wandb" logs to Weights & Biases.
+        objective: loss for pairs of a preferred and a rejected answer (`data.format: preference`): {dpo: {beta: 0.1}},
+            {simpo: {...}} or {orpo: {...}}, or only the name, for the default settings; None: predict the next token.
+        strategies: one or more strategies, each as text such as "<tp2,pp1> + <tp1,pp2>", as the path of a YAML file, or
+            as YAML. Steps alternate between the strategies, or use the best one for each step (`plan.choose`). "auto"
+            measures the devices, or reads `plan.profile`, and plans strategies for the devices and the data.
+        home: the owners of the weights and the optimizer's state: "auto" (the ranks for which the strategies need the
+            least communication), "stages" (the ranks that compute a block), "equal" (equal shares), a text such as
             "3,3,1,0 copies=2", or {shares: [3, 3, 1, 0], copies: 2}.
-        steps: number of mini-batches to train on; 0: given by `epochs`.
-        epochs: number of passes over the data, instead of `steps`; 0: given by `steps`.
+        steps: number of mini-batches to train on; 0: train for `epochs`.
+        epochs: number of passes over the data, instead of `steps`; 0: train for `steps`.
         ranks: number of local processes to start, unless a launcher such as torchrun has started them.
-        max_grad_norm: gradients with a larger global norm are scaled down to it; None: never.
-        label_smoothing: share of every target that all tokens of the vocabulary get, from 0 to below 1, as in
-            `torch.nn.functional.cross_entropy`; also in evaluations.
+        max_grad_norm: gradients with a larger global norm are scaled down to this norm; None: no clipping.
+        label_smoothing: smoothing of the targets, from 0 to below 1, as in `torch.nn.functional.cross_entropy`; applies
+            to evaluations as well.
         dtype: dtype of the computation; weights and optimizer state are always float32.
         backend: "inductor" compiles the graphs, "eager" runs them operator by operator; None: Inductor on CUDA, eager
             elsewhere.
-        device: "cpu" or "cuda"; None: a GPU where there is one.
-        check: "auto" compares the captured graphs with the model on short sequences before the first step, each kind of
-            block once; "full" compares every block, "off" none.
+        device: "cpu" or "cuda"; None: a GPU if available.
+        check: "auto" compares the captured graphs with the model on short sequences before the first step, once for
+            each kind of block; "full" compares every block; "off" skips the comparison.
         compiled: a folder that `hydragraph compile` wrote for this config; the run starts from it without tracing.
-        trust: also load Inductor's code from that folder, which runs with all of your permissions.
-        seed: seed of a new model's weights, of the order of the data and of dropout.
-        evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the last step
-            also evaluates. 0: never.
-        evaluate_per_epoch: instead, the number of evaluations in each pass over the data, the last one at its end.
-        evaluate_batches: mini-batches of `data.tokens_per_step` that an evaluation reads of each corpus.
-        checkpoint_every: steps between checkpoints; the last step also writes one. 0: only the last step.
-        checkpoint_per_epoch: instead, the number of checkpoints in each pass over the data.
+        trust: also load Inductor's compiled code from the folder `compiled`; this code runs with all of your
+            permissions.
+        seed: random seed for the weights of a new model, the order of the data, and dropout.
+        evaluate_every: steps between evaluations on the held-out documents and on `data.evaluation`; the run also
+            evaluates after its last step. 0: never.
+        evaluate_per_epoch: instead of `evaluate_every`, the number of evaluations in each pass over the data; the last
+            one is at the end of the pass.
+        evaluate_batches: number of mini-batches (of `data.tokens_per_step` tokens) that an evaluation reads from each
+            corpus.
+        checkpoint_every: steps between checkpoints; the run also saves one after its last step. 0: only after the last
+            step.
+        checkpoint_per_epoch: instead of `checkpoint_every`, the number of checkpoints in each pass over the data.
         keep: number of the newest checkpoints to keep.
         keep_best: also keep the checkpoint with the lowest evaluation loss (on the held-out documents, or else on the
-            first corpus of `data.evaluation`), and write the run's `model` from it.
-        patience: end the run after this number of evaluations in a row without a lower loss; None: never.
-        min_improvement: for `patience`, a loss counts as lower if it is lower by more than this.
-        grace_s: seconds to finish a step and save when the run is asked to stop (SIGTERM, Ctrl-C).
-        progress_s: if ranks wait for this number of seconds while none makes progress, all fail with a report.
-        deterministic: compute the same bits for any ranks, pipelines and homes, even if ranks are lost; slower.
-        push_dtype: dtype of gradients on the way to their owners, which add them in fp32: float32 or bfloat16.
+            first corpus of `data.evaluation`), and export the run's `model` from this checkpoint.
+        patience: stop the run after this number of consecutive evaluations without a lower loss; None: do not stop
+            early.
+        min_improvement: smallest decrease of the loss that counts as an improvement for `patience`.
+        grace_s: seconds that a run has to finish its step and save after it is asked to stop (SIGTERM, Ctrl-C).
+        progress_s: if ranks wait for this number of seconds and no rank makes progress, all ranks fail with a report.
+        deterministic: compute bit-identical results for any ranks, pipelines and homes, even if ranks are lost; slower.
+        push_dtype: dtype in which gradients are sent to their owners, float32 or bfloat16; the owners add them in fp32.
         output: the run folder.
     """
 

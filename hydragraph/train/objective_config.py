@@ -19,12 +19,12 @@ Scale = Annotated[float, _check_scale]
 
 @dataclass(frozen=True)
 class DpoConfig(CheckedFields):
-    """Direct preference optimisation (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
+    """Direct preference optimization (Rafailov et al., 2023, eq. 7): -log sigmoid of the difference of the rewards.
 
     The reward of an answer is beta * (log p - log p_ref), where p_ref is the model before training.
 
     Attributes:
-        beta: strength of the reference; a smaller one lets the model move away further.
+        beta: strength of the pull toward the reference model; a smaller value lets the model move further away from it.
         label_smoothing: the assumed fraction of pairs whose answers were swapped (conservative DPO).
     """
 
@@ -34,13 +34,13 @@ class DpoConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class SimpoConfig(CheckedFields):
-    """Simple preference optimisation (Meng et al., 2024, eq. 6): rewards per token, without a reference.
+    """Simple preference optimization (Meng et al., 2024, eq. 6): rewards per token, without a reference.
 
-    The reward of an answer is beta / tokens * log p, and the preferred one should be higher by gamma.
+    The reward of an answer is beta / tokens * log p. The reward of the preferred answer should be higher by gamma.
 
     Attributes:
         beta: scale of the rewards.
-        gamma: the difference of rewards that the loss aims for.
+        gamma: target difference between the rewards of the preferred and the rejected answer.
     """
 
     beta: Scale = 2.0
@@ -49,12 +49,13 @@ class SimpoConfig(CheckedFields):
 
 @dataclass(frozen=True)
 class OrpoConfig(CheckedFields):
-    """Odds ratio preference optimisation (Hong et al., 2024, eq. 6): fine-tuning on the preferred answer, and the odds.
+    """Odds ratio preference optimization (Hong et al., 2024, eq. 6): cross-entropy of the preferred answer + odds
+    ratio.
 
     The odds of an answer are p / (1 - p), with p the geometric mean of its tokens' probabilities.
 
     Attributes:
-        weight: factor of the odds-ratio loss, which is added to the cross-entropy; the paper's lambda.
+        weight: weight of the odds-ratio loss, which is added to the cross-entropy; lambda in the paper.
     """
 
     weight: Number = 0.1
@@ -65,12 +66,12 @@ PairLoss = DpoConfig | SimpoConfig | OrpoConfig
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """A loss that compares a preferred answer with a rejected one; give one of the fields, or its name alone.
+    """A loss that compares a preferred answer with a rejected one: set exactly one field, or give only its name.
 
     Attributes:
-        dpo: direct preference optimisation, relative to the model before training.
-        simpo: simple preference optimisation, without a reference.
-        orpo: odds ratio preference optimisation, which also fine-tunes on the preferred answers.
+        dpo: direct preference optimization, relative to the model before training.
+        simpo: simple preference optimization, without a reference.
+        orpo: odds ratio preference optimization, which also fine-tunes on the preferred answers.
     """
 
     dpo: DpoConfig | None = None

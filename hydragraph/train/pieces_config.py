@@ -9,16 +9,16 @@ from hydragraph.train.field_checks import check_fields
 
 @dataclass(frozen=True)
 class PiecesConfig:
-    """Where the state is also kept close to the ranks, in pieces, besides the checkpoints in the run folder.
+    """Locations near the ranks where the state is also saved, in pieces, in addition to checkpoints in the run folder.
 
-    After a loss each rank reads its part from the nearest place that has it: its memory, its machine's disk, another
-    machine, then the shared place (AutoHet, "accelerated recovery").
+    After a loss each rank reads its part from the nearest location that has it: its memory, its machine's disk, another
+    machine, then the shared directory (AutoHet, "accelerated recovery").
 
     Attributes:
         local: a directory on each machine's own disk; `~` and environment variables, as in $SLURM_TMPDIR/pieces, are
             expanded on each machine. null: none.
-        peers: also keep the pieces in the memory of each rank; takes 24 bytes of host memory per parameter that a rank
-            owns (with AdamW).
+        peers: also store the pieces in host memory of each rank, which needs 24 bytes per parameter that a rank owns
+            (with AdamW).
         shared: a directory that all machines share, or a URL such as s3://bucket/pieces (needs s3fs, gs:// gcsfs);
             null: none.
     """

@@ -67,11 +67,11 @@ def reference() -> str:
     lines = [
         "# The config of a run",
         "",
-        "Every field of the YAML file that `hydragraph train`, `check`, `verify` and `compile` read; `hydragraph init` "
-        "writes one. `--set section.field=value` replaces a field, and a run keeps the resolved file as `config.yaml`. "
-        "This page is made from the dataclasses in `hydragraph/train/config.py`; so is the JSON schema "
-        "`hydragraph/train/config.schema.json`, with which editors complete and check "
-        "(`# yaml-language-server: $schema=...` in the first line).",
+        "This page lists every field of the YAML file that `hydragraph train`, `check`, `verify` and `compile` read. "
+        "`hydragraph init` writes such a file. `--set section.field=value` replaces a field, and a run saves the "
+        "resolved config as `config.yaml`. This page and the JSON schema `hydragraph/train/config.schema.json` are "
+        "generated from the dataclasses in `hydragraph/train/config.py`. Editors use the schema to complete and check "
+        "a config (`# yaml-language-server: $schema=...` in the first line).",
     ]
     for path, cls in _sections("", TrainConfig):
         lines += ["", f"## {f'`{path}`' if path else 'The file'}", "", _summary(cls), ""]
