@@ -1,8 +1,8 @@
-"""What the site takes from outside of docs/: the README is its first page, and these are pages of it, too.
+"""Pages of the documentation site from files outside of docs/; the README is its first page.
 
-The notebook's page shows its cells as they stand; it is executed in a test, and has no outputs to show.
+The notebook's page shows its cells without outputs; a test executes the notebook.
 
-Links are written as GitHub follows them; here they are made to lead to the site's own pages.
+Links in the sources work on GitHub; this module rewrites them to pages of the site.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside."""
+    """Add the pages of files outside of docs/."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         if source.endswith(".ipynb"):
@@ -46,18 +46,18 @@ def cells(notebook: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead the links of a page to where they are on the site."""
+    """Rewrite the links of a page to pages of the site."""
     if page.file.src_uri in PAGES.values():
         return markdown
     return site_links(markdown, f"docs/{page.file.src_uri}")
 
 
 def site_links(text: str, source: str) -> str:
-    """Return a page with its links as the site has them; what is no page of it is named, without a link.
+    """Return a page with links to pages of the site; other targets are named without a link.
 
     Args:
-        text: of the page, in Markdown.
-        source: its path in the repository.
+        text: text of the page, in Markdown.
+        source: path of the page in the repository.
     """
 
     def to_site(match: re.Match[str]) -> str:

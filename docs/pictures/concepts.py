@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: python docs/pictures/concepts.py."""
+"""Draw the pictures of docs/concepts.md: python docs/pictures/concepts.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save(drawn: Figure, name: str) -> None:
 
 
 def strategy() -> None:
-    """Devices x layers."""
+    """Draw the devices and layers of a strategy."""
     drawn, axes = figure(2.4)
     for p, pipeline in enumerate(STRATEGY.pipelines):
         first = 0
@@ -59,7 +59,7 @@ def strategy() -> None:
 
 
 def home_and_here() -> None:
-    """Who owns layer 0 between steps, and who has it during one."""
+    """Draw the owners of layer 0 between steps, and the ranks that use it during a step."""
     drawn, axes = figure(3.3)
     label(axes, 0, "home: fp32 weights, moments")
     for rank in range(4):
@@ -86,7 +86,7 @@ def home_and_here() -> None:
 
 
 def link() -> None:
-    """Both layouts cut at all places where either is cut."""
+    """Draw two layouts, split at every boundary of either layout."""
     drawn, axes = figure(2.8)
     home, here = (0.0, 2.0, 4.0, 6.0, 8.0), (0.0, 5.0, 8.0)
     for row, cuts, name in ((0, home, "home, four owners"), (1.2, here, "here, two unequal shards")):
@@ -106,7 +106,7 @@ def link() -> None:
 
 
 def accumulation() -> None:
-    """Two pipelines with three and two micro-batches, summed into one update."""
+    """Draw two pipelines with three and two micro-batches, whose gradients are summed for one update."""
     drawn, axes = figure(2.7)
     for row, count, width in ((0, 3, 0.8), (1.1, 2, 1.2)):
         label(axes, row, f"pipeline {int(row > 0)}")

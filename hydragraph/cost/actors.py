@@ -1,7 +1,7 @@
 """Actors: the ranks of a stage, simulated as one.
 
-Ranks of a stage, and stages of equal pipelines, differ only in the ranks with which they communicate, so a thousand
-ranks have only a few dozen different programs.
+Ranks of a stage, and stages of equal pipelines, differ only in their peers, so a thousand ranks have only a few dozen
+different programs.
 """
 
 from __future__ import annotations

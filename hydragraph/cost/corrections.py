@@ -54,9 +54,9 @@ class Corrections:
     def __post_init__(self) -> None:
         for (kind, rank), ratios in self.samples.items():
             if not 0 <= rank < len(self.types):
-                raise ValueError(f"samples of rank {rank}: there are ranks 0 to {len(self.types) - 1}")
+                raise ValueError(f"samples of rank {rank}, but there are only ranks 0 to {len(self.types) - 1}")
             if not all(0 < ratio < math.inf for ratio in ratios):
-                raise ValueError(f"{kind.value} on rank {rank}: a sample is measured / predicted seconds, above 0")
+                raise ValueError(f"{kind.value} on rank {rank}: every sample must be a ratio above 0")
 
     def __hash__(self) -> int:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
@@ -78,7 +78,7 @@ class Corrections:
         return min(max(math.exp(median(logs)), 1 / BOUND), BOUND) if logs else 1.0
 
     def steps(self, kind: TimeKind, type_: str | None = None) -> int:
-        """Return the number of steps from which a factor is computed."""
+        """Return the number of steps that a factor is computed from."""
         ranks = (rank for rank in range(len(self.types)) if type_ in (None, self.types[rank]))
         return max((len(self._enough(kind, rank)) for rank in ranks), default=0)
 

@@ -121,7 +121,7 @@ class CostedWork:
         """See `Priced`; buckets with the same home share the returned object."""
         costs = self._costs
         weights = self._buckets[bucket_of(bucket)]
-        # Of a streamed bucket's pushes, only the last one sends the sums to second owners.
+        # Only the last push of a streamed bucket sends the sums to second owners.
         if costs.home.copies == 1 or not weights.learns or self._last.get(weights.name, bucket) != bucket:
             return NOTHING
         owners = costs.home_of(weights)

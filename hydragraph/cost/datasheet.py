@@ -52,8 +52,8 @@ class Roofline:
     Attributes:
         attention: fraction of the speed of large matrix products (`spec.known_devices`). On an A100 this is 62 % of
             the peak, the middle of FlashAttention-2's measurements (Dao 2023).
-        half: size of a dimension of a product (including tokens) at which the product reaches half of its speed; fitted
-            by `benchmarks/published_runs.py --fit`.
+        half: size of a product's dimension (including tokens) that halves the product's speed; fitted by
+            `benchmarks/published_runs.py --fit`.
         memory: fraction of the memory bandwidth that element-wise operators reach; `memory` and `launch_s` are assumed.
     """
 

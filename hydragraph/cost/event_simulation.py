@@ -361,7 +361,7 @@ def _receives(actor: Actor) -> dict[StageMessage, int]:
 
 
 def _durations(actor: Actor, work: Priced) -> list[float]:
-    """Return the seconds of every computation; -1 for the commit."""
+    """Return the seconds of every computation by index; -1 stands for the commit."""
     program = actor.program
     durations = [0.0] * len(program.instructions)
     tables: dict[tuple[Op, str], dict[int, float]] = {}

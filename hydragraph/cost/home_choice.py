@@ -129,7 +129,7 @@ class _Choice:
 
     @property
     def usual(self) -> tuple[float, ...] | None:
-        """Shares without lost ranks, for buckets without users."""
+        """Shares of the remaining ranks, for buckets that no stage uses."""
         shares = self._question.home.shares
         if not self._question.health.lost:
             return None if shares is None else tuple(shares)

@@ -20,7 +20,7 @@ import numpy as np
 from hydragraph.cost.home_candidates import Parts
 
 EXACT = 1e-9
-FULL = 1 - 1e-6  # leaves room for rounding by solver and cuts
+FULL = 1 - 1e-6  # for rounding errors of the solver and of shard boundaries
 
 
 def within(

@@ -56,7 +56,7 @@ class Priced(Protocol):
         ...
 
     def handling(self, rank: int) -> float:
-        """Return the factor by which a rank multiplies link latency."""
+        """Return a rank's multiplier of link latency."""
         ...
 
 

@@ -328,7 +328,7 @@ class Profile:
         return PipelineCost(k.a, k.b, k.c, scheme[1], limit, util, scheme[0] * scheme[1], near=k.near)
 
     def pipeline_of(self, pipeline: Pipeline, devices: int) -> PipelineCost:
-        """Return the cost of a regular pipeline (`Costs` prices any); `devices` share the state.
+        """Return the cost of a regular pipeline (`Costs` prices any pipeline); `devices` share the state.
 
         Raises:
             Unsupported: the pipeline is not regular, its scheme was not measured, or a fit failed.

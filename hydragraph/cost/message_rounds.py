@@ -19,7 +19,7 @@ class LinkTable(NamedTuple):
     Attributes:
         node, kind, card: node, kind of node, and network card of each rank [R].
         kinds: K, the number of kinds of nodes.
-        handling: factor by which each rank multiplies latency [R].
+        handling: each rank's multiplier of latency [R].
         latency_s, bytes_per_s: of each link [2 K K].
         first: index of each link's first measured point, then the number of points [2 K K + 1].
         logs, speeds: log of the bytes, and bytes per second, of points.

@@ -61,7 +61,7 @@ class ModelSizes:
 
     @cached_property
     def outline(self) -> Outline:
-        """Outline from which rank programs are built."""
+        """Outline for building rank programs."""
         from hydragraph.ir.program_outline import Outline
 
         # Buckets without blocks are never pulled or pushed.

@@ -221,7 +221,7 @@ class Pricing:
         return [pieces[template] for template in self.profile.blocks[slice(*span)]]
 
     def rings(self, stage: Stage, span: tuple[int, int]) -> tuple[Ring, Ring] | None:
-        """Return the ring all-reduces of `sums`, or None if the stage sums nothing.
+        """Return the ring all-reduces of `sums`, or None if there are no sums.
 
         Sums of the backward overlap with weight gradients (`passes/overlap_collectives.py`), and all pieces except the
         last overlap with a product (`passes/sums_in_pieces.py`).

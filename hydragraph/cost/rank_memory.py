@@ -169,7 +169,7 @@ def rank_memory(
 
 
 def batch_bytes(own: int, every: int) -> int:
-    """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all."""
+    """Return a mini-batch's bytes: ids, positions and labels of a rank's tokens, and shifted labels of all tokens."""
     return INTEGER_BYTES * (3 * own + every)
 
 
@@ -423,7 +423,7 @@ class Walk:
             return
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # of the whole input
+        part = self._hidden_bytes(m) // self._part.tp if enters else 0  # this rank's part of the input
         yield block.forward + part
         self._alive.add(instruction.writes[0], "activations", self._hidden_bytes(m) if leaves else block.output)
         if len(instruction.writes) > 1:
@@ -438,7 +438,7 @@ class Walk:
         assert m is not None
         block = self._footprint(instruction.target, m)
         enters, leaves = self._borders(instruction.target)
-        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # of the whole gradient
+        part = self._hidden_bytes(m) // self._part.tp if leaves else 0  # this rank's part of the gradient
         sums = [v for v in instruction.writes if v.kind is ValueKind.GRADIENTS and v not in self._alive]
         assert self._stage is not None
         if self._model.adds(instruction.target, self._part):  # during the computation

@@ -94,7 +94,7 @@ class Roads:
 
     Args:
         group: group of each rank [R].
-        handling: factor by which each rank multiplies latency [R].
+        handling: each rank's multiplier of latency [R].
     """
 
     def __init__(self, cluster: Cluster, group: Ints, handling: Floats | None = None) -> None:

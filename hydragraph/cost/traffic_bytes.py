@@ -8,7 +8,7 @@ from hydragraph.ir.layout import Ints, Layout
 from hydragraph.ir.link import Slices, copy, hand_on, is_all_gather, reduce, stays, sums_stay
 
 WEIGHT_BYTES = 4  # home weights are fp32
-GRADIENT_BYTES = 4  # accumulated and pushed in fp32
+GRADIENT_BYTES = 4  # gradients are accumulated and pushed in fp32
 
 
 @dataclass(frozen=True)
