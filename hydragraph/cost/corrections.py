@@ -56,7 +56,7 @@ class Corrections:
             if not 0 <= rank < len(self.types):
                 raise ValueError(f"samples of rank {rank}, but there are only ranks 0 to {len(self.types) - 1}")
             if not all(0 < ratio < math.inf for ratio in ratios):
-                raise ValueError(f"{kind.value} on rank {rank}: every sample must be a ratio above 0")
+                raise ValueError(f"{kind.value} on rank {rank}: a sample must be measured / predicted seconds above 0")
 
     def __hash__(self) -> int:
         return hash((self.types, tuple(sorted((kind.value, rank, s) for (kind, rank), s in self.samples.items()))))
