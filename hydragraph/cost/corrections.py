@@ -4,7 +4,7 @@ A sample is the ratio of a rank's measured and predicted seconds of one kind in 
 logarithms of the latest samples.
 
     base of a type     lower median over its ranks of the median over their forwards and backwards
-    straggler          a rank beyond that by a tenth, and by more than its own samples scatter
+    straggler          a rank above the base by more than a tenth and more than the scatter of its samples
     factor of a kind   median of all samples of the type's other ranks, from 1/4 to 4
     rate of a rank     slowdown of a straggler beyond these factors
 

@@ -7,7 +7,7 @@ Formulas of the papers -> functions:
 
     AutoHet, T* = max_j { sum_i t_i^j + (K - 1) max_c t_c^j } + T_sync  `Costs.seconds`: the recurrence itself, `fixed`
     Malleus, y = rho_k max x_g: the slowest rank counts                  `Pricing.stages`; x_g is its `rate`
-    Malleus, l mu + nu <= C: what fits                                   `Costs.max_len`, by walking memory
+    Malleus, l mu + nu <= C: memory limit                                `Costs.max_len`, by walking memory
     Hydraulis, section 5.2, mutual slices of pull and push               `CostedWork.moved`
 """
 

@@ -6,8 +6,8 @@ the clock reaches their end (`cost.shared_ports`). Events never begin before the
     a, b    actors, by number (`cost.actors`)
     i       an instruction of an actor's program
     queue   pull, push, send, copy (to or from the host) and computation: one at a time each, in the program's order
-    hand    transfer from first to second owners: a queue for the second half of a push; then the next push begins
-    ready   when an instruction can begin;  cause: the last one that it waited for
+    hand    queue for the second half of a push, from first to second owners; the next push does not wait for it
+    ready   when an instruction can begin;  cause: the last instruction for which it waited
 
 Example: two stages of one rank and one micro-batch; forward takes 1 s, backward 2 s, a message 0.5 s.
 

@@ -4,7 +4,7 @@ A stage of t ranks needs 1 / t of the bucket on each rank. The candidates are:
 
     by need   what ranks need under one strategy, or on average
     groups    one stage's ranks; for two strategies, the ranks that both use
-    all       equal fractions of all ranks
+    all       equal fractions for all ranks
     subsets   every set of ranks, for at most `FEW` ranks
 
 Fractions are then multiplied by a rank's ability, share / rate. A second copy is on another node.

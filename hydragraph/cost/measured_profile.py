@@ -4,7 +4,7 @@ T(l, P) = a l^2 + b l + c (Appendix B.2)  `Profile.seconds`
 T of a packed micro-batch                 `PipelineCost.micro_batch_seconds`
 MaxLen(P) (Appendix B.1, or measured)     `Profile.max_len`
 UtilLen(P)                                `Profile.util_len`
-the end of a pipeline (ours)              `PipelineCost.seconds`
+seconds of a pipeline (ours)              `PipelineCost.seconds`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time of stages for a micro-batch, as arrays for compiled code.
 
-    K  kinds of pipelines;  S  stages, of the deepest;  R  kinds of ranks in a stage
+    K  kinds of pipelines;  S  stages of the deepest kind;  R  kinds of ranks in a stage
     W  windows and chunks of attention
     seconds[k, s, r, part]  [K, S, R, 5, 3 + W]  per token^2, per token, per micro-batch, and per pair of each W
     row[s, part]            [S, 5]               a micro-batch's seconds on each stage's slowest rank
