@@ -1,6 +1,6 @@
-"""Command line: its verbs, and how a mistake becomes one sentence and an exit code.
+"""Command line: its commands, and the conversion of errors into one sentence and an exit code.
 
-The verbs import what they need when they run, so that help is quick.
+Commands import modules only when they run, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hydragraph.commands.options import check_written
 from hydragraph.errors import EndedElsewhere, RankFailure, Unreachable
 from hydragraph.version import __version__
 
-# A mistake of the user's, which can be corrected, and a run that did not end well.
+# Exit codes of a user's mistake and of a failed run.
 _MISTAKE, _FAILED = 2, 1
 
 _VERBS: tuple[tuple[str, Callable[..., None], str | None], ...] = (
@@ -107,20 +107,20 @@ def _in_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Options that name an output file, which is written last.
+# Options that name an output file; the paths are checked first, because files are written last.
 _FILES = ("picture", "trace", "csv", "json", "markdown", "report")
 
 
 def _check_picture(path: Path | None) -> None:
     if path is not None and find_spec("matplotlib") is None:
-        raise ImportError("--picture needs matplotlib: pip install matplotlib, or leave it out")
+        raise ImportError("--picture needs matplotlib: pip install matplotlib, or omit --picture")
 
 
 @contextmanager
 def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
-    """Turn errors into one sentence and an exit code, or tracebacks with --debug."""
+    """Turn errors into one sentence and an exit code; with --debug, also print the traceback."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    # One line says what was checked, even without --log-level.
+    # The check of the model logs one line even without --log-level.
     logging.getLogger("hydragraph.frontend.check").setLevel(logging.INFO if log_level is None else logging.NOTSET)
     try:
         if log_level is not None:
@@ -130,7 +130,7 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         _complain("stopped", debug)
-        raise typer.Exit(130) from None  # 128 + SIGINT, as shells have it
+        raise typer.Exit(130) from None  # 128 + SIGINT, as in shells
     except (ValueError, OSError, ImportError) as error:
         _complain(_said(error), debug)
         raise typer.Exit(_MISTAKE) from None
@@ -138,25 +138,25 @@ def _sentences(debug: bool, log_level: str | None = None) -> Iterator[None]:
         _complain(str(error), debug)
         raise typer.Exit(_FAILED) from None
     except Exception as error:
-        _complain(f"{type(error).__name__}: {error} (a bug; --debug shows where)", debug)
+        _complain(f"{type(error).__name__}: {error} (this is a bug; --debug prints the traceback)", debug)
         raise typer.Exit(_FAILED) from None
     finally:
         if log_level is not None:
             log.show(None)
 
 
-# Messages for errors about a path that the user named, in place of the system's number and words.
+# Messages for errors about a path that the user named, instead of the system's error texts.
 _PATHS: dict[type[Exception], str] = {
-    FileExistsError: "it already exists: name another path",
+    FileExistsError: "this path already exists: name another path",
     FileNotFoundError: "the file or directory does not exist: correct the path",
-    IsADirectoryError: "it is a directory: name a file in it",
+    IsADirectoryError: "this path is a directory: name a file in it",
     NotADirectoryError: "a parent of this path is a file, not a directory: correct the path",
-    PermissionError: "you are not allowed to use it: change its permissions, or name another path",
+    PermissionError: "you do not have permission to use this path: change its permissions, or name another path",
 }
 
 
 def _said(error: Exception) -> str:
-    """Return an error in words, with a way out if the system refused a path."""
+    """Return the text of an error, with a remedy if the system rejected a path."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror == os.strerror(error.errno or 0):
         way = _PATHS.get(type(error))
         if way is not None:

@@ -37,7 +37,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     config = (write(tmp_path),) if verb == "simulate" else ()
     result = run(*verb.split(), *config, "--picture", tmp_path / "picture.png")
     assert result.exit_code == 2
-    assert result.stderr == "hydragraph: --picture needs matplotlib: pip install matplotlib, or leave it out\n"
+    assert result.stderr == "hydragraph: --picture needs matplotlib: pip install matplotlib, or omit --picture\n"
 
 
 def test_tracebacks_come_with_debug(tmp_path: Path) -> None:

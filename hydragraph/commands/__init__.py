@@ -1,1 +1,1 @@
-"""One module per verb of the command line (`cli.py`), and what verbs share. Only these print."""
+"""Command line: one module per command of `cli.py`, and modules that several commands use."""

@@ -1,4 +1,4 @@
-"""A run's model, captured without weights, and its costs."""
+"""Capture of a run's model without weights, and the costs of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def bare_model(config: TrainConfig) -> nn.Module:
-    """Return the model on meta, without adapters."""
+    """Return the config's model on the meta device, without adapters."""
     from hydragraph.train.model import skeleton
 
     quieten()
@@ -28,7 +28,7 @@ def bare_model(config: TrainConfig) -> nn.Module:
 
 
 def program_of(config: TrainConfig, model: nn.Module) -> Program:
-    """Return a model's program."""
+    """Capture a model and return its program."""
     import torch
 
     from hydragraph.frontend.capture import capture
@@ -38,11 +38,11 @@ def program_of(config: TrainConfig, model: nn.Module) -> Program:
 
 
 def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
-    """Return a config's model on the meta device, its program, and its graphs as in a run.
+    """Return a config's model on the meta device, its program, and the same compiled graphs as in a run.
 
     Raises:
         Unsupported: the model cannot be captured.
-        ValueError: a field of the config does not describe a model, or one too small for the tokenizer.
+        ValueError: the config's model fields are invalid, or the model's vocabulary is too small for the tokenizer.
     """
     import torch
 
@@ -54,7 +54,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 
     quieten()
     data_vocabulary = None
-    with suppress(ValueError, OSError):  # the data may be elsewhere
+    with suppress(ValueError, OSError):  # the data may be on another machine
         data_vocabulary = known_vocabulary(config)
     vocabulary, end_of_text = data_vocabulary or (config.data.vocab_size, 0)
     bare = skeleton(config.model, vocabulary, end_of_text)
@@ -69,7 +69,7 @@ def captured(config: TrainConfig) -> tuple[nn.Module, Program, Variants]:
 def costs_of_run(
     config: TrainConfig, profile: Profile, cluster: Cluster, corrections: Path | None, **graphs: Any
 ) -> Costs:
-    """Return a run's costs; `graphs`: keywords of `Costs`."""
+    """Return a run's costs; `graphs` are further keyword arguments of `Costs`."""
     import torch
 
     from hydragraph.cost.costs import Costs

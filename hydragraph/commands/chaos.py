@@ -1,4 +1,4 @@
-"""`hydragraph chaos`: inject faults into a run, and compare its losses."""
+"""`hydragraph chaos`: inject faults into a run, and compare its losses with an undisturbed run's."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from hydragraph.commands.options import ConfigOptions, verb
 class ChaosOptions(ConfigOptions):
     """Options of `hydragraph chaos`."""
 
-    kills: Annotated[int | None, typer.Option(min=0, help="Ranks to kill; default: 10, but none with --kinds.")] = None
-    slow: Annotated[int, typer.Option(min=0, help="Ranks to slow for a second.")] = 0
-    joins: Annotated[int, typer.Option(min=0, help="Ranks to ask to leave; others then replace them.")] = 0
-    kinds: Annotated[
-        str | None, typer.Option(help="Further kinds of strikes, as in two,again,rejoin; `?` lists them.")
+    kills: Annotated[
+        int | None, typer.Option(min=0, help="Number of ranks to kill; default: 10, or 0 with --kinds.")
     ] = None
-    each: Annotated[int, typer.Option(min=1, help="How many of each of --kinds.")] = 3
-    seed: Annotated[int, typer.Option(help="Seed that draws the times and the ranks.")] = 0
-    keep: Annotated[Path | None, typer.Option(help="Keep the folders of both runs here.")] = None
+    slow: Annotated[int, typer.Option(min=0, help="Number of ranks to slow down for a second.")] = 0
+    joins: Annotated[int, typer.Option(min=0, help="Number of ranks to stop on request and replace.")] = 0
+    kinds: Annotated[
+        str | None, typer.Option(help="Further kinds of faults, such as two,again,rejoin; `?` lists all kinds.")
+    ] = None
+    each: Annotated[int, typer.Option(min=1, help="Number of faults of each kind in --kinds.")] = 3
+    seed: Annotated[int, typer.Option(help="Random seed for the times and ranks of the faults.")] = 0
+    keep: Annotated[Path | None, typer.Option(help="Folder in which to keep the output of both runs.")] = None
 
 
 @verb
 def chaos_command(options: ChaosOptions) -> None:
-    """Train undisturbed, and again with ranks killed, slowed and replaced; compare the loss curves.
+    """Train once undisturbed and once while ranks are killed, slowed and replaced, and compare the loss curves.
 
-    --kinds names further faults: ranks are paused (for 3 s) or stopped permanently; the first, two or all are killed at
-    once; another again while the others recover; another while one joins (rejoin); one while a checkpoint is written,
-    right after a step (evaluate), or while the plan switches or state moves because it is slow. With preempt the ranks
-    run on two simulated machines, and one is taken away with its disk, at once or 30 s after a notice.
+    --kinds adds faults. A rank is paused for 3 s or stopped permanently. The first rank, two ranks or all ranks are
+    killed at once. A second rank is killed while the others recover (again) or while a new rank joins (rejoin). A rank
+    is killed while a checkpoint is written, right after a step (evaluate), or while the plan switches or state moves
+    because the rank is slow. With preempt, the ranks run on two simulated machines, and one machine disappears with its
+    disk, at once or 30 s after a notice.
 
-    With `deterministic: true` they must be the same bit for bit; else a third run, on one rank, shows how much the
-    losses differ by rounding alone.
+    With `deterministic: true`, both runs must have the same losses bit for bit. Otherwise, a third run on one rank
+    measures how much the losses differ by rounding alone.
     """
     from hydragraph.train.chaos import disturbed_run
 
@@ -50,7 +53,7 @@ def chaos_command(options: ChaosOptions) -> None:
     counts = Counter({"kill": kills, "slow": options.slow, "join": options.joins})
     counts.update(dict.fromkeys(named, options.each))
     if config.ranks < 2:
-        raise ValueError(f"ranks is {config.ranks}: chaos needs at least 2, so that some are left")
+        raise ValueError(f"ranks is {config.ranks}: chaos kills ranks and needs at least 2: set a larger number")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="hydragraph-chaos-") as temporary:
         folder = options.keep or Path(temporary)
@@ -77,7 +80,7 @@ def chaos_command(options: ChaosOptions) -> None:
     for name, value in disturbed_run.rows(disturbed, undisturbed):
         table.add_row(name, value)
     if control is not None:
-        table.add_row("the same on one rank, undisturbed", f"{control.difference(undisturbed):.1e} of it")
+        table.add_row("the same for an undisturbed run on one rank", f"{control.difference(undisturbed):.1e} of it")
     Console(width=120).print(table)
     wrong = []
     if len(disturbed.struck) < len(strikes):
@@ -86,11 +89,11 @@ def chaos_command(options: ChaosOptions) -> None:
         wrong.append(f"the run failed: {disturbed.ending}")
     departed = disturbed_run.departure(disturbed, undisturbed, control)
     if departed is not None:
-        rounding = "" if control is None else ", and not by rounding"
-        wrong.append(f"from step {departed} on its losses differ or are missing{rounding}")
+        rounding = "" if control is None else " (by more than rounding)"
+        wrong.append(f"from step {departed} on, the disturbed run's losses differ or are missing{rounding}")
     if disturbed.left:
-        wrong.append(f"processes {list(disturbed.left)} were left behind")
+        wrong.append(f"processes {list(disturbed.left)} are still running after the run ended")
     wrong += disturbed.problems
     for problem in wrong:
-        console.print(f"not as promised: {problem}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"chaos failed: {problem}", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(bool(wrong))

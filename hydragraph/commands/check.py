@@ -56,7 +56,7 @@ class CheckOptions(ConfigOptions):
     cluster: ClusterFile = None
     arch: Annotated[
         str | None,
-        typer.Option(help="Architecture of GPUs, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
+        typer.Option(help="GPU architecture, instead of --cluster: sm_80 (A100), sm_90 (H100) or sm_100 (B200)."),
     ] = None
     devices: Annotated[
         int | None, typer.Option(min=1, help="Number of GPUs without --cluster; default: the config's ranks.")
@@ -65,7 +65,8 @@ class CheckOptions(ConfigOptions):
         float | None, typer.Option(min=1, help="Memory of each rank in bytes, such as 16e9, instead of --cluster.")
     ] = None
     lengths: Annotated[
-        Path | None, typer.Option(help="Sequence lengths to draw a step from; default: the worst, data.max_length.")
+        Path | None,
+        typer.Option(help="File of sequence lengths to draw a step from; default: the worst case, data.max_length."),
     ] = None
     profile: ProfileFile = None
     efficiency: Efficiency = None
@@ -80,17 +81,17 @@ class CheckOptions(ConfigOptions):
 
 @verb
 def check_command(options: CheckOptions) -> None:
-    """Predict for each strategy whether a run fits into memory, what takes most of it, and the seconds of a step.
+    """Predict for each strategy whether a run fits into memory, what uses most of the memory, and the seconds per step.
 
-    Settings, files, models, strategies and optimizers that training would refuse are refused, and missing data are
-    reported. Without --cluster, each rank is an H200; with device: cpu, a share of this machine's memory, and the
-    seconds are unknown.
+    The command rejects each setting, file, model, strategy and optimizer that training would reject, and reports
+    missing data. Without --cluster, each rank is an H200. With device: cpu, each rank gets an equal share of this
+    machine's memory, and the seconds are unknown.
 
-    Peak memory comes from a walk of every rank's program with the sizes of its compiled graphs and of the optimizer's
-    state; advice is checked in the same way. MFU is the model's operations, without recomputation, relative to what the
-    devices could compute in that time. To check a GPU run without GPUs, add --set device=cuda, which --arch implies; it
-    also predicts the share of kernel launches in the computation, and below how many tokens they are most of it. The
-    exit code is 1 if a strategy does not fit, or if training here would end because of its data.
+    Peak memory comes from a walk through every rank's program with the sizes of its compiled graphs and optimizer
+    state. The advice is verified by the same walk. MFU is the model's FLOP/s, without recomputation, relative to the
+    peak FLOP/s of the devices. To check a GPU run without GPUs, pass --set device=cuda, or --arch, which implies it.
+    --arch also predicts how much of the computation is kernel launches, and below how many tokens launches are most of
+    it. The exit code is 1 if a strategy does not fit, or if training on this machine would fail on its data.
     """
     from hydragraph.report.memory_fit import advice, fit
     from hydragraph.spec.home_text import owners_text
@@ -99,7 +100,7 @@ def check_command(options: CheckOptions) -> None:
 
     check_prices(options.profile, options.efficiency)
     if options.arch is not None and options.profile is not None:
-        raise ValueError("--profile has measured seconds and --arch prices a datasheet: give one of them")
+        raise ValueError("--profile uses measured seconds and --arch uses a datasheet: give only one of them")
     launches = options.arch is not None and options.efficiency is None
     config = options.load() if options.arch is None else replace(options.load(), device="cuda")
     cluster = _cluster(options, config)
@@ -109,7 +110,7 @@ def check_command(options: CheckOptions) -> None:
     trainable = _look_at_data(config)
     strategies, costs, program = _costs(options, config, cluster)
     peak = math.fsum(device.flops_per_s for device in cluster.devices)
-    # A profile may be of other devices than the default ones.
+    # A profile may describe devices other than the default ones.
     priced = options.prices(config)
     comparable = priced and (options.profile is None or options.cluster is not None)
     screen = Console(stderr=True)
@@ -135,8 +136,8 @@ def check_command(options: CheckOptions) -> None:
             print(default_devices_text(ranks, config))
         if config.objective is not None:
             print(
-                "a step first scores its answers in a forward pass: about a third "
-                "more time, which these seconds do not include"
+                "each step first scores its answers in a forward pass, which takes about a third "
+                "more time; these seconds do not include it"
             )
         print(f"state: {owners_text(costs.home, [bucket.name for bucket in costs.buckets], ranks)}")
         console().print(_fit_table(fits, priced))
@@ -190,8 +191,8 @@ def _launches(costs: Costs, strategy: Strategy, longest: int) -> str:
 
 
 _UNKNOWN = (
-    "device: cpu: the seconds of a step on this machine are not known: measure them with hydragraph profile and give "
-    "--profile, or price GPUs with --arch or --cluster"
+    "device: cpu: the seconds of a step on this machine are unknown: measure them with hydragraph profile and pass "
+    "--profile, or predict GPUs with --arch or --cluster"
 )
 
 
@@ -204,7 +205,7 @@ def _look_at_data(config: TrainConfig) -> bool:
         for sentence in data_remarks(config):
             print(f"data: {sentence}", file=sys.stderr)
     except (ValueError, OSError) as error:
-        print(f"data: training here would end with: {error}", file=sys.stderr)
+        print(f"data: training on this machine would fail: {error}", file=sys.stderr)
         return False
     return True
 
@@ -258,7 +259,7 @@ def _memory_table(fitting: MemoryFit) -> Table:
     offloads = fitting.strategy.offloads
     names = [field.name for field in fields(Memory) if offloads or field.name != "host"]
     headings = ("ranks", "peak", *(WORDS[name] for name in names))
-    table = new_table(f"{fitting.strategy.name}: peak of every rank", headings, left=("ranks",))
+    table = new_table(f"{fitting.strategy.name}: peak memory of every rank", headings, left=("ranks",))
     for memory, group in groupby(enumerate(fitting.memory), lambda pair: pair[1]):
         who = runs_text([rank for rank, _ in group])
         table.add_row(who, bytes_text(memory.total), *(bytes_text(getattr(memory, name)) for name in names))

@@ -1,4 +1,4 @@
-"""`hydragraph compare`: a run's trace against its simulation."""
+"""`hydragraph compare`: compare a run's trace with its simulation."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class CompareOptions(CommonOptions):
 def compare_command(options: CompareOptions) -> None:
     """Compare the traced steps of a run with their simulation, by kind of instruction and by rank.
 
-    Every second of a rank belongs to one kind. A wait counts for the other ranks until they have sent, and for the
-    transfer afterwards. The first step of each strategy is left out, because it also compiles and connects. Without
-    --profile, the config's plan.profile counts; without --cluster, the profile's devices.
+    Each second of a rank is assigned to one kind. A wait is assigned to the other ranks until they have sent, and to
+    the transfer afterwards. The first step of each strategy is excluded, because it also compiles and connects.
+    Without --profile, the config's plan.profile is used; without --cluster, the profile's devices are used.
     """
     from hydragraph.cost.trace_file import read_trace
     from hydragraph.report.measured_beside_predicted import compare
@@ -52,7 +52,7 @@ def compare_command(options: CompareOptions) -> None:
 
     folder = RunFolder(options.run)
     if not folder.config.exists():
-        raise ValueError(f"{folder.path} is not a run: name the folder that hydragraph train --trace has written")
+        raise ValueError(f"{folder.path} is not a run: pass the output folder of hydragraph train --trace")
     if not folder.trace.exists():
         raise ValueError(f"{folder.trace} does not exist: train with hydragraph train --trace")
     trace = read_trace(folder.trace)
@@ -69,7 +69,7 @@ def compare_command(options: CompareOptions) -> None:
 def run_costs(
     config: TrainConfig, ranks: int, profile: str | None, cluster: Path | None, corrections: Path | None
 ) -> Costs:
-    """Return a run's costs: by the given profile, its config's, or a datasheet."""
+    """Return a run's costs from the given profile, the config's profile, or a datasheet."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.spec.cluster import Cluster
@@ -89,22 +89,22 @@ def run_costs(
 
 def _print(found: RunComparison, corrections: Path) -> None:
     print(found.source)
-    left = f", steps {', '.join(map(str, found.warming))} left out" if found.warming else ""
+    left = f", without steps {', '.join(map(str, found.warming))}" if found.warming else ""
     headings = ("strategy", "steps", "measured", "predicted", "measured / predicted")
-    table = new_table(f"a step, median{left}", headings)
+    table = new_table(f"median time of a step{left}", headings)
     for text, count, measured, predicted in found.strategies:
         numbers = (str(count), seconds_text(measured), seconds_text(predicted), _ratio(measured, predicted))
         table.add_row(escape(text), *numbers)
     console().print(table)
     console().print(_kinds(found))
-    print(f"wrong most: {found.sentence}")
+    print(f"largest error: {found.sentence}")
     print(f"{corrections}: {found.corrections}")
 
 
 def _kinds(found: RunComparison) -> Table:
     headings = ("kind", "rank", "measured", "predicted", "measured / predicted", "difference")
     table = new_table(
-        f"where the time of {len(found.steps)} steps went, for all ranks and for each", headings, left=("kind",)
+        f"time of {len(found.steps)} steps by kind, for all ranks and for each rank", headings, left=("kind",)
     )
     for together in found.kinds:
         rows = [row for row in found.rows if row.kind is together.kind]

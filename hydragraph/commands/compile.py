@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: hydragraph compile examples/demo.yaml --strategy '<tp4,pp1>' --strategy '<tp2,pp1> + <tp1,pp2>' "
-    "--output compiled, then read compiled/graphs and compiled/strategies. For more ranks than there are here: "
-    "--ranks 64."
+    "--output compiled, then read compiled/graphs and compiled/strategies. To compile for more ranks than the config "
+    "has: --ranks 64."
 )
 
 
@@ -52,18 +52,22 @@ class CompileOptions(ConfigOptions):
     strategies: Strategies = None
     home: HomeText = None
     micro_batches: MicroBatches = "2"
-    output: Annotated[Path, typer.Option(help="The folder to write; an earlier one is replaced.")] = Path("compiled")
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the planned run; default: the config's.")] = None
+    output: Annotated[Path, typer.Option(help="Folder to write; replaces an earlier compiled folder.")] = Path(
+        "compiled"
+    )
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks of the run; default: the config's.")] = None
     backend: Annotated[
         str | None,
-        typer.Option(help="inductor also fills Inductor's cache for this machine; or eager. Default: the config's."),
+        typer.Option(
+            help="inductor, which also fills Inductor's cache on this machine, or eager. Default: the config's."
+        ),
     ] = None
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu, which Inductor compiles for. Default: the config's.")
+        str | None, typer.Option(help="Device that Inductor compiles for: cuda or cpu. Default: the config's.")
     ] = None
     arch: Annotated[
         str | None,
-        typer.Option(help="With --device cuda: sm_80, sm_90 or sm_100; this machine needs no GPU. See show --kernels."),
+        typer.Option(help="With --device cuda: compile for sm_80, sm_90 or sm_100 without a GPU. See show --kernels."),
     ] = None
     trust: Annotated[bool, typer.Option("--trust", help="Also write Inductor's code; train --trust runs it.")] = False
 
@@ -82,10 +86,10 @@ class CompileOptions(ConfigOptions):
 
 @verb
 def compile_command(options: CompileOptions) -> None:
-    """Compile every template for every kind of stage, and prove all ranks' programs, without data, devices or weights.
+    """Compile a model for its strategies and verify all ranks' programs, without data, devices or weights.
 
-    The folder holds the program, each rank's instructions, each graph as Python, and a summary. The exit code is 1
-    where a strategy does not fit.
+    The output folder contains the program, each rank's instructions, each graph as Python code, and a summary. The exit
+    code is 1 if a strategy does not fit.
     """
     from hydragraph.commands.compile_files import check_folder
     from hydragraph.kernels.gpu_arch import arch_of
@@ -94,7 +98,7 @@ def compile_command(options: CompileOptions) -> None:
     check_folder(output)
     config = options.load()
     if arch is not None and (config.device != "cuda" or config.backend == "eager"):
-        raise ValueError(f"--arch {arch} is for Inductor's code for a GPU: pass --device cuda, and not --backend eager")
+        raise ValueError(f"--arch {arch} compiles GPU code with Inductor: also pass --device cuda --backend inductor")
     if arch is not None:
         arch_of(arch)
     config.home.check(config.ranks)
@@ -102,7 +106,7 @@ def compile_command(options: CompileOptions) -> None:
     summary = compile_quietly(config, options.micro_batches, output, options.trust, arch)
     _print_variants(summary)
     _print_strategies(summary)
-    print(f"{output}: program.txt, graphs, strategies, summary.json; hydragraph train --compiled {output} starts there")
+    print(f"{output}: program.txt, graphs, strategies, summary.json; train with hydragraph train --compiled {output}")
     problems = [compiled for compiled in summary.strategies if compiled.problem]
     for failed in problems:
         print(f"hydragraph: {failed.strategy}: {failed.problem}", file=sys.stderr)
@@ -111,7 +115,7 @@ def compile_command(options: CompileOptions) -> None:
 
 
 def _tokens(config: TrainConfig) -> tuple[int, int]:
-    """Return the model's vocabulary and end-of-text id, with a note if they are guesses."""
+    """Return the vocabulary size and the end-of-text id; print a note if they are guesses."""
     from hydragraph.train.data import known_vocabulary
 
     with suppress(ValueError, OSError):  # the data may be elsewhere
@@ -120,9 +124,9 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
             return data_vocabulary
     if config.model.architecture is not None and "vocab_size" not in (config.model.config or {}):
         print(
-            f"hydragraph: the model's vocabulary is taken to be data.vocab_size, {config.data.vocab_size}: the "
-            "tokenizer is not learned yet. If it learns fewer tokens, training refuses the folder: compile again "
-            "then, or set model.config.vocab_size",
+            f"hydragraph: the tokenizer is not trained yet, so a vocabulary of data.vocab_size, "
+            f"{config.data.vocab_size}, is assumed. If the tokenizer learns fewer tokens, training rejects the folder: "
+            "then compile again, or set model.config.vocab_size",
             file=sys.stderr,
         )
     return config.data.vocab_size, 0
@@ -131,7 +135,7 @@ def _tokens(config: TrainConfig) -> tuple[int, int]:
 def compile_quietly(
     config: TrainConfig, micro_batches: str, output: Path, trust: bool = False, arch: str | None = None
 ) -> Summary:
-    """Compile and write without printing."""
+    """Compile the config's strategies and write the folder, without printing results."""
     import torch
 
     from hydragraph.commands.compile_ahead import CompiledStrategy, Compiler
@@ -189,7 +193,7 @@ def compile_quietly(
         check = Check(mode_of(config.check), line, stages.passed)
         bar.update(task, description="writing")
         if trust and chosen == "inductor" and not write_code(output):
-            print("hydragraph: Inductor had no code to write", file=sys.stderr)
+            print("hydragraph: --trust: Inductor produced no code to write", file=sys.stderr)
         if arch is not None and built is not None:
             KernelsFile(arch, TUNED, tuple(compiler.graphs)).save(output, built.values())
         record = model_record(model, **loss)
@@ -208,7 +212,7 @@ def _gpu(arch: str | None, built: dict[str, BuiltKernel] | None) -> AbstractCont
 
 @contextmanager
 def _threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Use a rank's number of threads, on which Inductor's CPU code depends."""
+    """Use a rank's number of threads in this context, because Inductor's CPU code depends on it."""
     import torch
 
     from hydragraph.cluster.processes.compute_threads import threads_of

@@ -23,8 +23,8 @@ from hydragraph.private.absent_gpu import BuiltKernel
 from hydragraph.spec.stage_kind import StageKind, StagePart
 from hydragraph.spec.strategy import Strategy
 
-_KEPT = 1 << 20  # an evicted variant would be counted twice
-_TOKENS = 1024  # saved bytes are counted at this number and twice it
+_KEPT = 1 << 20  # variants; an evicted variant would be counted twice
+_TOKENS = 1024  # saved bytes are counted for one and two times as many
 
 Tell = Callable[[str], None]
 
@@ -34,11 +34,11 @@ class VariantRecord:
     """One template compiled for some ranks of a kind of stage.
 
     Attributes:
-        name: its files are `graphs/{name}.forward.py` and `.backward.py`.
+        name: stem of the files `graphs/{name}.forward.py` and `.backward.py`.
         blocks: the model's blocks that use the template.
-        indices: places in the stage whose ranks run it, as shards of a parameter may differ.
+        indices: positions in the stage of the ranks that run it.
         saved_values: number of values saved for the backward.
-        saved_bytes_per_token: bytes of the saved values that are neither an input nor the output.
+        saved_bytes_per_token: bytes of saved values per token, without inputs and the output.
     """
 
     name: str
@@ -88,7 +88,7 @@ class StrategyRecord:
 
 @dataclass(frozen=True, eq=False)
 class CompiledVariant:
-    """A record with graphs before the backend."""
+    """A variant's record, and its graphs before the backend compiles them."""
 
     record: VariantRecord
     variant: Variant
@@ -96,7 +96,7 @@ class CompiledVariant:
 
 @dataclass(frozen=True, eq=False)
 class CompiledStrategy:
-    """A record, with programs if it fits."""
+    """A strategy's record, and the ranks' programs if the strategy fits."""
 
     record: StrategyRecord
     programs: RankPrograms | None
@@ -109,17 +109,17 @@ class _Need:
 
 
 class Compiler:
-    """Compiles one program for strategies, each variant once.
+    """Compiler of one program for strategies; each variant is compiled once.
 
     Args:
-        owners: home layouts of the state.
+        owners: home layouts of the model state.
         backend: "eager", or "inductor", which fills its cache on disk.
         tell: called with the name of each part to compile.
         built: kernels that `private.absent_gpu` collects; None: compile for a device of this machine.
 
     Attributes:
-        graphs: records of the graphs' kernels, if collected.
-        traced: variants before the backend.
+        graphs: records of the graphs' kernels, if kernels are collected.
+        traced: variants before the backend compiles them.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Compiler:
         return tuple(variant for variants in self._known.values() for variant in variants)
 
     def steps(self, strategies: Sequence[Strategy]) -> int:
-        """Return the most calls of `tell`."""
+        """Return the maximum number of calls of `tell`."""
         fitting = (strategy for strategy in strategies if strategy.layers == self._program.layers)
         return len(strategies) + len({need for strategy in fitting for need in self._needs(strategy)})
 
@@ -162,7 +162,7 @@ class Compiler:
         """Lower a strategy, prove its programs, and compile its variants.
 
         Raises:
-            ValueError: it does not fit the model, the ranks or the micro-batches.
+            ValueError: the strategy does not fit the model, the ranks or the micro-batches.
         """
         self._tell(strategy.name)
         programs = lower(self._program, strategy, micro_batches, ranks=self.ranks)

@@ -32,9 +32,9 @@ class BlockData:
     """Memory and messages of a compiled block in a kind of stage.
 
     Attributes:
-        kind: such as "tp2s".
-        indices: places in the stage whose ranks run it.
-        gradients: bytes of its parameters' gradients before they are added up.
+        kind: kind of stage, such as "tp2s".
+        indices: positions in the stage of the ranks that run this variant.
+        gradients: bytes of the parameters' gradients from one micro-batch.
         sent: bytes sent for tensor-parallel sums.
     """
 
@@ -54,7 +54,7 @@ class ModelData:
         templates: block -> template.
         blocks: template -> its compiled variants.
         aux: bytes of auxiliary values.
-        replicas: kind of stage -> parameters whose gradient is equal on all its ranks.
+        replicas: kind of stage -> parameters whose gradient is equal on all ranks of the stage.
     """
 
     sizes: ModelSizes
@@ -66,13 +66,13 @@ class ModelData:
     replicas: Mapping[str, Sequence[str]]
 
     def save(self, folder: Path) -> None:
-        """Write the data."""
+        """Write the data to a folder."""
         record = {**asdict(self), "sizes": self.sizes.to_record()}
         (folder / DATA).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> ModelData:
-        """Read a folder's data; a ValueError if missing or wrong."""
+        """Read a folder's data, or raise a ValueError."""
         path = folder / DATA
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -98,11 +98,11 @@ class ModelData:
 
     @property
     def owners(self) -> Home:
-        """The state's owners."""
+        """Owners of the model state."""
         return Home.parse(self.home)
 
     def block(self, name: str, part: StagePart) -> BlockData:
-        """Return a rank's block."""
+        """Return a block's data for one rank of a stage."""
         for variant in self.blocks[self.templates[name]]:
             if variant.kind == part.kind.text and part.index in variant.indices:
                 return variant
@@ -110,7 +110,7 @@ class ModelData:
 
 
 class RecordedBlocks:
-    """`cost.rank_memory.Blocks` from a folder."""
+    """`cost.rank_memory.Blocks` with a folder's data."""
 
     def __init__(self, data: ModelData) -> None:
         self._data = data
@@ -132,7 +132,7 @@ class RecordedBlocks:
         return Footprint(output, saved, frozenset(lines.keeps), forward, backward, gradients)
 
     def halves(self, block: str, part: StagePart, batch: MicroBatch) -> HalvesFootprint:
-        """See `Blocks`; a high estimate."""
+        """See `Blocks`; the result is an upper bound."""
         return self.footprint(block, part, batch).halves_estimate
 
     def adds(self, block: str, part: StagePart) -> bool:
@@ -145,12 +145,12 @@ class RecordedBlocks:
 
 
 def at(line: Sequence[float], tokens: int) -> int:
-    """Return a line's bytes."""
+    """Return a line's bytes for a number of tokens."""
     return max(0, round(line[0] + line[1] * tokens))
 
 
 def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home, ranks: int) -> ModelData:
-    """Return the data."""
+    """Return the data of a compiled model."""
     from hydragraph.cost.footprint import MicroBatch
     from hydragraph.cost.graph_footprint import made_bytes
 
@@ -171,7 +171,7 @@ def model_data(program: Program, variants: Sequence[CompiledVariant], home: Home
     )
 
 
-_TOKENS = (1024, 2048)  # of the two micro-batches that a line goes through
+_TOKENS = (1024, 2048)  # sizes of the two micro-batches that determine a line
 
 
 def _line(first: int, second: int, small: int = _TOKENS[0], large: int = _TOKENS[1]) -> Line:
@@ -213,7 +213,7 @@ def _replicas(program: Program, kind: StageKind) -> Iterator[str]:
 
 
 def placed_layouts(data: ModelData, strategy: Any) -> list[Any]:
-    """Return buckets' layouts, at home and under a strategy."""
+    """Return each bucket's home layout and its layout under a strategy."""
     from hydragraph.ir.home_layout import HomeLayouts
     from hydragraph.ir.layout import GradientKind, Layout, propagation
     from hydragraph.passes.place import place

@@ -48,14 +48,14 @@ class Summary:
 
     @classmethod
     def load(cls, folder: Path) -> Summary:
-        """Read a folder's summary; a ValueError names a wrong field."""
+        """Read a folder's summary, or raise a ValueError."""
         return from_record(cls, json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
 
 
 def summarise(
     program: Program, compiler: Compiler, strategies: Sequence[CompiledStrategy], capture_seconds: float
 ) -> Summary:
-    """Summarise a compiler's results."""
+    """Return the summary of a compiler's results."""
     return Summary(
         hydragraph=__version__,
         torch=torch.__version__,
@@ -74,10 +74,10 @@ def summarise(
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError for other files."""
+    """Raise a ValueError if a folder contains other files."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / SUMMARY).is_file())):
         raise ValueError(
-            f"--output {folder} holds other files: name a new folder, or one that hydragraph compile wrote"
+            f"--output {folder} contains other files: pass a new folder, or one that hydragraph compile wrote"
         )
 
 
@@ -89,7 +89,7 @@ def write_folder(
     strategies: Sequence[CompiledStrategy],
     home: Home,
 ) -> None:
-    """Write the files for people, replacing earlier ones; `frontend.compiled_folder.save` adds the rest.
+    """Write the readable files and replace earlier ones; `frontend.compiled_folder.save` writes the other files.
 
     program.txt             the strategy-independent program and its templates
     graphs/                 NAME.forward.py and NAME.backward.py of every variant

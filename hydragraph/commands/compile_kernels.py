@@ -27,7 +27,7 @@ from hydragraph.spec.record import from_record
 from hydragraph.spec.stage_kind import StagePart
 
 KERNELS = "kernels.json"
-FOLDER = "kernels"  # of the cubins
+FOLDER = "kernels"  # contains the cubins
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
@@ -39,11 +39,11 @@ class KernelRecord:
     """One kernel of a graph.
 
     Attributes:
-        launches: number in one run of the graph.
-        configurations: number that a GPU chooses from; other fields describe the first.
-        spilled_bytes: per thread.
-        shared_bytes: per block of threads.
-        bytes: device memory read and written by one launch.
+        launches: launches per run of the graph.
+        configurations: number that a GPU would time; the other fields describe the first.
+        spilled_bytes: stack per thread (`kernels.cubin`).
+        shared_bytes: shared memory per thread block.
+        bytes: device memory read and written per launch.
     """
 
     name: str
@@ -62,9 +62,9 @@ class GraphRecord:
 
     Attributes:
         name: variant and direction, such as layer.0.tp1.forward.
-        library_launches: operators that Inductor did not compile.
-        flops: of products, attention and the fused head.
-        library_bytes: device memory read and written by these and lookups.
+        library_launches: launches of operators that Inductor did not compile.
+        flops: FLOPs of matrix products, attention and the fused head.
+        library_bytes: device memory read and written by these operators and embedding lookups.
     """
 
     name: str
@@ -75,16 +75,16 @@ class GraphRecord:
 
     @property
     def launches(self) -> int:
-        """Number of launches."""
+        """Number of kernel launches."""
         return self.library_launches + sum(kernel.launches for kernel in self.kernels)
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written."""
+        """Bytes of device memory read and written."""
         return self.library_bytes + sum(kernel.launches * kernel.bytes for kernel in self.kernels)
 
     def least_seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Return the least time by peak and bandwidth."""
+        """Return the minimum time at peak FLOP/s and bandwidth."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
@@ -101,12 +101,13 @@ class KernelsFile:
         """Read a folder's file, or raise a ValueError."""
         if not (folder / KERNELS).is_file():
             raise ValueError(
-                f"{folder}: no {KERNELS} in it: hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
+                f"{folder} contains no {KERNELS}: write it with "
+                f"hydragraph compile CONFIG --device cuda --arch sm_90 --output {folder}"
             )
         return from_record(cls, json.loads((folder / KERNELS).read_text(encoding="utf-8")))
 
     def save(self, folder: Path, built: Iterable[BuiltKernel]) -> None:
-        """Write the file, and kernels' code."""
+        """Write `kernels.json` and the kernels' cubins."""
         (folder / FOLDER).mkdir()
         codes = {_digest(kernel): kernel.cubin for kernel in built}
         for record in (kernel for graph in self.graphs for kernel in graph.kernels):
@@ -117,7 +118,7 @@ class KernelsFile:
 def graph_records(
     name: str, part: StagePart, traced: Variant, compiled: Variant, built: Mapping[str, BuiltKernel]
 ) -> tuple[GraphRecord, ...]:
-    """Return the records of a variant's graphs, from before and after Inductor; `built`: kernels by source."""
+    """Return the records of a variant's graphs before and after Inductor; `built` maps sources to kernels."""
     sizes = Sizes.of(traced, part, MicroBatch(TUNED, 1))
     records = []
     before = modules_of(traced)
@@ -162,7 +163,7 @@ def _is_library(node: fx.Node) -> bool:
 
 
 def _is_ordinary(node: fx.Node) -> bool:
-    """Return whether an operator outside of pieces computes elements."""
+    """Return whether an uncompiled operator computes a tensor."""
     return node.target not in NO_WORK and makes_tensors(node.target)
 
 

@@ -1,4 +1,4 @@
-"""The config of `hydragraph train`, perhaps written for data and a model."""
+"""The config of `hydragraph train`: an existing file, or a new file for data and a model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def config_of(paths: Sequence[Path], to: Path, overrides: Sequence[str] = ()) ->
 
     Args:
         paths: one config, or data and at most one model.
-        to: file for the config of data and a model; the leading process writes it if missing.
-        overrides: as for `TrainConfig.load`; not written.
+        to: file for a new config; the process of rank 0 writes it if missing.
+        overrides: as for `TrainConfig.load`; they are not written to the file.
 
     Raises:
-        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` has another config.
+        ValueError: a path does not exist, a config is mixed with data, no data is named, or `to` is another config.
     """
     configs = [path for path in paths if _is_config(path)]
     if not configs:
         return _written(paths, to, overrides)
     if len(paths) > 1:
-        raise ValueError(f"{configs[0]} is a config: train it alone, or name only data and a model")
+        raise ValueError(f"{configs[0]} is a config: pass only this config, or only data and a model")
     return TrainConfig.load(configs[0], overrides)
 
 
@@ -48,27 +48,27 @@ def _written(paths: Sequence[Path], to: Path, overrides: Sequence[str]) -> Train
 
     inspected = look(paths)
     if not inspected.data:
-        raise ValueError(f"{inspected.model} is a model: also name the data to train it on, files or folders")
+        raise ValueError(f"{inspected.model} is a model: also pass the files or folders of data to train it on")
     check_written("--to", to)
     text = first_config(inspected, to)
     config = TrainConfig.parse(text, overrides)
     existing = to.read_text(encoding="utf-8") if to.is_file() else None
     if existing not in (None, text):
         raise ValueError(
-            f"{to} exists and differs from the config for {' '.join(map(str, paths))}: train it with hydragraph train "
-            f"{to}, or name another file with --to"
+            f"{to} exists and differs from the config for {' '.join(map(str, paths))}: run hydragraph train {to}, or "
+            "choose another file with --to"
         )
     if leads() and existing is None:
         write_whole(to, text)
-        new = (
-            "" if inspected.model is not None else "; no model was named: a new one of about 10 M parameters is trained"
+        new = "" if inspected.model is not None else "; no model was given, so it trains a new one of 10 M parameters"
+        typer.echo(
+            f"wrote the config of this run{new}; to change it, edit {to} and run hydragraph train {to}", err=True
         )
-        typer.echo(f"{to}: the config of this run{new}; to change it, edit it, then: hydragraph train {to}", err=True)
     return config
 
 
 def first_config(found: InspectedPaths, to: Path) -> str:
-    """Return a config with comments for these devices; `to`: its file."""
+    """Return a commented config for this machine's devices; `to` is its file."""
     from hydragraph.train.starter_config import starter
 
     return starter(found, devices_here(), f"runs/{to.stem}")

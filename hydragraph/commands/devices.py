@@ -28,19 +28,21 @@ class DevicesOptions(CommonOptions):
         int | None,
         typer.Option(
             min=1,
-            help="Local processes to start, one per device; default: one per GPU, or one. A launcher such as torchrun "
-            "starts its own.",
+            help="Number of local processes to start, one per device; default: one per GPU, or one. A launcher such as "
+            "torchrun starts the processes itself.",
         ),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")] = None
-    output: Annotated[Path | None, typer.Option(help="Write them to this cluster file, for hydragraph plan.")] = None
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if the machine has a GPU.")] = None
+    output: Annotated[
+        Path | None, typer.Option(help="Write the measurements to this cluster file, for hydragraph plan.")
+    ] = None
 
 
 @verb
 def devices_command(options: DevicesOptions) -> None:
     """Measure and print the devices of all ranks, their types, and the links between them.
 
-    This is what a run with strategies: auto plans for. Speeds are those of small fp32 products.
+    A run with strategies: auto plans with the same measurements. Speeds are measured with small fp32 matrix products.
     """
     output = options.output
     check_written("--output", output)
@@ -56,7 +58,7 @@ def devices_command(options: DevicesOptions) -> None:
 
 
 def discover_rank(device: str | None) -> Discovered:
-    """Discover devices with other ranks."""
+    """Measure the devices and links together with all other ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

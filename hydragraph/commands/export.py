@@ -1,4 +1,4 @@
-"""`hydragraph export`: a run's checkpoint as a Hugging Face directory."""
+"""`hydragraph export`: export a run's checkpoint as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExportOptions(CommonOptions):
         str | None, typer.Option(metavar="N", help="Export the checkpoint after this step; default: the latest.")
     ] = None
     merged: Annotated[
-        bool, typer.Option("--merged", help="For a run with adapters: export the whole model, with the adapters added.")
+        bool, typer.Option("--merged", help="For a run with adapters: merge the adapters into the full model.")
     ] = False
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")] = "float32"
 

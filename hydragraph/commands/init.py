@@ -1,4 +1,4 @@
-"""`hydragraph init`: write a first config for data, a model and the devices here."""
+"""`hydragraph init`: write a first config for data, a model and this machine's devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class InitOptions(CommonOptions):
 
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Files and folders of text, chat .jsonl, tables; a Hugging Face directory; or both."),
+        typer.Argument(help="Data (files or folders of text, chat .jsonl, tables), a Hugging Face directory, or both."),
     ] = None
     to: Annotated[Path, typer.Option("--to", help="The file to write.")] = Path("hydragraph.yaml")
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False
 
 
 @verb
@@ -50,6 +50,6 @@ def init_command(options: InitOptions) -> None:
         for sentence in data_remarks(config):
             print(sentence)
     elif inspected.model is not None:
-        print(f"first list your data in data.paths of {to}")
-    print(f"{to} is for {devices_here().text}: train measures them and plans (strategies: auto)")
-    print(f"read it; hydragraph check {to} predicts memory and seconds per step, hydragraph train {to} trains")
+        print(f"before you train, list your data in data.paths of {to}")
+    print(f"{to} is for {devices_here().text}; hydragraph train measures them and plans (strategies: auto)")
+    print(f"next: hydragraph check {to} predicts memory and seconds per step; hydragraph train {to} trains")

@@ -1,4 +1,4 @@
-"""How this process was started: by a launcher, or to start ranks itself."""
+"""Functions that detect a launcher such as torchrun, and that run work on its ranks or on new local ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def launched() -> bool:
 
 
 def leads() -> bool:
-    """Return whether this process writes results."""
+    """Return whether this process is rank 0, which writes results."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def restarts_by_torchrun() -> int | None:
-    """Return how often torchrun restarted this machine's ranks; None: not torchrun."""
+    """Return how often torchrun restarted this machine's ranks, or None without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def first_seen(began: float) -> float:
-    """Return when the folder's run began, as this torchrun job's first attempt found it; `began`: as found now.
+    """Return when the folder's run began, as read by this torchrun job's first attempt; `began` is read now.
 
     The first attempt writes the time to torchrun's store, which outlives its ranks. Without a shared store, a run that
     began before torchrun's process belongs to another job.
@@ -49,7 +49,7 @@ def first_seen(began: float) -> float:
 
 
 def running_s(pid: int) -> float:
-    """Return a process's age in seconds, rounded up by at most one."""
+    """Return a process's age in seconds, rounded up by at most one second."""
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # since boot
         return float(Path("/proc/uptime").read_text().split()[0]) - int(ticks) / os.sysconf("SC_CLK_TCK") + 1.0
@@ -68,12 +68,12 @@ def on_ranks(
     elastic: Elastic | None = None,
     nodes: Nodes | None = None,
 ) -> T:
-    """Run a function on the launcher's or new local ranks; return this rank's or rank 0's result.
+    """Run a function on the launcher's ranks, or on new local ranks; return this rank's result, or rank 0's.
 
     Args:
         relay: forwards stop requests to the new ranks' processes.
         elastic: how ranks continue when some are lost; None: a loss ends the run.
-        nodes: machines with one launched process each, in place of the ranks; this is the first.
+        nodes: machines on which a launcher started one process instead of ranks; this process is on the first.
     """
     if ranks == 1 or (launched() and nodes is None):
         return function(*args)
@@ -83,7 +83,7 @@ def on_ranks(
 
 
 def quieten() -> None:
-    """Hide developers' warnings and progress bars."""
+    """Hide warnings for developers, and progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)  # torch.export's own code

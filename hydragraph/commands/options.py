@@ -1,4 +1,4 @@
-"""Options that verbs share, and the decorator of verbs."""
+"""Options that commands share, and the decorator `verb` of commands."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hydragraph.train.config import TrainConfig
 Config = Annotated[Path, typer.Argument(help="The run's YAML file, such as examples/demo.yaml.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="section.field=value replaces a field of the config.")]
 Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", help="Strategy that replaces the config's: a text or a YAML file.")
+    list[str] | None, typer.Option("--strategy", help="Strategy to use instead of the config's: a text or a YAML file.")
 ]
 HomeText = Annotated[
     str | None,
     typer.Option(
         "--home",
-        help='Replaces the config\'s home: the share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal '
-        "shares; stages: the ranks that compute a block; auto: those that exchange least.",
+        help="Owners of the state, instead of the config's home: each rank's share, as in \"3,3,1,0 copies=2\"; equal "
+        "(equal shares); stages (the ranks that compute a block); or auto (the owners with the least traffic).",
     ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="The YAML file of devices and links; it has one device per rank.")
+    Path | None, typer.Option("--cluster", help="YAML file of the devices and links, with one device per rank.")
 ]
 DeviceCount = Annotated[
     int | None,
@@ -40,27 +40,31 @@ DeviceCount = Annotated[
 ]
 HealthFile = Annotated[
     Path | None,
-    typer.Option("--health", help="A YAML file of slow ranks, by their slowdown, and lost ones: {3: 2.57, 5: inf}."),
+    typer.Option("--health", help="YAML file of the slowdown of slow and lost ranks, such as {3: 2.57, 5: inf}."),
 ]
 ProfileFile = Annotated[
     str | None, typer.Option("--profile", help="A file that hydragraph profile wrote; default: a datasheet.")
 ]
 Efficiency = Annotated[
     float | None,
-    typer.Option(help="Without a profile: the fraction of the FLOP/s that computation reaches; default: a roofline."),
+    typer.Option(
+        help="Without a profile: fraction of the peak FLOP/s that computation reaches; default: a roofline model."
+    ),
 ]
 CorrectionsFile = Annotated[
     Path | None,
     typer.Option("--corrections", help="A file that hydragraph compare wrote, such as runs/demo/corrections.json."),
 ]
-MicroBatches = Annotated[str, typer.Option(help="Micro-batches of each pipeline, such as 4,2; or one number for all.")]
+MicroBatches = Annotated[
+    str, typer.Option(help="Number of micro-batches per pipeline, such as 4,2, or one number for all.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LogLevel = Annotated[
     str | None,
     typer.Option(
         "--log-level",
         metavar="|".join(LEVELS),
-        help="Log on stderr, rank by rank: captures, plans, checkpoints, ... (info), every step (debug).",
+        help="Log every rank to stderr: captures, plans, checkpoints, ... (info), and every step (debug).",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -70,10 +74,10 @@ Options = TypeVar("Options", bound="CommonOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every verb.
+    """Options of every command.
 
-    A subclass adds a field for each option or argument, annotated as typer reads it. `PANEL` is the heading of the
-    fields of a class in the help.
+    A subclass adds a field for each option or argument, annotated as typer reads it. `PANEL` is the heading under which
+    the help lists the fields of a class.
     """
 
     PANEL: ClassVar[str | None] = None
@@ -82,7 +86,7 @@ class CommonOptions:
     debug: Debug = False
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise a ValueError for the first given field."""
+        """Raise a ValueError for the first of these fields that the user has set."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) is not False:
@@ -92,7 +96,7 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(CommonOptions):
-    """Options of verbs that read a run's config."""
+    """Options of commands that read a run's config."""
 
     config: Config
     overrides: Set = None
@@ -103,11 +107,11 @@ class ConfigOptions(CommonOptions):
 
 
 def verb(function: Callable[[Options], None]) -> Callable[..., None]:
-    """Return a function for typer, with a keyword for each field of the dataclass that `function` takes."""
+    """Return a function for typer with one keyword per field of the options that `function` takes."""
     options: type[Options] = next(iter(get_type_hints(function).values()))
     hints = get_type_hints(options, include_extras=True)
     parameters = []
-    for cls in options.__mro__:  # own options first in the help
+    for cls in options.__mro__:  # the help lists the class's own options first
         for field in fields(options):
             if field.name in inspect.get_annotations(cls):
                 kind, info = get_args(hints[field.name])
@@ -139,7 +143,7 @@ def read_counts(text: str, pipelines: int) -> list[int]:
 
 
 def check_counts(text: str) -> list[int]:
-    """Read micro-batches of any number of pipelines."""
+    """Read the micro-batches of any number of pipelines, or raise a ValueError."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"--micro-batches {text!r}: give one number, or one for each pipeline: 4,2")
@@ -156,25 +160,25 @@ def check_written(option: str, path: Path | None) -> None:
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: the folder {path.parent} does not exist: make it, or name another")
+        raise ValueError(f"{option} {path}: the folder {path.parent} does not exist: create it, or name another")
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory: name the file to write")
 
 
 def default_devices_text(ranks: int, config: TrainConfig) -> str:
-    """Describe the default devices."""
+    """Return a note on the default devices."""
     instead = ", not for this machine (device: cpu)" if config.device == "cpu" else ""
-    return f"for {ranks} H200{'s' * (ranks != 1)}, as --cluster names no others{instead}"
+    return f"for {ranks} H200{'s' * (ranks != 1)}, because --cluster is not given{instead}"
 
 
 def check_prices(profile: object, efficiency: float | None) -> None:
-    """Raise a ValueError if both are given."""
+    """Raise a ValueError if a profile and an efficiency are both given."""
     if profile and efficiency is not None:
-        raise ValueError("--profile has measured seconds and --efficiency prices a datasheet: give one of them")
+        raise ValueError("--profile uses measured seconds and --efficiency uses a datasheet: give only one of them")
 
 
 def chosen_home(text: str | None, configured: Home) -> Home:
-    """Return the given home, or the config's."""
+    """Return the command line's home, or the config's."""
     return configured if text is None else Home.parse(text)
 
 
@@ -184,19 +188,19 @@ def chosen_strategies(
     """Return the strategies of the command line, or those of the config if the command line has none.
 
     Args:
-        ranks: to replace the config's "auto" by plain data parallelism.
+        ranks: data-parallel ranks that replace the config's "auto"; None: reject it.
 
     Raises:
-        ValueError: they are "auto", which only training plans.
+        ValueError: the strategies are "auto", which is planned only when training starts.
     """
     texts = tuple(named or configured)
     if "auto" not in texts:
         return texts
     if ranks is None or named:
-        raise ValueError("strategies: auto is planned when training starts, not here: name some by --strategy")
+        raise ValueError("strategies: auto is planned only when training starts: pass strategies with --strategy")
     typer.echo(
-        "strategies: auto is planned when training starts; plain data parallelism takes its place here (--strategy "
-        "names others)",
+        "strategies: auto is planned when training starts; this command uses plain data parallelism instead (pass "
+        "others with --strategy)",
         err=True,
     )
     return (f"{ranks}*<tp1,pp1>",)

@@ -1,4 +1,4 @@
-"""`hydragraph plan`: strategies for the data, or for devices that differ."""
+"""`hydragraph plan`: propose strategies for the data, or for devices that differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE = (
     "Devices that differ: hydragraph plan --cluster cluster.yaml --model run.yaml --picture plan.png --output "
     "plan.yaml, where cluster.yaml has types: and nodes: (docs/planner.md shows one), and run.yaml is a config of "
     "hydragraph train. With measurements instead of a datasheet: --profile h100.json --profile l4.json, each from "
-    "hydragraph profile --type NAME. If some are slow: --health health.yaml with {3: 2.57, 5: inf}. "
+    "hydragraph profile --type NAME. If some devices are slow: --health health.yaml with {3: 2.57, 5: inf}. "
     "Equal devices: hydragraph plan --profile profile.json --lengths lengths.txt --devices 64 --context 32768 "
     "--explain --picture plan.png, where profile.json is from hydragraph profile and lengths.txt has one number per "
     "line. To try a strategy of your own: --strategy '<tp8,pp2> + 6*<tp8,pp1>'."
@@ -21,16 +21,16 @@ EXAMPLE = (
 
 @verb
 def plan_command(options: PlanOptions) -> None:
-    """Propose strategies for your data or your devices, with the seconds they take, without running anything.
+    """Propose strategies for your data or your devices and predict their seconds, without running anything.
 
-    Equal devices (--devices): candidates come from the sequence lengths. Each plans mini-batches drawn from these
-    lengths. A table compares the seconds of an iteration with those of the best homogeneous strategy, and says why
-    candidates are slower.
+    For equal devices (--devices), the candidates are chosen by the sequence lengths and tried on mini-batches drawn
+    from these lengths. A table compares each candidate's seconds per iteration with the best homogeneous strategy's,
+    and explains why candidates are slower.
 
-    Devices that differ in type, memory or current speed (--cluster): the plan assigns devices to pipelines and stages,
-    with their layers and their shares of the data and of the state. It is printed with a lower bound and with its
-    rivals. First write the cluster file and, unless a datasheet will do, measure a profile on each type. Then plan,
-    look at the picture, and train with the strategy that --output wrote.
+    For devices that differ in type, memory or current speed (--cluster), the plan assigns devices to pipelines and
+    stages, and divides layers, data and state among them. The command prints the plan with a lower bound and its
+    rivals. First write the cluster file and, unless datasheet speeds suffice, measure a profile on each type of device.
+    Then plan, look at the picture, and train with the strategy that --output wrote.
     """
     options.check()
     if options.cluster is None:
@@ -47,7 +47,7 @@ def plan_equal(options: PlanOptions) -> None:
     from hydragraph.report.plan_picture import write_plan_picture
     from hydragraph.train.plan_input import read_candidates, read_corrections, read_lengths, read_profile
 
-    reason = "PlanOptions.check has found it"
+    reason = "PlanOptions.check requires it"
     assert options.profile, reason
     assert options.lengths, reason
     assert options.devices, reason

@@ -1,4 +1,4 @@
-"""`hydragraph plan --cluster`: a plan for devices that differ."""
+"""`hydragraph plan --cluster`: plan for devices that differ."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-COMPILING = 0.6  # of the deadline
-EXPLAINING = 1.0  # of the time of planning
-OFFERED = 4  # printed
+COMPILING = 0.6  # fraction of the deadline
+EXPLAINING = 1.0  # relative to the planning time
+OFFERED = 4  # offers printed
 
 
 def plan_devices(asked: PlanOptions) -> None:
-    """Plan, print, and write files; the deadline counts from here."""
+    """Plan, print the plan, and write files; the deadline is measured from this call."""
     from hydragraph.spec.cluster import Cluster
 
     began = time.monotonic()
@@ -54,7 +54,7 @@ def plan_devices(asked: PlanOptions) -> None:
     limit = None if asked.deadline is None else COMPILING * asked.deadline
     with first_compilation(bool(workload.lengths), limit) as compiling:
         if compiling:
-            Console(stderr=True).print("compiling the planner's search, once: up to a minute of one core")
+            Console(stderr=True).print("compiling the planner's search once, up to a minute on one core")
         _plan(asked, cluster, config, workload, began)
 
 
@@ -154,7 +154,7 @@ def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say
     say("capturing the model")
     _, program, variants = captured(config)
     if measured is None:
-        # Groups stay within nodes.
+        # A tensor-parallel group stays within a node.
         most = max(cluster.node(device.node).devices for device in cluster.devices)
         measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
     elif len(measured.blocks) != len(program.blocks):
@@ -174,7 +174,7 @@ def _backend(config: TrainConfig | None) -> str:
 
 
 def _compile_first(costs: Costs, seconds: float | None) -> Costs:
-    """Compile graphs of all kinds of stages, plain ones first; return costs without those not begun in `seconds`.
+    """Compile graphs of all kinds of stages, plain kinds first; return costs without kinds not begun in `seconds`.
 
     Stages of one device are always compiled.
     """
@@ -217,7 +217,7 @@ def _told(compiled: VariantOf, say: Say) -> VariantOf:
     def get(block: Any, part: Any) -> Any:
         if (block.template, part) not in known:
             known.add((block.template, part))
-            say(f"compiling graphs for their memory: tensor-parallel degree {part.kind.tp}")
+            say(f"compiling graphs to find their memory: tensor-parallel degree {part.kind.tp}")
             compiled(block, part)
             say("searching")
         return compiled(block, part)
@@ -263,8 +263,8 @@ def _write(plan: Plan, path: Path) -> str:
     quoted = json.dumps(list(map(str, names)), ensure_ascii=False)
     choose = " --set plan.choose=true" if len(names) > 1 else ""
     return (
-        f"{listed}: in a run's config, strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)}; or "
-        f"hydragraph train config.yaml --set 'strategies={quoted}' --set 'home={plan.home}' "
+        f"{listed}: to train, set strategies: [{listed}], home: {str(plan.home)!r}, ranks: {len(plan.memory)} in the "
+        f"run's config, or run hydragraph train config.yaml --set 'strategies={quoted}' --set 'home={plan.home}' "
         f"--set ranks={len(plan.memory)}{choose}"
     )
 

@@ -24,7 +24,7 @@ from hydragraph.train.config import TrainConfig
 if TYPE_CHECKING:
     from hydragraph.spec.training_workload import Workload
 
-TOKENS = 100_000  # of a sample mini-batch, by default
+TOKENS = 100_000  # default size of a sample mini-batch
 METHODS = "auto|mixed|straggler|search|metis"
 
 
@@ -40,10 +40,10 @@ class EqualOptions(CommonOptions):
         typer.Option(
             "--strategy",
             "--strategies",
-            help="Strategies to compare; default: proposals, improved on samples of the data.",
+            help="Strategies to compare; default: proposals that are improved on samples of the data.",
         ),
     ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="List all candidates and parts of their seconds.")] = False
+    explain: Annotated[bool, typer.Option("--explain", help="List all candidates and the parts of their time.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class UnevenOptions(CommonOptions):
         str | None,
         typer.Option(
             metavar="scip",
-            help="With --method mixed: group devices as AutoHet published it, by SCIP (pip install "
-            "'hydragraph\\[exact]'); few devices only.",
+            help="With --method mixed: group a few devices by AutoHet's published program, solved by SCIP (pip "
+            "install 'hydragraph\\[exact]').",
         ),
     ] = None
     method: Annotated[
         str | None,
         typer.Option(
             metavar=METHODS,
-            help="Search for device types that differ (mixed), for speeds that differ "
-            "(straggler), for data parallelism by stage "
-            "(search; metis: by improved Metis's own memory-aware order), or for all of them (auto, the default).",
+            help="Search method: for device types that differ (mixed), for speeds that differ "
+            "(straggler), for data parallelism that differs by stage "
+            "(search; metis: in improved Metis's memory-aware order), or all methods (auto, the default).",
         ),
     ] = None
     running: Annotated[
@@ -95,16 +95,16 @@ class UnevenOptions(CommonOptions):
     home: Annotated[
         str | None,
         typer.Option(
-            help='The present shares of the state by rank, from which the plan moves it, as in "3,3,1,0 copies=2"; '
-            "default: equal shares, or with --running those of --model."
+            help='Each rank\'s current share of the state, which the plan may move, as in "3,3,1,0 copies=2"; '
+            "default: equal shares, or with --running the home in --model."
         ),
     ] = None
     deadline: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="Seconds for the whole command, which then prints the best plan so far. Kinds of stages that are not "
-            "compiled in time are left out.",
+            help="Seconds after which the command prints the best plan so far. Kinds of stages that are not compiled "
+            "in time are excluded.",
         ),
     ] = None
     prices: Annotated[
@@ -120,8 +120,8 @@ class UnevenOptions(CommonOptions):
         float | None,
         typer.Option(
             metavar="DOLLARS",
-            help="Dollars per hour: plan for the nodes that train fastest and together cost no more. The cluster lists "
-            "all nodes that can be rented. Needs --price.",
+            help="Maximum dollars per hour: rent the nodes that train fastest within this budget. --cluster lists all "
+            "nodes that can be rented. Needs --price.",
         ),
     ] = None
     output: Annotated[
@@ -144,13 +144,15 @@ class PlanOptions(EqualOptions, UnevenOptions):
     lengths: Annotated[
         Path | None, typer.Option(help="Tokens of each sequence, one number per line; or a run's tokens.bin.")
     ] = None
-    context: Annotated[int | None, typer.Option(min=1, help="Most tokens of a sequence; longer ones are cut.")] = None
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of a sequence; longer ones are truncated.")
+    ] = None
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Tokens per iteration; default: --model's data.tokens_per_step, or {TOKENS}."),
     ] = None
-    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to draw from the lengths.")] = 4
-    seed: Annotated[int, typer.Option(min=0, help="Seed that draws the mini-batches.")] = 0
+    iterations: Annotated[int, typer.Option(min=1, help="Number of mini-batches to draw from the lengths.")] = 4
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for drawing the mini-batches.")] = 0
     corrections: CorrectionsFile = None
     as_json: AsJson = False
     picture: Annotated[
@@ -169,26 +171,26 @@ class PlanOptions(EqualOptions, UnevenOptions):
             )
             if None in (self.profile, self.lengths, self.devices, self.context):
                 raise ValueError(
-                    "plan for equal devices with --profile, --lengths, --devices and --context, or for devices that "
-                    "differ with --cluster, and --model or --profile"
+                    "plan needs options: for equal devices give --profile, --lengths, --devices and --context; for "
+                    "devices that differ give --cluster, and --model or --profile"
                 )
             if len(self.profile or ()) > 1:
                 raise ValueError("--profile: give only one, or add --cluster with a file of the types of devices")
             return
         self.refuse(
             get_annotations(EqualOptions),
-            "is for equal devices: leave it out; --cluster lists the devices, and all rivals are printed",
+            "is for equal devices: omit it; --cluster lists the devices, and all rivals are printed",
         )
         if self.model is None and not self.profile:
             raise ValueError(
-                "--cluster needs --model with a run's config (a datasheet prices it), or --profile with a file of "
-                "hydragraph profile for each type of device, or both"
+                "--cluster needs --model with a run's config, or --profile with a file of hydragraph profile for each "
+                "type of device, or both"
             )
         check_prices(self.profile, self.efficiency)
         if self.budget is not None and not self.prices:
             raise ValueError("--budget chooses devices by their price: also give --price")
         if self.budget is not None and (self.running is not None or self.home is not None):
-            raise ValueError("--budget chooses devices for a new run: leave out --running and --home")
+            raise ValueError("--budget chooses devices for a new run: omit --running and --home")
         check_written("--output", self.output)
 
     def workload(self, config: TrainConfig | None) -> Workload:
@@ -205,14 +207,14 @@ class PlanOptions(EqualOptions, UnevenOptions):
         longest = config.data.max_length if config else None
         if self.lengths is not None:
             if self.sequences or self.length:
-                raise ValueError("--lengths draws mini-batches: leave out --sequences and --length")
+                raise ValueError("--lengths draws mini-batches: omit --sequences and --length")
             limit = self.context or longest
             data = [min(n, limit or n) for n in read_lengths(self.lengths) if n]
             if not data:
                 raise ValueError(f"{self.lengths}: all sequences are empty: give lengths above 0")
             return Workload(lengths=mini_batches(data, tokens or TOKENS, self.iterations, self.seed))
         if self.context:
-            raise ValueError("--context cuts the sequences of --lengths: for equal ones give --length")
+            raise ValueError("--context truncates the sequences of --lengths: for equal sequences give --length")
         if self.sequences and self.tokens:
             raise ValueError("--sequences and --tokens both set the size of an iteration: give one of them")
         length = self.length or longest

@@ -1,4 +1,4 @@
-"""`hydragraph profile`: measure micro-batches on this machine."""
+"""`hydragraph profile`: measure the time of micro-batches on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class ProfileOptions(ConfigOptions):
 
     schemes: Annotated[
         str | None,
-        typer.Option(help="Such as tp1pp1,tp2pp1,tp2pp4; default: all that fit the ranks. Only tp ranks must exist."),
+        typer.Option(
+            help="Schemes such as tp1pp1,tp2pp1,tp2pp4, measured on tp ranks; default: all that fit the ranks."
+        ),
     ] = None
     out: Annotated[Path, typer.Option("--output", "--out", help="The JSON file to write.")] = Path("profile.json")
     sequence_parallel: Annotated[
@@ -46,21 +48,24 @@ class ProfileOptions(ConfigOptions):
         bool, typer.Option("--sums-in-pieces", help="Also measure tensor-parallel stages with sums in pieces.")
     ] = False
     longest: Annotated[
-        int | None, typer.Option(min=64, help="Tokens of the longest micro-batch; longer ones show attention better.")
+        int | None,
+        typer.Option(min=64, help="Tokens of the longest micro-batch; a larger number measures attention better."),
     ] = None
     repeats: Annotated[
-        int, typer.Option(min=1, help="Most repetitions of each measurement; fewer if they agree. The median counts.")
+        int,
+        typer.Option(min=1, help="Maximum repetitions of each measurement; fewer if they agree. The median is used."),
     ] = 5
     type_: Annotated[
-        str, typer.Option("--type", help="Name of this type of device in cluster files; default: the device's.")
+        str,
+        typer.Option("--type", help="Name of this type of device in cluster files; default: the device's own name."),
     ] = ""
 
 
 @verb
 def profile_command(options: ProfileOptions) -> None:
-    """Measure what micro-batches cost on this machine under each scheme; planners read the file.
+    """Measure the time of micro-batches on this machine under each scheme, and write a file for planners.
 
-    Every distinct block of the model is timed once per kind of stage and micro-batch; stages are added up from them.
+    Each distinct block of the model is timed once per kind of stage and micro-batch; a stage's time is a sum of blocks.
     """
     config = options.load()
     check_written("--output", options.out)
@@ -76,7 +81,7 @@ def profile_command(options: ProfileOptions) -> None:
 def profile_rank(
     config: TrainConfig, schemes: tuple[Scheme, ...] | None, options: ProfileOptions
 ) -> tuple[Profile, int]:
-    """Return measurements and the number of ranks."""
+    """Measure on this rank; return the profile and the number of ranks."""
     from datetime import timedelta
 
     from hydragraph.cluster.communicators import Groups

@@ -1,4 +1,4 @@
-"""A compiled variant's graphs as Python that runs, with the model's names."""
+"""Runnable Python code for a compiled variant's graphs, with the model's names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hydragraph.private.operator_schemas import is_operator
 from hydragraph.private.tracing import symbol_name
 
 _LEGEND = """\
-T is the number of tokens that pass between blocks (under sequence parallelism, of a rank's part of them), S the
-number of sequences and one more. Frees are left out."""
+T is the number of tokens of the hidden state (under sequence parallelism, of the rank's shard of it). S is the number
+of sequences plus one. Instructions that free values are omitted."""
 _HEAD = """import torch
 
 import hydragraph.kernels.varlen_attention  # registers torch.ops.hydragraph
@@ -90,7 +90,7 @@ def _identifier(name: str) -> str:
 
 
 def _sizes(variant: Variant) -> Callable[[object], str]:
-    """Return a function that writes sizes with T and S."""
+    """Return a function that formats sizes with the symbols T and S."""
     nodes = dict(zip(variant.inputs, placeholders_of(variant.forward), strict=True))
     first = [nodes["hidden"]] if "hidden" in nodes else list(nodes.values())
     tokens = next((s for node in first for size in _shape(node)[1:2] for s in _symbols(size)), None)

@@ -1,4 +1,4 @@
-"""`hydragraph report`: a simulation, a plan or a run as one HTML file."""
+"""`hydragraph report`: show a simulation, a plan or a run as one HTML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Examples: hydragraph report examples/demo.yaml simulates the config's strategies; hydragraph report runs/demo "
-    "shows a run, with timelines where it was trained with --trace; hydragraph report plan.json shows what hydragraph "
+    "shows a run, with timelines if it was trained with --trace; hydragraph report plan.json shows what hydragraph "
     "plan --cluster cluster.yaml --json wrote."
 )
 
@@ -57,11 +57,11 @@ _PRICED = ("cluster", "profile", "corrections")
 
 @verb
 def report_command(options: ReportOptions) -> None:
-    """Write one HTML file: timelines, memory, traffic, strategies and why the losers lost.
+    """Write one HTML file with timelines, memory, traffic, and a comparison of strategies.
 
-    For a config, the report simulates its strategies. For a plan, it lists the rivals and why they lost. For a run, it
-    shows losses, speed and changes of ranks, and compares prediction and measurement if the run was traced. The file
-    needs no network and no other file.
+    For a config, the report simulates its strategies. For a plan, it lists the rivals and why they are worse. For a
+    run, it shows losses, speed and changes of ranks, and compares prediction and measurement if the run was traced. The
+    file needs no network and no other file.
     """
     from hydragraph.report.page import write_report
 
@@ -71,10 +71,10 @@ def report_command(options: ReportOptions) -> None:
     path = options.output or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
     check_written("--output", path)
     if source.is_dir():
-        options.refuse(_SIMULATED, "is for a config that is simulated: leave it out")
+        options.refuse(_SIMULATED, "is for simulating a config: omit it")
         report = _of_run(options)
     elif source.suffix == ".json":
-        options.refuse(_SIMULATED + _PRICED, "does not affect a plan that was already made: leave it out")
+        options.refuse(_SIMULATED + _PRICED, "does not affect a finished plan: omit it")
         report = _of_plan(source)
     else:
         report = _of_config(options)
@@ -119,10 +119,10 @@ def _of_run(options: ReportOptions) -> ReportContents:
     name = folder.path.name
     metrics = read_metrics(folder.metrics)
     if not metrics or not folder.config.exists():
-        raise ValueError(f"{folder.path} holds no steps of a run: name the folder that hydragraph train has written")
+        raise ValueError(f"{folder.path} contains no steps of a run: pass the output folder of hydragraph train")
     events = read_events(folder.events)
     if not folder.trace.exists():
-        options.refuse(_PRICED, "prices a trace: there is none")
+        options.refuse(_PRICED, "is for a traced run, and this run has no trace: omit it")
         return run_report(name, metrics, None, events)
     trace = read_trace(folder.trace)
     config = TrainConfig.load(folder.config)

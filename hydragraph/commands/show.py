@@ -1,4 +1,4 @@
-"""`hydragraph show`: a model's program, ranks' programs, passes, and a compiled folder."""
+"""`hydragraph show`: print a model's program, ranks' programs, passes, or a compiled folder."""
 
 from __future__ import annotations
 
@@ -38,36 +38,41 @@ class ShowOptions(CommonOptions):
     strategies: Annotated[
         list[str] | None,
         typer.Option(
-            "--strategy", help="A text or a YAML file; for a folder, also the strategy's number in it. Default: all."
+            "--strategy", help="A text or a YAML file; in a folder, also the strategy's number. Default: all."
         ),
     ] = None
     micro_batches: MicroBatches = "2"
-    rank: Annotated[int | None, typer.Option(help="Show only this rank, in the views below as well.")] = None
-    parameter: Annotated[str | None, typer.Option(help="A parameter's owners and users, as of lm_head.weight.")] = None
+    rank: Annotated[int | None, typer.Option(help="Show only this rank, including in the views below.")] = None
+    parameter: Annotated[str | None, typer.Option(help="Owners and users of a parameter, such as lm_head.weight.")] = (
+        None
+    )
     memory: Annotated[bool, typer.Option("--memory", help="Peak memory of each rank, by kind.")] = False
     limit: Annotated[
-        float | None, typer.Option("--limit", help="Memory of a device in bytes, such as 80e9: mark what exceeds it.")
+        float | None,
+        typer.Option("--limit", help="Memory of a device in bytes, such as 80e9: mark ranks that exceed it."),
     ] = None
-    traffic: Annotated[bool, typer.Option("--traffic", help="The bytes between ranks and nodes, by kind.")] = False
-    node: Annotated[int, typer.Option(min=1, help="Ranks of a node, for --traffic.")] = 8
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, for --memory and --traffic.")] = 2048
+    traffic: Annotated[bool, typer.Option("--traffic", help="Bytes sent between ranks and nodes, by kind.")] = False
+    node: Annotated[int, typer.Option(min=1, help="Number of ranks per node, for --traffic.")] = 8
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per micro-batch, for --memory and --traffic.")] = 2048
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Registers, spills, bytes and least time of each kernel.")
+        bool, typer.Option("--kernels", help="Registers, spills, bytes and minimum time of each kernel.")
     ] = False
     schedule: Annotated[bool, typer.Option("--schedule", help="Each stage's forwards and backwards over time.")] = False
-    output: Annotated[Path | None, typer.Option(help="With --schedule: a picture of it, .svg or .png.")] = None
+    output: Annotated[
+        Path | None, typer.Option(help="With --schedule: also draw the schedule to this .svg or .png file.")
+    ] = None
     diff: Annotated[
-        str | None, typer.Option(help="Differences from another folder, or from another strategy of this one.")
+        str | None, typer.Option(help="Differences from another folder, or from another strategy of this folder.")
     ] = None
     passes: Annotated[
         bool,
-        typer.Option("--passes", help="List the passes; with a config, also what each does to blocks and programs."),
+        typer.Option("--passes", help="List the passes; with a config, also show the effect of each pass."),
     ] = False
     overrides: Set = None
 
     @property
     def looks(self) -> bool:
-        """Whether a folder's view was requested."""
+        """Whether a view of a compiled folder was requested."""
         views = (self.memory, self.traffic, self.kernels, self.schedule)
         return any(views) or self.parameter is not None or self.diff is not None
 
@@ -79,28 +84,29 @@ class ShowOptions(CommonOptions):
             from hydragraph.commands.show_schedule import check_drawn
 
             if not self.schedule:
-                raise ValueError("--output is for the picture of --schedule: give both")
+                raise ValueError("--output is the picture of --schedule: give both options")
             check_drawn(self.output)
         if self.source is None and not self.passes:
             raise ValueError("show needs the YAML file of a run, a folder of hydragraph compile, or --passes")
         if self.kernels and not folder and not (self.source is None and self.passes):
             raise ValueError(
-                "--kernels needs a folder: hydragraph compile CONFIG --device cuda --arch sm_90 --output DIR"
+                "--kernels needs a folder: write one with hydragraph compile CONFIG --device cuda --arch sm_90 "
+                "--output DIR"
             )
         if folder and self.passes:
-            raise ValueError("--passes needs the YAML file of a run: a folder holds what the passes have made")
+            raise ValueError("--passes needs the YAML file of a run: a folder contains only the passes' results")
         if folder and self.overrides:
-            raise ValueError("--set changes a config: compile it again, and show that folder")
+            raise ValueError("--set changes a config, not a folder: compile again with --set, and show the new folder")
         if not folder and not self.looks and not self.passes and self.rank is not None and not self.strategies:
             raise ValueError(f"--rank {self.rank} needs a strategy to show a rank's program: also give --strategy")
 
 
 @verb
 def show_command(options: ShowOptions) -> None:
-    """Print a model's program, every rank's verified program (--strategy), or what a compiled folder holds.
+    """Print a model's program, every rank's verified program (--strategy), or the contents of a compiled folder.
 
-    A folder is read without tracing. A config is compiled first for --parameter, --memory, --traffic, --schedule and
-    --diff.
+    A folder is shown without tracing the model. A config is compiled first for --parameter, --memory, --traffic,
+    --schedule and --diff.
     """
     options.check()
     source = options.source
@@ -185,7 +191,7 @@ def _differences(folder: ShownFolder, found: Sequence[ShownStrategy], other: str
     if Path(other).is_dir():
         return folder_diff(folder, ShownFolder.open(Path(other)))
     if not found:
-        raise ValueError(f"{folder.path}: none of its strategies fits, so none can be compared")
+        raise ValueError(f"{folder.path}: no strategy in this folder fits, so none can be compared")
     return strategy_diff(found[0], folder.strategy(other))
 
 
@@ -220,11 +226,11 @@ def _show_programs(config: TrainConfig, options: ShowOptions) -> None:
         programs = api.lower(program, strategy, micro_batches=counts, ranks=config.ranks)
         programs.verify()
         if rank is not None and not 0 <= rank < len(programs):
-            raise ValueError(f"--rank {rank}: there are ranks 0 to {len(programs) - 1}")
+            raise ValueError(f"--rank {rank} does not exist: give a rank from 0 to {len(programs) - 1}")
         for i, rank_program in enumerate(programs):
             if rank in (None, i):
                 print(to_text(rank_program), end="\n\n")
-        print(f"# {strategy}: the programs of {len(programs)} ranks are complete, agree and terminate")
+        print(f"# {strategy}: the programs of {len(programs)} ranks are complete, consistent and free of deadlocks")
 
 
 def _show_passes(config: TrainConfig, options: ShowOptions) -> None:

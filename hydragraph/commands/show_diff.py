@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --diff OTHER`: differences between folders or strategies."""
+"""`hydragraph show DIR --diff OTHER`: print differences between folders or strategies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SETTINGS = (
     *("model", "dtype", "layers", "parameters", "fingerprint"),
     *("ranks", "backend", "device", "hydragraph", "torch"),
 )
-_LONG = 4000  # lines; longer files are compared as wholes
+_LONG = 4000  # lines; longer files are not compared line by line
 
 
 def folder_diff(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
-    """Yield differences of two folders."""
+    """Yield the differences between two folders."""
     differences = [*_settings(one, other), *_graphs(one.path, other.path), *_strategies(one, other)]
     yield f"{one.path} -> {other.path}"
-    yield from shortened(differences or ["  the same model, graphs, strategies and programs"], rows=60)
+    yield from shortened(differences or ["  no differences in model, graphs, strategies and programs"], rows=60)
 
 
 def _settings(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _lines_changed(before: str, after: str) -> str:
     if max(len(one), len(two)) > _LONG:
         return f"{len(one):,} lines -> {len(two):,}, which differ"
     kept = sum(block.size for block in SequenceMatcher(None, one, two, autojunk=False).get_matching_blocks())
-    return f"{len(two) - kept} lines are new, {len(one) - kept} are gone"
+    return f"{len(two) - kept} lines added, {len(one) - kept} removed"
 
 
 def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
@@ -72,10 +72,10 @@ def _strategies(one: ShownFolder, other: ShownFolder) -> Iterator[str]:
 
 
 def strategy_diff(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:
-    """Yield differences of two strategies."""
+    """Yield the differences between two strategies."""
     yield f"{one.name} -> {other.name}"
     differences = [*_facts(one, other), *_places(one, other)]
-    yield from shortened(differences or ["  the same places, micro-batches and programs"], rows=40)
+    yield from shortened(differences or ["  no differences in placement, micro-batches and programs"], rows=40)
 
 
 def _facts(one: ShownStrategy, other: ShownStrategy) -> Iterator[str]:

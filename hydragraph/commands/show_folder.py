@@ -1,4 +1,4 @@
-"""Reader of folders of `hydragraph compile`."""
+"""Reader of the folders that `hydragraph compile` writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hydragraph.ir.shared_programs import SharedPrograms
 
 WIDTH = 100  # printed columns
-ROWS = 24  # of a list
+ROWS = 24  # most printed rows of a list
 
 Read = TypeVar("Read")
 
@@ -35,7 +35,7 @@ class ShownStrategy:
 
     @property
     def name(self) -> str:
-        """Text with fingerprint."""
+        """The strategy's text with its fingerprint."""
         return self.record.strategy
 
     @cached_property
@@ -54,7 +54,9 @@ class ShownStrategy:
             return read()
         except FileNotFoundError as error:
             missing = Path(str(error.filename)).name
-            raise ValueError(f"{self.folder}: {missing} is missing: write it again with hydragraph compile") from None
+            raise ValueError(
+                f"{self.folder}: {missing} is missing: write the folder again with hydragraph compile"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}") from None
 
@@ -71,7 +73,7 @@ class ShownFolder:
     def open(cls, path: Path) -> ShownFolder:
         """Open a folder; raise a ValueError unless `hydragraph compile` wrote it."""
         if not (path / SUMMARY).is_file():
-            raise ValueError(f"{path}: no {SUMMARY} in it: name a folder that hydragraph compile --output wrote")
+            raise ValueError(f"{path} contains no {SUMMARY}: pass a folder that hydragraph compile --output wrote")
         summary = Summary.load(path)
         fitting = (record for record in summary.strategies if not record.problem)
         return cls(path, summary, tuple(ShownStrategy(shown, path / "strategies" / shown.folder) for shown in fitting))
@@ -82,7 +84,7 @@ class ShownFolder:
         return ModelData.load(self.path)
 
     def chosen(self, texts: Sequence[str]) -> tuple[ShownStrategy, ...]:
-        """Return the strategies with these texts, fingerprints, folders or numbers from 1; default: all.
+        """Return the strategies that `texts` names by text, fingerprint, folder or number; by default all strategies.
 
         Raises:
             ValueError: the folder has no such strategy.
@@ -107,11 +109,11 @@ class ShownFolder:
     def check_rank(self, rank: int | None) -> None:
         """Raise a ValueError for an unknown rank."""
         if rank is not None and not 0 <= rank < self.summary.ranks:
-            raise ValueError(f"--rank {rank}: there are ranks 0 to {self.summary.ranks - 1}")
+            raise ValueError(f"--rank {rank} does not exist: give a rank from 0 to {self.summary.ranks - 1}")
 
 
 def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
-    """Return the error for an unknown name, with similar ones."""
+    """Return an error for an unknown name, with similar names."""
     near = get_close_matches(text, names, n=3, cutoff=0.5) or [name for name in names if text and text in name][:3]
     if near:
         return f"no {what} {text!r}: did you mean {' or '.join(map(repr, near))}?"
@@ -120,7 +122,7 @@ def unknown(what: str, text: str, names: Sequence[str], where: str) -> str:
 
 
 def overview(folder: ShownFolder) -> Iterator[str]:
-    """Yield contents and views."""
+    """Yield a folder's contents and options."""
     summary = folder.summary
     yield (
         f"{summary.model}: {summary.layers} layers, {summary.parameters / 1e6:,.4g} M parameters in {summary.dtype}, "
@@ -140,19 +142,19 @@ def overview(folder: ShownFolder) -> Iterator[str]:
             f"     {counts_text(record.micro_batches)} micro-batches, {record.instructions:,} instructions of {kinds}; "
             f"pulls {bytes_text(record.pull_bytes)}, pushes {bytes_text(record.push_bytes)}"
         )
-    yield "Ask for --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."
+    yield "For details, pass --rank N, --parameter NAME, --memory, --traffic, --schedule or --diff OTHER."
     yield "--strategy chooses by number, text or fingerprint."
 
 
 def shortened(lines: Sequence[str], rows: int = ROWS, more: str = "") -> Iterator[str]:
-    """Yield the first lines, and the number of others."""
+    """Yield the first lines, and the number of omitted lines."""
     yield from lines[:rows]
     if len(lines) > rows:
         yield f"  ... and {len(lines) - rows:,} more{more}"
 
 
 def wrapped(lines: Iterable[str]) -> Iterator[str]:
-    """Wrap at `WIDTH` columns."""
+    """Wrap lines at `WIDTH` columns."""
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         if len(line) <= WIDTH:
@@ -169,7 +171,7 @@ def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return lines of columns, the first `left` aligned left."""
+    """Return lines of columns; the first `left` are aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --kernels`: resources and least time of kernels."""
+"""`hydragraph show DIR --kernels`: print resources and minimum times of kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hydragraph.report.number_text import bytes_text, seconds_text
 
 
 def kernel_lines(folder: ShownFolder) -> Iterator[str]:
-    """Yield a row per graph, then per kernel, or raise a ValueError without a GPU architecture."""
+    """Yield a row per graph, then a row per kernel; raise a ValueError if the folder has no GPU kernels."""
     file = KernelsFile.load(folder.path)
     arch = arch_of(file.arch)
     yield f"graphs for {arch.name}, for micro-batches of {file.tokens:,} tokens in one sequence (not measured):"
     rates = f"{arch.flops_per_s / 1e12:.4g} TFLOP/s and {arch.memory_bytes_per_s / 1e12:.3g} TB/s"
-    yield f"  least: the time that {rates} allow, from the datasheet of {arch.gpu}"
+    yield f"  least: the minimum time at {rates}, from the datasheet of {arch.gpu}"
     yield from table([_HEAD, *(_graph_row(graph, arch) for graph in file.graphs)])
-    yield "kernels, in the first of the configurations (choices) that a GPU times and chooses from:"
+    yield "kernels, in the first of the configurations (choices) that a GPU would time:"
     yield from table([_KERNEL_HEAD, *_kernel_rows(file)], left=2)
 
 

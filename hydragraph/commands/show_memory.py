@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --memory`: ranks' peak memory by kind."""
+"""`hydragraph show DIR --memory`: print each rank's peak memory by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.ir.instruction_text import instruction_text
 from hydragraph.ir.shared_programs_text import runs_text
 from hydragraph.report.number_text import bytes_text
 
-FEW = 16  # ranks walked one by one
+FEW = 16  # ranks that are all printed
 _HOME = ("home_weights", "optimizer_state", "home_gradients")
 _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 
@@ -21,19 +21,19 @@ _PARTS = (*_HOME, "weights", "gradients", "activations", "working", "messages")
 def memory_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, limit: float | None
 ) -> Iterator[str]:
-    """Yield each rank's peak by kind, or of many ranks the first of each kind's.
+    """Yield the peak memory of each rank by kind; of many ranks, only the first with each program.
 
     Args:
-        tokens: of a micro-batch's single sequence.
-        limit: bytes of a device.
+        tokens: length of a micro-batch's only sequence.
+        limit: memory of a device in bytes.
     """
     yield f"bytes at the peak of a training step with micro-batches of {tokens:,} tokens, AdamW in fp32:"
     yield "  home weights, optimizer state, home gradients: the rank's shares; weights, gradients: the stage's;"
-    yield "  activations: what forwards save; working: within a graph; messages: in flight"
+    yield "  activations: values that forwards save; working: temporary values of a graph; messages: in flight"
     if any(strategy.strategy.offloads for strategy in strategies):
-        yield "  host: what is offloaded, not included in all"
+        yield "  host: offloaded bytes, which are not part of the total"
     if limit:
-        yield f"  limit: of {bytes_text(limit)}; ! does not fit"
+        yield f"  limit: used share of {bytes_text(limit)}; ! does not fit"
     for strategy in strategies:
         yield f"under {strategy.name}"
         rows = _rows(folder, strategy, rank, tokens, limit)
@@ -43,7 +43,7 @@ def memory_lines(
         if rank is not None:
             yield from _when(folder, strategy, rank, tokens)
         elif folder.summary.ranks > FEW:
-            yield "  the first rank of each kind of program stands for the others; --rank N shows another one"
+            yield "  each kind of program is shown for its first rank; --rank N shows another rank"
 
 
 def _rows(
@@ -79,7 +79,7 @@ def _when(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> I
 
 
 def walk(folder: ShownFolder, each: ShownStrategy, rank: int, tokens: int) -> Walk:
-    """Return a rank's walk."""
+    """Return the walk through a rank's program."""
     ranks = folder.data.ranks
     batches = [[MicroBatch(tokens, 1)] * count for count in each.record.micro_batches]
     owners = HomeLayouts(folder.data.owners, ranks)

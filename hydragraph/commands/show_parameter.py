@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --parameter NAME`: owners and users."""
+"""`hydragraph show DIR --parameter NAME`: print a parameter's owners and users."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hydragraph.report.number_text import bytes_text
 def parameter_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], name: str, rank: int | None
 ) -> Iterator[str]:
-    """Yield owners and users, or raise a ValueError for an unknown name."""
+    """Yield a parameter's owners and users, or raise a ValueError for an unknown name."""
     bucket, parameter = _find(folder, name)
     yield f"{parameter.name} {list(parameter.shape)}: {parameter.size:,} elements of bucket {bucket.name}"
     yield f"  {_cut(parameter)}{'' if bucket.learns else '; frozen'}"
-    yield f"home ({folder.data.home}; fp32 weights and the optimizer's state, in the order in which it is cut)"
+    yield f"home ({folder.data.home}; fp32 weights and optimizer state; elements are numbered in sharding order)"
     yield from shortened(list(_owners(folder, bucket, parameter, rank)), more=": --rank N shows one")
     for strategy in strategies:
         yield f"under {strategy.name}"
@@ -37,10 +37,10 @@ def _find(folder: ShownFolder, name: str) -> tuple[Bucket, Parameter]:
 def _cut(parameter: Parameter) -> str:
     rule = parameter.rule
     if rule is None:
-        return "kept whole by every rank of a stage"
+        return "replicated on every rank of a stage"
     units = " + ".join(map(str, rule.segments))
     what = "heads" if rule.heads else "units"
-    return f"cut along dimension {rule.dim}: {units} {what} of {rule.unit}"
+    return f"sharded along dimension {rule.dim}: {units} {what} of {rule.unit}"
 
 
 def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int | None) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _owners(folder: ShownFolder, bucket: Bucket, parameter: Parameter, rank: int
             owned.append((owner, low - start, high - start, copy))
     if not owned:
         yield "  this rank owns no part of it" if rank is not None else "  no rank owns it"
-    # Equal shares share a line.
+    # Consecutive equal shares are printed in one line.
     for (size, copy), group in groupby(owned, key=lambda row: (row[2] - row[1], row[3])):
         members = list(group)
         ranks = [row[0] for row in members]

@@ -1,4 +1,4 @@
-"""`hydragraph show --passes`: the passes, and graphs after each."""
+"""`hydragraph show --passes`: print the passes, and the graphs after each pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydragraph.spec.strategy import Strategy
 
 
 def list_passes() -> Iterator[str]:
-    """Yield a pass per line."""
+    """Yield one line per pass."""
     yield "graph passes: from a block's template to the graphs that one rank of a stage runs"
     for number, graph_pass in enumerate(GRAPH_PASSES, start=1):
         yield f"{number}. {graph_pass.name:<20}{graph_pass.meaning} ({graph_pass.when})"
@@ -31,7 +31,7 @@ def list_passes() -> Iterator[str]:
 
 
 def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: int | None) -> Iterator[str]:
-    """Yield the template and the graphs after each pass, of a rank or the first of each kind of stage."""
+    """Yield templates and their graphs after each pass, for one rank or the first rank of each kind of stage."""
     shown = set()
     for block, part in _places(program, strategy, rank):
         key = (block.template, part)
@@ -41,7 +41,7 @@ def dump_passes(program: Program, variants: Variants, strategy: Strategy, rank: 
 
 
 def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: int | None) -> Iterator[str]:
-    """Yield a rank's program after each pass, by default the last stage's first rank's."""
+    """Yield a rank's program after each pass; by default, for the first rank of the first pipeline's last stage."""
     counts = [2] * len(strategy.pipelines)
     shown = strategy.pipelines[0].stages[-1].devices[0] if rank is None else rank
     yield f"# rank {shown} of {ranks} under {strategy}, {counts[0]} micro-batches per pipeline"
@@ -51,7 +51,7 @@ def dump_program_passes(program: Program, strategy: Strategy, ranks: int, rank: 
         seconds = time.perf_counter() - began
         lines = str(after).splitlines()
         kept = sum(block.size for block in SequenceMatcher(None, before, lines, autojunk=False).get_matching_blocks())
-        change = f"{len(lines) - kept} lines are new, {len(before) - kept} are gone"
+        change = f"{len(lines) - kept} lines added, {len(before) - kept} removed"
         yield f"## after {name} ({1e3 * seconds:.1f} ms): {change}"
         yield str(after)
         before = lines

@@ -1,6 +1,7 @@
-"""`hydragraph show DIR --schedule`: forwards and backwards of each stage over time, as text or a picture.
+"""`hydragraph show DIR --schedule`: show each stage's forwards and backwards over time, as text or a picture.
 
-The unit is the forward of one block: its backward takes two, or three if it recomputes, and messages take none.
+The time unit is the forward of one block. A block's backward takes two units, or three if it recomputes. Messages take
+no time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COLOURS = {
     Work.INPUT_GRADIENT: "#74b06f",
     Work.WEIGHT_GRADIENT: "#b5d99c",
 }
-_TALLEST = 40  # rows
+_TALLEST = 40  # rows of a full picture
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Task:
 
     @property
     def text(self) -> str:
-        """F0, B0, I0 or W0; F0:1 on a second interleaved stage."""
+        """Label such as F0, B0, I0 or W0; F0:1 on a rank's second interleaved stage."""
         return f"{self.work.value}{self.number}"
 
     @property
     def number(self) -> str:
-        """The micro-batch and any later interleaved stage."""
+        """Number of the micro-batch, and of a later interleaved stage."""
         return f"{self.micro_batch}:{self.visit}" if self.visit else str(self.micro_batch)
 
 
@@ -61,7 +62,7 @@ class StageRow:
 
 
 def schedule(each: ShownStrategy, outline: Outline) -> list[StageRow]:
-    """Return all stages' tasks; pipelines with equal rows are merged."""
+    """Return all stages' tasks; equal rows of pipelines are merged."""
     stages = place(outline, each.strategy, each.record.micro_batches).stages
     timed = _timed(stages, [_counted(each.programs[stage.ranks[0]].instructions, stage, outline) for stage in stages])
     rows: dict[object, list[PlacedStage]] = {}
@@ -114,15 +115,15 @@ def _length(work: Work, stage: PlacedStage) -> int:
 
 
 def schedule_lines(strategies: Sequence[ShownStrategy], outline: Outline, rank: int | None = None) -> Iterator[str]:
-    """Yield strategies' grids, or a rank's stages."""
-    yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; time in forwards of one block"
+    """Yield the grid of each strategy, or only the stages of one rank."""
+    yield "F0 is the forward of micro-batch 0, B0 its backward, . is idle; the unit is the forward of a block"
     for strategy in strategies:
         every = schedule(strategy, outline)
         end = max((row.tasks[-1].end for row in every if row.tasks), default=0)
         rows = _of_rank(every, rank)
         yield f"under {strategy.name}"
         if not rows:
-            yield f"  rank {rank} is in no stage: it holds its part of the weights"
+            yield f"  rank {rank} is in no stage: it only stores its share of the weights"
             continue
         names = [_name(row) for row in rows]
         margin = 2 + max(map(len, names), default=0) + 1
@@ -170,11 +171,11 @@ def check_drawn(path: Path) -> None:
         raise ValueError(f"--output {path}: name a file that ends in .png or .svg")
     check_written("--output", path)
     if not matplotlib_installed():
-        raise ValueError("--output needs matplotlib: pip install matplotlib, or leave it out and read the text")
+        raise ValueError("--output needs matplotlib: pip install matplotlib, or omit --output and read the text")
 
 
 def write_schedule(strategies: Sequence[ShownStrategy], outline: Outline, path: Path, rank: int | None = None) -> None:
-    """Draw the grids to a file, replaced only when complete; raises like `check_drawn`."""
+    """Draw the grids to a file, which is replaced only when complete."""
     check_drawn(path)
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""`hydragraph show DIR --traffic`: bytes between ranks and nodes, by kind."""
+"""`hydragraph show DIR --traffic`: print bytes sent between ranks and nodes, by kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW = 8  # most ranks or nodes in a matrix
 KINDS = {
     "pull": "weights from their owners to stages",
     "push": "gradients from stages to owners",
-    "tp": "sums within stages, by rings",
+    "tp": "sums within stages, in rings",
     "pp": "activations and their gradients between stages",
 }
 
@@ -26,11 +26,11 @@ KINDS = {
 def traffic_lines(
     folder: ShownFolder, strategies: Sequence[ShownStrategy], rank: int | None, tokens: int, node: int
 ) -> Iterator[str]:
-    """Yield traffic by kind, and between ranks or, if they are many, between nodes.
+    """Yield traffic by kind, and a table of traffic between ranks, or between nodes if there are many ranks.
 
     Args:
-        rank: show only its traffic; None: all.
-        node: consecutive ranks of a node.
+        rank: show only the traffic of this rank; None: of all ranks.
+        node: number of consecutive ranks per node.
     """
     yield f"bytes between ranks in one step with micro-batches of {tokens:,} tokens; nodes of {node} ranks"
     for strategy in strategies:
@@ -41,10 +41,10 @@ def traffic_lines(
         if rank is not None:
             yield from _of_rank(by_kind, rank)
         elif folder.summary.ranks <= FEW:
-            yield "  from rank (down) to rank (across):"
+            yield "  from rank (row) to rank (column):"
             yield from _matrix(everything, folder.summary.ranks, 1)
         else:
-            yield "  from node (down) to node (across), what stays within a node on the diagonal:"
+            yield "  from node (row) to node (column); the diagonal is traffic within a node:"
             yield from _nodes(everything, -(-folder.summary.ranks // node), node)
 
 

@@ -1,4 +1,4 @@
-"""`hydragraph simulate`: expected times of strategies."""
+"""`hydragraph simulate`: predict the times of strategies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(ConfigOptions):
-    """Strategies to simulate, and the devices and data of a step; a ValueError if two contradict each other."""
+    """Options for the strategies, devices and data of a simulated step; contradictory options raise a ValueError."""
 
     cluster: ClusterFile = None
     devices: DeviceCount = None
@@ -60,20 +60,20 @@ class StepOptions(ConfigOptions):
     micro_batches: Annotated[
         str | None,
         typer.Option(
-            help="Micro-batches of each pipeline, such as 4,2; one number for all. Default: a step's tokens "
-            "(data.tokens_per_step), each micro-batch assigned to the pipeline that would finish it first."
+            help="Number of micro-batches per pipeline, such as 4,2, or one number for all. Default: as many as "
+            "data.tokens_per_step needs, each assigned to the pipeline that would finish it first."
         ),
     ] = None
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence; default: data.max_length.")] = None
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of each micro-batch.")] = 1
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence; default: data.max_length.")] = None
+    micro_batch: Annotated[int, typer.Option(min=1, help="Number of sequences per micro-batch.")] = 1
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step, instead of the micro-batches of each pipeline.")
+        int | None, typer.Option(min=1, help="Number of sequences per step, instead of --micro-batches.")
     ] = None
     lengths: Annotated[
         Path | None,
         typer.Option(
-            help="Draw a mini-batch from these sequence lengths instead of equal micro-batches (one number per line, "
-            "or a tokens.bin), and assign it as a run would."
+            help="File of sequence lengths (one number per line, or a tokens.bin): simulate a mini-batch drawn from "
+            "them, assigned as in a run, instead of equal micro-batches."
         ),
     ] = None
     profile: ProfileFile = None
@@ -83,19 +83,19 @@ class StepOptions(ConfigOptions):
     def __post_init__(self) -> None:
         if self.lengths is not None and (self.micro_batches or self.sequences or self.tokens or self.micro_batch > 1):
             raise ValueError(
-                "--lengths draws micro-batches; leave out --micro-batches, --micro-batch, --sequences and --tokens"
+                "--lengths draws micro-batches; omit --micro-batches, --micro-batch, --sequences and --tokens"
             )
         if self.micro_batches is not None:
             check_counts(self.micro_batches)
             if self.sequences is not None:
-                raise ValueError("--micro-batches and --sequences both say how much a step trains on: give one of them")
+                raise ValueError("--micro-batches and --sequences both set the size of a step: give only one of them")
         if self.sequences is not None and self.sequences % self.micro_batch:
             raise ValueError(
-                f"--sequences {self.sequences} cannot be cut into micro-batches of {self.micro_batch}: give a multiple "
-                "of --micro-batch"
+                f"--sequences {self.sequences} cannot be split into micro-batches of {self.micro_batch}: give a "
+                "multiple of --micro-batch"
             )
         if self.cluster is not None and self.devices is not None:
-            raise ValueError("--cluster names the devices and --devices counts standard ones: give one of them")
+            raise ValueError("--cluster lists the devices and --devices counts default ones: give only one of them")
         check_prices(self.profile, self.efficiency)
 
     def cluster_for(self, config: TrainConfig) -> Cluster:
@@ -119,7 +119,7 @@ class SimulateOptions(StepOptions):
     ] = None
     critical: Annotated[bool, typer.Option("--critical-path", help="Print the best strategy's critical path.")] = False
     trace: Annotated[Path | None, typer.Option(help="Write the best strategy's timeline to this file.")] = None
-    picture: Annotated[Path | None, typer.Option(help="Draw what every rank does to this PNG file.")] = None
+    picture: Annotated[Path | None, typer.Option(help="Draw every rank's timeline to this PNG file.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,12 +132,12 @@ class SimulateOptions(StepOptions):
 
 @verb
 def simulate_command(options: SimulateOptions) -> None:
-    """Price the programs of all ranks under every strategy by event simulation; the best strategy comes first.
+    """Predict the time of every strategy by simulating all ranks' programs; the fastest strategy is listed first.
 
-    Computation is priced by the profile, or by floating-point operations, and traffic by the exact bytes of every
-    link; transfers share ports and network cards. Busy is the part of the iteration in which ranks compute,
-    tensor-parallel traffic included; exposed is how long their computation waits for weights (pull), gradients (push)
-    and activations (p2p), on average over ranks, as a run's metrics count it.
+    The time of computation comes from the profile, or from floating-point operations; the time of communication comes
+    from the exact bytes on every link. Transfers share ports and network cards. Busy is the fraction of the iteration
+    in which a rank computes, including tensor-parallel traffic. Exposed is the time that computation waits for weights
+    (pull), gradients (push) and activations (p2p), averaged over ranks as in a run's metrics.
     """
     from hydragraph.cost.what_if import what_if
     from hydragraph.spec.health import Health
@@ -173,7 +173,7 @@ def simulate_command(options: SimulateOptions) -> None:
 
 
 def strategies_and_costs(options: StepOptions, config: TrainConfig) -> tuple[tuple[Strategy, ...], Costs]:
-    """Return the strategies of the options, or the config, and their costs."""
+    """Return the strategies of the options or the config, and their costs."""
     from hydragraph.commands.captured_model import bare_model, costs_of_run, program_of
     from hydragraph.cost.datasheet import datasheet
     from hydragraph.train.config_checks import read_strategies
@@ -259,7 +259,7 @@ def _print_table(priced: Sequence[tuple[PricedStrategy, Assignment]], devices: i
     console().print(table)
     tokens = {shown.tokens for shown, _ in priced}
     if len(tokens) > 1:
-        print("note: strategies run different numbers of tokens here, so compare tokens/s, not seconds")
+        print("note: the strategies train on different numbers of tokens, so compare tokens/s, not seconds")
 
 
 def _busy_text(busy: Sequence[float]) -> str:

@@ -23,7 +23,7 @@ from hydragraph.errors import RankFailure, TooFewRanks
 from hydragraph.spec.elastic import Elastic
 from hydragraph.train.config import TrainConfig
 
-_ALL_LOST = 3  # restarts of an elastic run that lost all ranks, or one before the first step
+_ALL_LOST = 3  # restarts of an elastic run that lost all ranks, or lost a rank before the first step
 
 if TYPE_CHECKING:
     from hydragraph.cluster.supervision.coordinator import Nodes
@@ -50,23 +50,25 @@ class TrainOptions(CommonOptions):
             show_default=False,
         ),
     ]
-    to: Annotated[Path, typer.Option("--to", help="The file that the config for DATA and MODEL is written to.")] = Path(
-        "hydragraph.yaml"
+    to: Annotated[Path, typer.Option("--to", help="The file to which the config for DATA and MODEL is written.")] = (
+        Path("hydragraph.yaml")
     )
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False
     resume_from: Annotated[
         str | None,
-        typer.Option(metavar="step-N", help="Continue from this checkpoint of the run; later ones are set aside."),
+        typer.Option(
+            metavar="step-N", help="Continue from this checkpoint of the run; later checkpoints are set aside."
+        ),
     ] = None
     auto_resume: Annotated[
         bool,
         typer.Option(
             "--auto-resume",
-            help="Continue from the last complete checkpoint if there is one, and begin the run otherwise: for jobs "
-            "that a scheduler starts again.",
+            help="Continue from the last complete checkpoint, or begin the run if none exists; for jobs that a "
+            "scheduler restarts.",
         ),
     ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False
     compiled: Annotated[
         Path | None,
         typer.Option(help="Start without tracing, from this folder that hydragraph compile wrote for the config."),
@@ -90,14 +92,14 @@ class TrainOptions(CommonOptions):
         str | None,
         typer.Option(
             metavar="etcd://A,B,C",
-            help="Members of an etcd in which the leader of several machines is elected, so that any machine may be "
-            "lost, also the first (docs/elastic.md).",
+            help="Members of an etcd cluster through which several machines elect a leader, so that the run survives "
+            "the loss of any machine (docs/elastic.md).",
         ),
     ] = None
     overrides: Set = None
 
     def load(self) -> TrainConfig:
-        """Read or write the config."""
+        """Read the config, or write one for data and a model."""
         config = config_of(self.paths, self.to, self.overrides or ())
         if self.compiled is not None:
             config = replace(config, compiled=str(self.compiled))
@@ -105,7 +107,7 @@ class TrainOptions(CommonOptions):
 
     @property
     def begin(self) -> Begin:
-        """How the run begins; a ValueError for contradictory options."""
+        """How the run begins; contradictory options raise a ValueError."""
         resume = self.resume or bool(self.resume_from)
         if (resume or self.auto_resume) and self.overwrite:
             raise ValueError("--resume continues a run and --overwrite replaces it: give one of them")
@@ -117,7 +119,7 @@ class TrainOptions(CommonOptions):
 
 @verb
 def train_command(options: TrainOptions) -> None:
-    """Train a model; metrics, checkpoints, a picture and the final model go into the run folder."""
+    """Train a model, and write metrics, checkpoints, a picture and the final model to the run folder."""
     begin = options.begin
     config = surviving(options.load())
     step = None if options.resume_from is None else read_step(options.resume_from, "--resume-from")
@@ -132,8 +134,8 @@ def train_command(options: TrainOptions) -> None:
     stopping = Stopping(config.grace_s, relay=relay, overdue=overdue)
     if config.elastic.survives and launched() and nodes is None and leads():
         _print(
-            "elastic: a launcher such as torchrun has started these ranks, and ends all when one is lost; to survive "
-            "that, let it start one process per machine (--nproc-per-node 1), which starts the ranks"
+            "elastic: a launcher such as torchrun started these ranks, and ends all of them when one is lost; to "
+            "survive a loss, let the launcher start one process per machine (--nproc-per-node 1), which starts ranks"
         )
 
     def train(nodes: Nodes | None, before: float | None = None) -> RunOutcome:
@@ -150,7 +152,7 @@ def train_command(options: TrainOptions) -> None:
         _print(f"hydragraph: {overdue()}")
         raise typer.Exit(1) from None
     if outcome is None:
-        return  # another machine reports the outcome
+        return  # the leading machine reports the outcome
     if outcome.stopped:
         if elected or leads():
             _print_stop(outcome, config)
@@ -158,12 +160,12 @@ def train_command(options: TrainOptions) -> None:
     if outcome.history:
         _print_events(outcome)
         first, last = outcome.history[0], outcome.history[-1]
-        where = f"everything is in {outcome.folder.path}"
+        where = f"all results are in {outcome.folder.path}"
         _print(f"loss {first.loss:.4f} -> {last.loss:.4f} in {last.step} steps; {where}")
 
 
 def surviving(config: TrainConfig) -> TrainConfig:
-    """Return the config; a run that plans for itself and starts its own ranks continues by default when one is lost."""
+    """Return the config; a run that plans for itself and starts its own ranks survives lost ranks by default."""
     keys = config.elastic
     if keys.survives or keys.min_ranks is not None or not config.measures or config.ranks == 1:
         return config
@@ -173,7 +175,7 @@ def surviving(config: TrainConfig) -> TrainConfig:
 
 
 def read_step(text: str, option: str) -> int:
-    """Read "step-40" or "40"."""
+    """Return the number in "step-40" or "40"; raise a ValueError for other texts."""
     number = text.removeprefix("step-")
     if not number.isdecimal():
         raise ValueError(f"{option} {text!r}: give a checkpoint of the run by its step, such as step-40")
@@ -181,7 +183,7 @@ def read_step(text: str, option: str) -> int:
 
 
 def _code(number: int) -> int:
-    """Return a signal's exit code."""
+    """Return the exit code of a run that a signal stopped."""
     return 128 + signal.SIGINT if number == signal.SIGINT else 0
 
 
@@ -200,7 +202,7 @@ def _train_when_elected(
         try:
             outcome = train(leading, before)
         except Deposed as error:
-            _print(f"hydragraph: {error}: its ranks are ended, and it joins the next leader")
+            _print(f"hydragraph: {error}: this machine ends its ranks and follows the next leader")
             nodes.election.resign()
         except BaseException as error:
             nodes.election.end(f"{type(error).__name__}: {error}")
@@ -242,7 +244,7 @@ def _train(
                 return train_rank(config, begin, step, trace, stopping)
             where = "this machine" if nodes is None else f"{nodes.count} machines"
             if nodes is None or nodes.handed is None:
-                _print(f"starting {config.ranks} ranks on {where}: each imports PyTorch and transformers first")
+                _print(f"starting {config.ranks} ranks on {where}: each rank first imports PyTorch and transformers")
             again = (Exception,) if restarts else (RankFailure,) if lost else ()
             restartable_nodes = replace(nodes, again=again) if nodes is not None else None
             work = (config.ranks, train_rank, config, begin, step, trace)
@@ -251,7 +253,7 @@ def _train(
             raise  # it would fail again, or this machine no longer leads
         except Exception as error:
             if stopping.signal and isinstance(error, RankFailure) and "SIGTERM" in error.error:
-                raise Interrupted(stopping.signal) from None  # sent before that rank listened
+                raise Interrupted(stopping.signal) from None  # the signal arrived before that rank could handle it
             nodes = None if nodes is None else replace(nodes, handed=None)
             left = max(restarts, lost) if isinstance(error, RankFailure) else restarts
             if left == 0 or relay is None or stopping.signal or isinstance(error, TooFewRanks):
@@ -273,11 +275,13 @@ def _nodes(config: TrainConfig, store: str | None) -> Nodes | None:
     nodes = nodes_of(os.environ, elected=store is not None) if several else None
     if nodes is None and store is not None:
         raise ValueError(
-            f"--store {store} is for several machines: set elastic: {{copies: 2}}, and start one process on each, with "
-            "torchrun (--nproc-per-node 1) or with RANK and WORLD_SIZE set"
+            f"--store {store} is for several machines: set elastic: {{copies: 2}}, and start one process per machine "
+            "with torchrun (--nproc-per-node 1) or with RANK and WORLD_SIZE set"
         )
     if nodes is not None and config.ranks < nodes.count:
-        raise ValueError(f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: each node needs at least one")
+        raise ValueError(
+            f"ranks: {config.ranks} are fewer than the {nodes.count} nodes: set at least one rank per node"
+        )
     return nodes if nodes is None or store is None else _electing(config, nodes, store)
 
 
@@ -301,7 +305,7 @@ def _elastic(config: TrainConfig) -> Elastic | None:
 def train_rank(
     config: TrainConfig, begin: Begin, step: int | None, trace: bool, stopping: Requests | None = None
 ) -> RunOutcome:
-    """Train on this rank; without `stopping`, a launcher forwards requests to stop."""
+    """Train on this rank; without `stopping`, the launching process forwards stop requests."""
     from hydragraph.cluster.rendezvous.member import Told, elastic
     from hydragraph.engine import api
     from hydragraph.train.loop import train
@@ -321,7 +325,7 @@ def _overdue(config: TrainConfig) -> str:
     from hydragraph.train.run_folder import RunFolder
 
     stays = RunFolder(Path(config.output)).how_to_go_on
-    return f"a step and a save took longer than grace_s: {config.grace_s:g} allows: ended without saving; {stays}"
+    return f"a step and a save took longer than grace_s: {config.grace_s:g}, so the run ended without saving; {stays}"
 
 
 def _print_stop(outcome: RunOutcome, config: TrainConfig) -> None:
@@ -342,7 +346,7 @@ def _print_events(outcome: RunOutcome) -> None:
     every = read_events(outcome.folder.events)
     events = [event for event in every if event.event != "saved"]
     if all(event.event == "resumed" and not event.lost_steps for event in events):
-        return  # it only continued
+        return  # the run was only resumed
     table = Table(title="Lost, slow and new ranks", show_lines=False)
     for column in ("step", "event", "ranks", "why"):
         table.add_column(column)

@@ -30,7 +30,10 @@ class VerifyOptions(ConfigOptions):
 
 @verb
 def verify_command(options: VerifyOptions) -> None:
-    """Compare every strategy's loss and gradients with one device, on the CPU; the exit code is 1 beyond tolerance."""
+    """Compare every strategy's loss and gradients with one device's, on the CPU.
+
+    The exit code is 1 if an error exceeds its tolerance.
+    """
     config = options.load()
     texts = chosen_strategies(options.strategies, config.strategies, config.ranks)
     home = chosen_home(options.home, config.home)
@@ -43,7 +46,7 @@ def verify_command(options: VerifyOptions) -> None:
 
 
 def verify_rank(config: TrainConfig) -> list[ParityRow]:
-    """Verify on this rank."""
+    """Compare all strategies on this rank."""
     from hydragraph.cluster.launch import join
     from hydragraph.engine import api
     from hydragraph.engine.single_device_parity import verify
@@ -66,7 +69,7 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
         model = adapted(model, config.adapter, config.seed)
         strategies = read_strategies(config.strategies, model, world.ranks)
         factory = optimizer_factory(config.optimizer, model)
-        # The comparison checks more.
+        # The comparison below is stricter than the executor's own check.
         options: dict[str, Any] = {"device": "cpu", "check": "off", "home": config.home, "seed": config.seed}
         executor = api.compile(model, strategies[0], optimizer=factory, **captured_loss(config), **options)
 
@@ -84,7 +87,9 @@ def verify_rank(config: TrainConfig) -> list[ParityRow]:
 
 def _print_rows(rows: Sequence[ParityRow]) -> None:
     headings = ("strategy", "loss", "relative error", "worst gradient", "error / tolerance", "")
-    table = new_table("against one device (gradient error / tolerance: at most 1)", headings, left=headings)
+    table = new_table(
+        "compared with one device (gradient error / tolerance must be at most 1)", headings, left=headings
+    )
     for row in rows:
         verdict = "ok" if row.passed else "WRONG"
         numbers = (f"{row.loss:.6f}", f"{row.loss_error:.1e}", row.parameter, f"{row.ratio:.3f}")

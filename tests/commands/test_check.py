@@ -18,11 +18,11 @@ def test_a_run_that_fits(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "fits" in result.stdout
     assert "DOES NOT" not in result.stdout
-    assert "device: cpu: the seconds of a step on this machine are not known" in result.stdout
+    assert "device: cpu: the seconds of a step on this machine are unknown" in result.stdout
     assert "unknown" in result.stdout
     asked = run("check", write(tmp_path, strategies=LOPSIDED, ranks=2), "--devices", 2)
     assert "computation is not measured: datasheet of the devices at up to 62%" in asked.stdout
-    assert "for 2 H200s, as --cluster names no others, not for this machine (device: cpu)" in asked.stdout
+    assert "for 2 H200s, because --cluster is not given, not for this machine (device: cpu)" in asked.stdout
 
 
 def test_a_run_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_gpus_of_an_architecture_are_predicted_without_one(tmp_path: Path) -> No
     at_one_rate = run("check", config, "--arch", "sm_80", "--efficiency", "0.4")
     assert "launches" not in at_one_rate.stdout
     both = run("check", config, "--arch", "sm_80", "--profile", "p.json")
-    assert "--profile has measured seconds and --arch prices a datasheet" in " ".join(both.stderr.split())
+    assert "--profile uses measured seconds and --arch uses a datasheet" in " ".join(both.stderr.split())
     unknown = run("check", config, "--arch", "sm_70")
     assert unknown.exit_code == 2
     assert "--arch sm_70: use sm_80, sm_90, sm_100" in " ".join(unknown.stderr.split())
@@ -68,11 +68,11 @@ def test_what_training_would_refuse_is_refused_and_data_that_are_elsewhere_are_n
     assert "callbacks: 'nowhere:x' cannot be loaded" in refused.stderr
     elsewhere = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]")
     assert elsewhere.exit_code == 1, elsewhere.output
-    assert "data: training here would end with: " in elsewhere.stderr
+    assert "data: training on this machine would fail: " in elsewhere.stderr
     assert "/nowhere" in elsewhere.stderr
     pairs = run("check", write(tmp_path), "--set", "data.paths=[/nowhere]", "--set", "objective=simpo")
     assert pairs.exit_code == 1, pairs.output
-    assert "a step first scores its answers" in pairs.stdout
+    assert "each step first scores its answers" in pairs.stdout
 
 
 def test_a_model_with_fewer_tokens_than_its_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_later_compile_replaces_an_earlier_one_and_nothing_else(tmp_path: Path
     assert {each.name.split(".tp")[1][0] for each in (out / "graphs").iterdir()} == {"2"}
     refused = run("compile", config, "--output", tmp_path)
     assert refused.exit_code == 2
-    assert "holds other files: name a new folder" in refused.stderr
+    assert "contains other files: pass a new folder" in refused.stderr
     assert config.exists()
 
 
@@ -140,7 +140,7 @@ def test_strategies_that_do_not_fit_stand_beside_those_that_do(tmp_path: Path) -
     [
         (
             ("--set", 'plan={"choose": true, "profile": "p.json"}', "--set", 'strategies=["auto"]'),
-            "strategies: auto is planned when training starts, not here: name some by --strategy",
+            "strategies: auto is planned only when training starts: pass strategies with --strategy",
         ),
         (("--backend", "fast"), "backend is 'fast': use 'inductor' or 'eager'"),
         (("--home", "1,2"), "home 1,2: shares has 2 numbers, but the run has 1 rank"),
@@ -226,7 +226,7 @@ def test_a_new_model_has_the_vocabulary_that_was_learned(tmp_path: Path, capsys:
     model.pop("vocab_size", None)
     config = replace(config, model=replace(config.model, config=model))
     assert _tokens(config) == (20000, 0)
-    assert "compile again then, or set model.config.vocab_size" in capsys.readouterr().err
+    assert "then compile again, or set model.config.vocab_size" in capsys.readouterr().err
     tokens = open_tokens(config, prepare(config))
     assert _tokens(config) == (tokens.vocabulary, tokens.end_of_text)
     assert tokens.vocabulary < 20000

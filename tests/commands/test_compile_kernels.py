@@ -45,8 +45,11 @@ def test_the_file_reads_back_with_the_machine_code_that_it_names(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--arch", "sm_90", "--device", "cpu"), "--arch sm_90 is for Inductor's code for a GPU: pass --device cuda"),
-        (("--arch", "sm_90", "--device", "cuda", "--backend", "eager"), "not --backend eager"),
+        (
+            ("--arch", "sm_90", "--device", "cpu"),
+            "--arch sm_90 compiles GPU code with Inductor: also pass --device cuda",
+        ),
+        (("--arch", "sm_90", "--device", "cuda", "--backend", "eager"), "--backend inductor"),
         (("--arch", "sm_50", "--device", "cuda"), "--arch sm_50: use sm_80, sm_90, sm_100"),
     ],
 )

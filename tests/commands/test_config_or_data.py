@@ -37,8 +37,8 @@ def test_data_without_a_config_train_and_the_config_is_kept(data: Path, tmp_path
     sets += ["--set=strategies=<tp1,pp1>", "--set=ranks=1"]
     trained = run("train", data, "--to", to, *sets)
     assert trained.exit_code == 0, trained.output
-    assert f"{to}: the config of this run; no model was named" in trained.stderr
-    assert "in 2 steps; everything is in" in trained.stderr
+    assert "wrote the config of this run; no model was given" in trained.stderr
+    assert "in 2 steps; all results are in" in trained.stderr
     assert TrainConfig.load(to).automatic
     again = run("train", data, "--to", to, *sets)  # the config is there, and so is the run
     assert again.exit_code == 2
@@ -75,7 +75,7 @@ def test_there_is_a_rank_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_config_of_somebody_else_is_not_replaced(data: Path, tmp_path: Path) -> None:
     to = tmp_path / "first.yaml"
     to.write_text("mine")
-    with pytest.raises(ValueError, match=rf"{to} exists and differs.*hydragraph train {to}, or name another"):
+    with pytest.raises(ValueError, match=rf"{to} exists and differs.*hydragraph train {to}, or choose another"):
         config_of([data], to)
     assert to.read_text() == "mine"
     with pytest.raises(ValueError, match=r"the folder .*none does not exist"):
@@ -86,12 +86,12 @@ def test_a_named_config_is_read(data: Path, tmp_path: Path) -> None:
     config = write(tmp_path)
     assert config_of([config], tmp_path / "unused.yaml") == TrainConfig.load(config)
     assert not (tmp_path / "unused.yaml").exists()
-    with pytest.raises(ValueError, match=r"is a config: train it alone"):
+    with pytest.raises(ValueError, match=r"is a config: pass only this config"):
         config_of([config, data], tmp_path / "unused.yaml")
 
 
 def test_a_model_alone_and_names_of_the_hub_are_refused_with_a_remedy(model: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model is a model: also name the data to train it on"):
+    with pytest.raises(ValueError, match=r"model is a model: also pass the files or folders of data"):
         config_of([model], tmp_path / "a.yaml")
     with pytest.raises(ValueError, match=r"hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"):
         config_of([data, Path("Qwen/Qwen2.5-0.5B")], tmp_path / "a.yaml")

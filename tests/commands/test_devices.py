@@ -21,4 +21,4 @@ def test_this_machine_is_printed_and_written(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_told_first(tmp_path: Path) -> None:
     done = run("devices", "--output", tmp_path / "none" / "cluster.yaml")
     assert done.exit_code == 2
-    assert "make it, or name another" in done.stderr
+    assert "create it, or name another" in done.stderr

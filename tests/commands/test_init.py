@@ -15,7 +15,10 @@ def test_what_it_writes_trains(tmp_path: Path) -> None:
     data.write_text((json.dumps({"messages": turns}) + "\n") * 60)
     done = run("init", data, "--to", tmp_path / "first.yaml")
     assert done.exit_code == 0, done.output
-    assert "first.yaml is for 1 process, which uses all cores; this machine has no GPU: train measures" in done.stdout
+    assert (
+        "first.yaml is for 1 process, which uses all cores; this machine has no GPU; hydragraph train measures"
+        in done.stdout
+    )
     assert "hydragraph check" in done.stdout
     config = TrainConfig.load(tmp_path / "first.yaml")
     assert (config.data.format, config.data.train_on, config.epochs) == ("auto", "assistant", 3)
@@ -26,7 +29,7 @@ def test_what_it_writes_trains(tmp_path: Path) -> None:
     sets += ["--set=strategies=<tp1,pp1>", "--set=ranks=1"]
     trained = run("train", tmp_path / "first.yaml", *sets)
     assert trained.exit_code == 0, trained.output
-    assert "steps; everything is in" in trained.stderr
+    assert "steps; all results are in" in trained.stderr
 
 
 def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:

@@ -32,18 +32,18 @@ def test_what_is_given_replaces_the_configs_strategies_and_auto_needs_ranks(
 ) -> None:
     assert chosen_strategies(["<tp2>"], ["<tp1>"]) == ("<tp2>",)
     assert chosen_strategies(None, ["<tp1>"]) == ("<tp1>",)
-    with pytest.raises(ValueError, match="name some by --strategy"):
+    with pytest.raises(ValueError, match="pass strategies with --strategy"):
         chosen_strategies(None, ["auto"])
-    with pytest.raises(ValueError, match="name some by --strategy"):
+    with pytest.raises(ValueError, match="pass strategies with --strategy"):
         chosen_strategies(["auto"], ["<tp1>"], 2)
     assert chosen_strategies(None, ["auto"], 2) == ("2*<tp1,pp1>",)
-    assert "plain data parallelism takes its place" in capsys.readouterr().err
+    assert "this command uses plain data parallelism instead" in capsys.readouterr().err
 
 
 def test_where_a_file_cannot_be_written_is_told_before_it_is_filled(tmp_path: Path) -> None:
     check_written("--output", None)
     check_written("--output", tmp_path / "new.html")
-    with pytest.raises(ValueError, match=r"--output .*new.html: the folder .*none does not exist: make it"):
+    with pytest.raises(ValueError, match=r"--output .*new.html: the folder .*none does not exist: create it"):
         check_written("--output", tmp_path / "none" / "new.html")
     with pytest.raises(ValueError, match=r"--output .* is a directory: name the file to write"):
         check_written("--output", tmp_path)

@@ -60,7 +60,7 @@ def test_an_entry_of_constants_is_the_same_profile(folder: Path) -> None:
 def test_explain_shows_all_candidates(folder: Path) -> None:
     shown = plan(folder, "--explain").stdout
     assert "seconds go to" in shown
-    assert "left out <tp16,pp1>: its fit failed" in shown
+    assert "excluded <tp16,pp1>: its fit failed" in shown
     for candidate in json.loads(plan(folder, "--json").stdout)["candidates"]:
         assert candidate["text"] in shown
 
@@ -91,7 +91,7 @@ def test_lengths_come_from_text_or_from_a_token_file(folder: Path) -> None:
         (("--strategy", "<tp4"), {}, "--strategy 0:"),
         (("--strategy", "<[0,1]x4,[2]x4>"), {}, "write pipelines as <tp4,pp2>"),
         (("--strategy", "<tp3,pp1>"), {}, "scheme <tp3,pp1>: it was not measured"),
-        (("--strategy", "4*<tp4,pp1>"), {}, "has 16 devices, and there are 8"),
+        (("--strategy", "4*<tp4,pp1>"), {}, "needs 16 devices, but there are 8"),
         (("--deadline", "0"), {}, "--deadline is for devices that differ"),
         (("--context", "900000"), {}, "no measured scheme takes 900000 tokens on 8 devices"),
     ],
@@ -246,13 +246,13 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *SOME), "--cluster needs --model"),
         (("--cluster", "cluster.yaml", *TYPES), "the workload is missing: give"),
         (("--cluster", "cluster.yaml", *TYPES, "--length", "64"), "the workload is missing: give"),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--lengths", "sizes.txt"), "leave out --sequences and --length"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--lengths", "sizes.txt"), "omit --sequences and --length"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--tokens", "512"), "both set the size"),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--context", "64"), "for equal ones give --length"),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--efficiency", "0.5"), "--efficiency prices a datasheet"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--context", "64"), "for equal sequences give --length"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--efficiency", "0.5"), "--efficiency uses a datasheet"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--method", "best"), "method is 'best': use 'auto'"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--running", "<[0]x3>"), "--running: "),
-        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: make it"),
+        (("--cluster", "cluster.yaml", *TYPES, *SOME, "--output", "nowhere/plan.yaml"), "does not exist: create it"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "half.yaml"), "half.yaml: rates: rank 1 has 0.5"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "other.yaml"), "other.yaml: rank 7 is not in "),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--health", "list.yaml"), "give rates by rank, such as {3: 2.57"),
@@ -261,7 +261,7 @@ def test_sample_mini_batches_give_candidates(uneven: Path) -> None:
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--devices", "4"), "--devices is for equal devices"),
         (("--cluster", "cluster.yaml", *TYPES, *SOME, "--explain"), "--explain is for equal devices"),
         ((*TYPES[:2], "--health", "half.yaml"), "--health is for devices that differ: also give --cluster"),
-        (TYPES[:2], "plan for equal devices with --profile, --lengths, --devices and --context"),
+        (TYPES[:2], "for equal devices give --profile, --lengths, --devices and --context"),
     ],
 )
 def test_a_mistake_about_devices_is_a_sentence(uneven: Path, options: tuple[str, ...], sentence: str) -> None:

@@ -37,7 +37,7 @@ def test_a_run_with_its_trace(trained: tuple[Path, Result], tmp_path: Path) -> N
     assert run("report", tmp_path).exit_code == 0
     assert "train with --trace" in (tmp_path / "report.html").read_text()
     refused = run("report", tmp_path, "--profile", "profile.json")
-    assert "prices a trace: there is none" in refused.stderr
+    assert "is for a traced run, and this run has no trace" in refused.stderr
 
 
 def test_a_plan(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_a_plan(tmp_path: Path) -> None:
         ("none.yaml", None, (), "does not exist"),
         ("plan.json", "{}", (), "not a plan"),
         ("plan.json", "[", (), "plan.json: "),
-        ("plan.json", "{}", ("--devices", "4"), "--devices does not affect a plan"),
-        ("run", "", (), "holds no steps of a run"),
-        ("run", "", ("--set", "steps=3"), "--set is for a config"),
+        ("plan.json", "{}", ("--devices", "4"), "--devices does not affect a finished plan"),
+        ("run", "", (), "contains no steps of a run"),
+        ("run", "", ("--set", "steps=3"), "--set is for simulating a config"),
         ("plan.json", "{}", ("--output", "nowhere/x.html"), "the folder nowhere does not exist"),
     ],
 )

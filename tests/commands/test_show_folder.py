@@ -148,7 +148,7 @@ def test_the_schedule_is_the_programs(folder: Path, tmp_path: Path) -> None:
 def test_who_holds_a_parameter(folder: Path) -> None:
     text = shown(folder, "--parameter", "model.embed_tokens.weight", "--strategy", "2")
     lines = text.splitlines()
-    assert "cut along dimension 0" in lines[1]
+    assert "sharded along dimension 0" in lines[1]
     owned = HomeLayouts(Home.parse(HOME), 4).of(ShownFolder.open(folder).data.buckets[0])
     ends = [f"{int(end):,}" for end in owned.hi]  # ranks 1 and 2 own equally much
     assert lines[3:6] == [
@@ -167,10 +167,10 @@ def test_differences_are_told_in_words(folder: Path, tmp_path: Path) -> None:
     text = shown(folder, "--strategy", "1", "--diff", "2")
     assert "  pipelines: 2 -> 1\n" in text
     assert "  rank 3: stage 1, layer 1, tp 1 -> stage 1, layer 1, tp 2\n" in text
-    assert "the same places" in shown(folder, "--strategy", "1", "--diff", "1")
+    assert "no differences in placement" in shown(folder, "--strategy", "1", "--diff", "1")
     other = tmp_path / "other"
     shutil.copytree(folder, other)
-    assert "the same model, graphs, strategies and programs" in shown(folder, "--diff", other)
+    assert "no differences in model, graphs, strategies and programs" in shown(folder, "--diff", other)
     name = ShownFolder.open(folder).strategies[0].record.folder
     file = other / "strategies" / name / "program_1.txt"
     lines = file.read_text().splitlines()
@@ -181,7 +181,7 @@ def test_differences_are_told_in_words(folder: Path, tmp_path: Path) -> None:
     text = shown(folder, "--diff", other)
     assert "-> 1.0\n" in text
     assert "  graphs gone: head.tp2.forward.py\n" in text
-    assert "    program of rank 2: 0 lines are new, 1 are gone\n" in text
+    assert "    program of rank 2: 0 lines added, 1 removed\n" in text
 
 
 @thorough
@@ -196,15 +196,15 @@ def test_a_config_is_compiled_for_what_only_a_folder_tells(folder: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--rank", "4"), "--rank 4: there are ranks 0 to 3"),
+        (("--rank", "4"), "--rank 4 does not exist: give a rank from 0 to 3"),
         (("--parameter", "model.embed_token.weight"), "did you mean 'model.embed_tokens.weight'"),
         (("--parameter", "xyz"), "no parameter 'xyz': the model has model.embed_tokens.weight, "),
         (("--strategy", "<tp2,pp3>", "--memory"), "no strategy '<tp2,pp3>': did you mean "),
         (("--diff", "nothing"), "no strategy 'nothing': "),
-        (("--output", "x.png"), "--output is for the picture of --schedule: give both"),
+        (("--output", "x.png"), "--output is the picture of --schedule: give both options"),
         (("--schedule", "--output", "x.pdf"), "--output x.pdf: name a file that ends in .png or .svg"),
         (("--passes",), "--passes needs the YAML file of a run"),
-        (("--set", "ranks=2"), "--set changes a config: compile it again"),
+        (("--set", "ranks=2"), "--set changes a config, not a folder: compile again"),
     ],
 )
 def test_a_mistake_is_a_sentence(folder: Path, arguments: tuple[str, ...], sentence: str) -> None:
@@ -216,11 +216,11 @@ def test_a_mistake_is_a_sentence(folder: Path, arguments: tuple[str, ...], sente
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("summary.json", "no summary.json in it: name a folder that hydragraph compile --output wrote"),
+        ("summary.json", "contains no summary.json: pass a folder that hydragraph compile --output wrote"),
         ("strategies/model.json", "model.json is missing: write the folder again with hydragraph compile"),
         ("strategies/*/ranks.txt", "ranks.txt is missing"),
         ("strategies/*/program_0.txt", "program_0.txt is missing"),
-        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write it again with hydragraph compile"),
+        ("strategies/*/strategy.yaml", "strategy.yaml is missing: write the folder again with hydragraph compile"),
     ],
 )
 def test_a_file_that_is_missing_is_named(folder: Path, tmp_path: Path, name: str, sentence: str) -> None:

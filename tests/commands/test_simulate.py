@@ -171,18 +171,18 @@ def test_given_micro_batches_are_compared_by_their_tokens(tmp_path: Path) -> Non
     uneven = run("simulate", write(tmp_path), *options, "--home", "1,0")
     assert uneven.exit_code == 0, uneven.output
     assert uneven.stdout != result.stdout  # what is pulled and pushed takes other times
-    assert "different numbers of tokens here, so compare tokens/s" in result.stdout
+    assert "different numbers of tokens, so compare tokens/s" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--cluster", "nowhere.yaml"), "nowhere.yaml"),
-        (("--cluster", "x.yaml", "--devices", "2"), "give one of them"),
+        (("--cluster", "x.yaml", "--devices", "2"), "give only one of them"),
         (("--strategy", "<tp2,pp1>"), "strategies[0]: pipeline 0, stage 0: no rank 1"),
         (("--micro-batches", "0"), "no pipeline would compute; give at least one pipeline a micro-batch"),
         (("--micro-batches", "1,2"), "--micro-batches '1,2'"),
-        (("--strategy", "auto"), "name some by --strategy"),
+        (("--strategy", "auto"), "pass strategies with --strategy"),
         (("--home", "1,2"), "home 1,2: shares has 2 numbers, but the run has 1 rank"),
     ],
 )
@@ -257,9 +257,9 @@ def test_micro_batches_of_several_sequences(tmp_path: Path) -> None:
     )  # computing takes its operations, and no start
     assert seconds("--micro-batches", 3, "--tokens", 32)[1] > 1.01 * four  # one sequence of 32 attends to more keys
     for wrong, why in (
-        (("--sequences", 10, "--micro-batch", 4), "--sequences 10 cannot be cut into micro-batches of 4"),
-        (("--sequences", 10, "--micro-batches", "2"), "--micro-batches and --sequences both say how much"),
-        (("--lengths", config, "--micro-batch", 2), "--lengths draws micro-batches; leave out"),
+        (("--sequences", 10, "--micro-batch", 4), "--sequences 10 cannot be split into micro-batches of 4"),
+        (("--sequences", 10, "--micro-batches", "2"), "--micro-batches and --sequences both set the size of a step"),
+        (("--lengths", config, "--micro-batch", 2), "--lengths draws micro-batches; omit"),
     ):
         refused = run("simulate", config, *options[:-4], *wrong)
         assert refused.exit_code == 2
@@ -297,7 +297,7 @@ def test_a_mini_batch_of_drawn_lengths(tmp_path: Path) -> None:
     assert "2*<tp1,pp1>" in result.stdout
     both = run("simulate", write(tmp_path), *options, "--tokens", 24)
     assert both.exit_code == 2
-    assert "--lengths draws micro-batches; leave out" in both.stderr
+    assert "--lengths draws micro-batches; omit" in both.stderr
 
 
 L4 = "{memory_bytes: 24e9, memory_bytes_per_s: 3e11, flops_per_s: 1e14}"

@@ -114,7 +114,7 @@ def test_own_strategies_are_compared_as_given() -> None:
     assert {c.strategy for c in found.candidates} == {tuple(MIXED), ((8, 1),) * 4, ((1, 1),) * 8}
     last = found.candidates[-1]
     assert last.strategy == ((1, 1),) * 8
-    assert f"takes at most {last.max_len:,} tokens" in last.why
+    assert f"fits at most {last.max_len:,} tokens" in last.why
     assert scheme_counts(MIXED).startswith("<tp8,pp1> + <tp4,pp2>")
 
 
@@ -128,7 +128,7 @@ def test_the_record_is_strict_json() -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"4\*<tp8,pp1> has 32 devices, and there are 16"):
+    with pytest.raises(ValueError, match=r"4\*<tp8,pp1> needs 32 devices, but there are 16"):
         explain(PROFILE, DATA, 16, 12000, strategies=[[(8, 1)] * 4])
     with pytest.raises(ValueError, match="0 sequences"):
         explain(PROFILE, [], 16, 12000)

@@ -64,7 +64,7 @@ def test_the_sentence_names_the_kind_and_the_rank() -> None:
     everywhere = compare(priced, traced(truth(priced, {TimeKind.FORWARD: 1.5}), STRATEGY, ASSIGNMENT))
     assert everywhere.sentence == "forward on all ranks: measured 1.5x of predicted, 100% of the whole difference"
     exact = compare(priced, traced(priced, STRATEGY, ASSIGNMENT))
-    assert exact.sentence == "measured is predicted" or "measured 1x of predicted" in exact.sentence
+    assert exact.sentence == "measured and predicted times are equal" or "measured 1x of predicted" in exact.sentence
 
 
 FACTORS = st.floats(0.5, 2.0)
@@ -147,5 +147,5 @@ def test_every_strategy_has_its_own_line_and_a_single_step_stays() -> None:
 
 def test_another_number_of_ranks_is_refused() -> None:
     trace = traced(costs(4, cluster(4)), STRATEGY, ASSIGNMENT)
-    with pytest.raises(ValueError, match="the trace is of 4 ranks, the costs of 2"):
+    with pytest.raises(ValueError, match="the trace has 4 ranks, but the costs have 2"):
         compare(costs(4, cluster(2)), trace)

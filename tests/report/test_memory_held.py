@@ -30,7 +30,7 @@ def test_of_many_ranks_one_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> Non
     on = four()
     found, note = held(on, simulated(on, "<tp2,pp2>", [4]).timeline)
     assert sorted(rank for each in found for rank in each.ranks) == [0, 2]
-    assert note == "2 of 4 ranks: the first of each stage."
+    assert note == "2 of 4 ranks are shown: the first of each stage."
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=300), st.integers(1, 40))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Dimensions of a Llama."""
+    """Dimensions of a Llama model."""
 
     hidden: int
     intermediate: int
@@ -22,7 +22,7 @@ class LlamaShape:
     vocabulary: int
 
     def build(self, device: torch.device | str) -> nn.Module:
-        """Build it in fp32; on "meta" it has no weights."""
+        """Build the model in fp32; on the device "meta", it has no weights."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def meta_model(text: str) -> nn.Module:
-    """Return a model without weights: one of SHAPES, or of a run's YAML file."""
+    """Return a model without weights: one of SHAPES, or the model of a run's YAML file."""
     if text in SHAPES:
         return SHAPES[text].build("meta")
     if not Path(text).is_file():
@@ -75,19 +75,19 @@ def mixed_lengths(tokens: int, seed: int = 0, longest: int = 8192, shortest: int
 
 
 def draw_sequences(lengths: list[int], vocabulary: int, seed: int) -> list[Tensor]:
-    """Draw tokens of sequences."""
+    """Draw random tokens for sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
 
 def training_flops(model: Any, lengths: list[int], causal: bool = True) -> float:
-    """Return the least floating-point operations of forward and backward of one step.
+    """Return the minimum number of floating-point operations in the forward and backward of one step.
 
         6 N sum(L) + 12 l H D sum(L^2) / 2
 
-    N counts the weights of linear layers and the head, without the embedding. Attention costs 4 L^2 H D in each of l
-    layers of H query heads of size D, and twice that backward; a causal mask leaves half of it. Recomputation does not
-    count.
+    N is the number of weights of linear layers and the head, without the embedding. In each of l layers with H query
+    heads of size D, attention costs 4 L^2 H D in the forward and twice as much in the backward; a causal mask halves
+    the cost. Recomputation is not counted.
 
     Args:
         model: a Hugging Face model with a config like Llama's.

@@ -1,4 +1,4 @@
-"""A report as a picture of bars."""
+"""Bar chart of a benchmark report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hydragraph.commands.bench.bench_table import BenchReport
 
 
 def write_picture(report: BenchReport, path: Path) -> None:
-    """Draw a PNG file, replaced only when complete."""
-    # pyplot needs a display.
+    """Draw a report to a PNG file, which is replaced only when complete."""
+    # A Figure is used directly, because pyplot needs a display.
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(bar.group for bar in report.bars))

@@ -21,7 +21,7 @@ Cell = str | float
 
 @dataclass(frozen=True)
 class Target:
-    """A figure to reach; `met` is None if not measured."""
+    """Target of a benchmark; `met` is None if it was not measured."""
 
     name: str
     wanted: str
@@ -30,7 +30,7 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """Whether it was met."""
+        """Whether the target was met, as text."""
         return {True: "met", False: "MISSED", None: "not measured"}[self.met]
 
     @classmethod
@@ -53,7 +53,7 @@ class Target:
 
 @dataclass(frozen=True)
 class PictureBar:
-    """A side's bar."""
+    """Bar of one side in a group."""
 
     group: str
     side: str
@@ -65,10 +65,10 @@ class BenchReport:
     """The result of one benchmark.
 
     Attributes:
-        rows: numbers as measured; NaN: none.
-        notes: on how it was measured.
+        rows: measured values; NaN: missing.
+        notes: sentences on the measurement.
         blocks: further tables, as text.
-        bars, unit: of the picture.
+        bars, unit: bars of the picture, and their unit.
     """
 
     title: str
@@ -81,12 +81,12 @@ class BenchReport:
     unit: str = ""
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> BenchReport:
-        """Read a file of `save`, or raise a ValueError."""
+        """Read a file that `save` wrote, or raise a ValueError."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             data["targets"] = [Target(**target) for target in data["targets"]]
@@ -95,7 +95,9 @@ class BenchReport:
             fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
             return cls(**fields)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: not a report ({error}): write one with hydragraph bench ... --json") from error
+            raise ValueError(
+                f"{path} is not a benchmark report ({error}): write one with hydragraph bench ... --json"
+            ) from error
 
 
 def shown(cell: Cell) -> str:
@@ -108,7 +110,7 @@ def shown(cell: Cell) -> str:
 
 
 def to_table(report: BenchReport) -> Table:
-    """Return the rows for the terminal."""
+    """Return the rows as a table for the terminal."""
     texts = [c for i, c in enumerate(report.columns) if all(isinstance(row[i], str) for row in report.rows)]
     table = new_table(report.title, report.columns, left=texts)
     for row in report.rows:
@@ -117,7 +119,7 @@ def to_table(report: BenchReport) -> Table:
 
 
 def target_table(targets: Sequence[Target]) -> Table:
-    """Return the targets for the terminal."""
+    """Return the targets as a table for the terminal."""
     table = Table("target", "wanted", "found", "", title="targets (on one H200)", title_justify="left")
     for target in targets:
         table.add_row(escape(target.name), target.wanted, target.found, target.verdict)
@@ -125,7 +127,7 @@ def target_table(targets: Sequence[Target]) -> Table:
 
 
 def to_csv(report: BenchReport) -> str:
-    """Return the rows with all digits."""
+    """Return the rows as CSV, with all digits."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(report.columns)

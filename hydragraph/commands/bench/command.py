@@ -1,4 +1,4 @@
-"""`hydragraph bench`: kernels, link, step, and a page of results."""
+"""`hydragraph bench`: measure kernels, strategy switches and training steps, and write a page of results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Size(str, Enum):  # noqa: UP042  typer reads the values
-    """How large the computations are."""
+    """Size of the computations."""
 
     SMALL = "small"
     FULL = "full"
 
 
-_Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU where there is one.")]
+_Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if the machine has a GPU.")]
 _Compiled = Annotated[
     bool | None,
     typer.Option("--compiled/--no-compiled", help="Also compare with torch.compile; default: on a GPU only."),
@@ -34,19 +34,19 @@ _Compiled = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(CommonOptions):
-    """Files that a measurement is written to."""
+    """Output files of a measurement."""
 
     csv: Annotated[Path | None, typer.Option(help="Also write the rows, with all digits, to this CSV file.")] = None
     picture: Annotated[Path | None, typer.Option(help="Also draw the rows to this PNG file.")] = None
     json: Annotated[
-        Path | None, typer.Option(help="Also write everything to this file, for hydragraph bench report.")
+        Path | None, typer.Option(help="Also write the full report to this file, for hydragraph bench report.")
     ] = None
     markdown: Annotated[
-        Path | None, typer.Option(help="Also write a page with targets met or missed to this file.")
+        Path | None, typer.Option(help="Also write a page with the targets and results to this file.")
     ] = None
 
     def show(self, report: BenchReport) -> None:
-        """Print a report, and write files."""
+        """Print a report, and write the requested files."""
         from rich.console import Console
 
         from hydragraph.commands.bench.bench_table import target_table, to_csv, to_table
@@ -75,7 +75,7 @@ class BenchKernelsOptions(BenchOptions):
 
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Of varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
+        typer.Argument(help="Some of varlen_attention, slice_copy, adamw, linear_cross_entropy; default: all."),
     ] = None
     device: _Device = None
     size: Annotated[Size | None, typer.Option(help="Default: full on a GPU, small on a CPU.")] = None
@@ -86,8 +86,9 @@ class BenchKernelsOptions(BenchOptions):
 def kernels_command(options: BenchKernelsOptions) -> None:
     """Time every kernel and its alternatives, over a sweep of sizes.
 
-    Each side's result is checked before it is timed, and sides take turns. GB/s are compared with one large copy,
-    TFLOP/s with one large matrix product, both measured in the same run. "dispatch" is what hydragraph chooses.
+    The result of each side (implementation) is checked before it is timed, and the sides are timed in turn. GB/s are
+    compared with one large copy, TFLOP/s with one large matrix product; both are measured in the same run. "dispatch"
+    is the backend that hydragraph chooses.
     """
     import torch
 
@@ -115,30 +116,32 @@ class BenchLinkOptions(BenchOptions):
     source: Annotated[
         str, typer.Option("--from", help="The strategy to switch from: a text, a YAML file, or home.")
     ] = "home"
-    target: Annotated[str, typer.Option("--to", help="The strategy to switch to, likewise.")] = "<tp2,pp1>"
-    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or a run's YAML file, for its model.")] = "7b"
+    target: Annotated[str, typer.Option("--to", help="The strategy to switch to, in the same form.")] = "<tp2,pp1>"
+    model: Annotated[str, typer.Option(help="tiny, small, 1b, 7b, or the YAML file of a run with the model.")] = "7b"
     dtype: Annotated[str, typer.Option(help="Dtype of pulled weights: bfloat16 or float32.")] = "bfloat16"
     cluster: Annotated[
-        Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight in a node.")
+        Path | None, typer.Option(help="The YAML file of the devices to simulate; default: H200s, eight per node.")
     ] = None
-    home: Annotated[
-        str, typer.Option(help='The share of the state by rank, as in "3,3,1,0 copies=2"; equal: equal shares.')
-    ] = "equal"
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one simulated micro-batch.")] = 4096
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of each simulated pipeline.")] = 4
+    home: Annotated[str, typer.Option(help='Each rank\'s share of the state, as in "3,3,1,0 copies=2", or equal.')] = (
+        "equal"
+    )
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per simulated micro-batch.")] = 4096
+    micro_batches: Annotated[int, typer.Option(min=1, help="Number of micro-batches per simulated pipeline.")] = 4
     measure: Annotated[
         bool | None,
-        typer.Option("--measure/--no-measure", help="Also run it on local CPU ranks; default: tiny and small models."),
+        typer.Option(
+            "--measure/--no-measure", help="Also measure on local CPU ranks; default: only tiny and small models."
+        ),
     ] = None
 
 
 @verb
 def link_command(options: BenchLinkOptions) -> None:
-    """Show what switching strategies moves: the push of one step's gradients, and the pull of the next one's weights.
+    """Show the traffic of a strategy switch: the push of one step's gradients and the pull of the next step's weights.
 
-    State lives in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
-    Bytes between each two ranks are exact; seconds and the percent overlapped with computing are simulated, and
-    measured where local ranks can run it.
+    The state is in a home layout that no strategy changes, so a switch from A to B is a push from A and a pull to B.
+    The bytes between every two ranks are exact. The seconds and the percentage overlapped with computation are
+    simulated, and also measured if local ranks can run the model.
     """
     import torch
 
@@ -154,7 +157,7 @@ def link_command(options: BenchLinkOptions) -> None:
         measure = model in SHAPES and SHAPES[model].hidden <= 256
     if measure and dtype != "float32":
         dtype = "float32"
-        _tell("local CPU ranks compute in float32, so weights are pulled in it (--no-measure keeps bfloat16)")
+        _tell("local CPU ranks compute in float32, so weights are pulled in float32 (--no-measure keeps bfloat16)")
     settings = LinkSettings(
         model,
         options.source,
@@ -181,7 +184,7 @@ class BenchStepOptions(BenchOptions):
     longest: Annotated[
         int | None, typer.Option(min=16, help="Tokens of the longest sequence; default: a quarter of the mini-batch.")
     ] = None
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after two rounds of warm-up.")] = 5
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measured rounds, after two warm-up rounds.")] = 5
     compiled: _Compiled = None
     backend: Annotated[
         str | None, typer.Option(help="The backend of hydragraph.compile, such as inductor or eager.")
@@ -192,9 +195,9 @@ class BenchStepOptions(BenchOptions):
 def step_command(options: BenchStepOptions) -> None:
     """Time one rank's training step on variable-length batches: tokens/s and MFU, compared with the Hugging Face model.
 
-    The other sides are the eager model on padded batches, on packed ones with PyTorch's flash attention, and the same
-    with every layer and the loss under torch.compile. All train on the same sequences; losses and gradient norms are
-    compared first.
+    The other sides are the eager model on padded batches, the eager model on packed batches with PyTorch's flash
+    attention, and the latter with every layer and the loss compiled by torch.compile. All sides train on the same
+    sequences; losses and gradient norms are compared first.
     """
     from hydragraph.commands.bench.bench_models import SHAPES
     from hydragraph.commands.bench.device_ceiling import choose_device
@@ -219,12 +222,12 @@ class BenchReportOptions(CommonOptions):
 
     parts: Annotated[list[Path], typer.Argument(help="Files that --json wrote.")]
     markdown: Annotated[Path, typer.Option(help="The page to write.")]
-    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the page's head.")] = None
+    facts: Annotated[list[str] | None, typer.Option("--fact", help="A sentence for the top of the page.")] = None
 
 
 @verb
 def report_command(options: BenchReportOptions) -> None:
-    """Put results together on one page that begins with all targets, met or missed."""
+    """Combine results on one page that begins with all targets and whether they were met."""
     from hydragraph.commands.bench.bench_table import BenchReport
 
     _write_page([BenchReport.load(part) for part in options.parts], options.markdown, options.facts or ())
@@ -240,7 +243,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     (
         "link",
         link_command,
-        "Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; and one that runs here: "
+        "Example: hydragraph bench link --from '2*<tp2,pp2>' --to '8*<tp1,pp1>' --model 7b; to also measure locally: "
         "hydragraph bench link --from '<tp2,pp1>' --to '<tp1,pp2>' --model small",
     ),
     ("step", step_command, "Example: hydragraph bench step --model small --tokens 1024 --compiled"),
@@ -249,9 +252,9 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 
 
 def bench_app(in_sentences: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
-    """Return the commands, whose errors become a sentence and an exit code."""
+    """Return the app of the bench commands; `in_sentences` turns their errors into a sentence and an exit code."""
     app = typer.Typer(
-        help="Measure kernels, links and training steps against alternatives; small sizes on a CPU.",
+        help="Measure kernels, strategy switches and training steps; sizes are small on a CPU.",
         no_args_is_help=True,
     )
     for name, function, example in _COMMANDS:

@@ -1,4 +1,4 @@
-"""A device's limits, by one copy and one matrix product."""
+"""Limits of a device, measured by one copy and one matrix product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A device's limits, by one copy, read and written, by one square matrix product, and by a known datasheet."""
+    """Bandwidth of a copy (read and written bytes), FLOP/s of a square matrix product, and FLOP/s of the datasheet."""
 
     device: str
     dtype: torch.dtype
@@ -25,12 +25,12 @@ class Ceilings:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """The datasheet's number, or the measured one."""
+        """FLOP/s of the datasheet, or measured FLOP/s."""
         return self.nominal_flops_per_s or self.product_flops_per_s
 
     @property
     def peak_name(self) -> str:
-        """Name for headings."""
+        """Text of `peak_flops_per_s` for headings."""
         kind = "nominal" if self.nominal_flops_per_s else "measured"
         return f"{kind} {self.peak_flops_per_s / 1e12:.3g} TFLOP/s"
 
@@ -42,7 +42,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure a copy of 1 GiB (64 MiB on CPU), and a product of 8192 (1024) rows and columns."""
+    """Measure a copy of 1 GiB and a product of size 8192; on a CPU, a copy of 64 MiB and a product of size 1024."""
     cuda = device.type == "cuda"
     source = torch.zeros((1024 if cuda else 64) * 2**18, device=device)
     target = torch.empty_like(source)
@@ -69,5 +69,5 @@ def choose_device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {error}".split("\n")[0]) from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device {name}: PyTorch finds no such device here; leave it out, or use --device cpu")
+        raise ValueError(f"--device {name}: PyTorch finds no such device on this machine: omit it, or use --device cpu")
     return device

@@ -1,4 +1,4 @@
-"""The Hugging Face models of `bench step`."""
+"""Hugging Face models that `bench step` compares with hydragraph."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hydragraph.planner.quick_plan import MICRO_BATCH_TOKENS, assign
 from hydragraph.spec.strategy import Strategy
 from hydragraph.spec.workload import IGNORED, sequence_of
 
-ATTENTION = "hydragraph_bench"  # in transformers
+ATTENTION = "hydragraph_bench"  # name registered in transformers
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Batch], Tensor]
-"""Takes a micro-batch, returns the summed loss."""
+"""Function that takes a micro-batch and returns its summed loss."""
 
 
 def packed_batches(sequences: Sequence[Tensor], strategy: Strategy, device: torch.device) -> list[Batch]:
@@ -59,7 +59,7 @@ def _padded(group: Sequence[Tensor], device: torch.device) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A plain model with fp32 weights, and its step."""
+    """A Hugging Face model with fp32 weights, and its training step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -75,7 +75,7 @@ class Baseline:
         return loss
 
     def backward(self, sequences: Sequence[Tensor]) -> float:
-        """Add up gradients; return the mean loss."""
+        """Accumulate gradients over micro-batches; return the mean loss."""
         targets = sum(len(s) - 1 for s in sequences)
         losses = []
         for batch in self.batches(sequences):
@@ -102,12 +102,12 @@ def baselines(
     dtype: torch.dtype,
     compiled: bool,
 ) -> dict[str, Baseline]:
-    """Return the other sides; all train the fp32 weights of `first`, with one optimizer.
+    """Return the baselines by name; all of them train the fp32 weights of `first`, with one optimizer.
 
     Args:
         build: makes another model, which gets the weights of `first`.
-        dtype: bf16: autocast.
-        compiled: add the packed side under torch.compile.
+        dtype: dtype of the computation; bf16 means autocast.
+        compiled: add a baseline on packed batches with torch.compile.
     """
     optimizer = torch.optim.AdamW(first.parameters(), lr=1e-4, fused=True)
 
@@ -152,7 +152,7 @@ def _use_attention(model: nn.Module) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend within packed sequences, in the values' dtype: under autocast a Llama rotates queries and keys in fp32."""
+    """Compute attention in the dtype of `value`, because a Llama under autocast rotates queries and keys in fp32."""
     return huggingface.attention(module, query.to(value.dtype), key.to(value.dtype), value, mask, **options)
 
 
@@ -170,7 +170,7 @@ def _packed_loss(model: nn.Module) -> Loss:
 
 
 def _compiled_loss(model: nn.Module) -> Loss:
-    """Compile the loss and every layer; one graph of 16 layers would take two minutes."""
+    """Compile the loss and every layer separately; one graph of 16 layers would take two minutes."""
     call = huggingface.caller(model)
     for layers in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
         for layer in layers:

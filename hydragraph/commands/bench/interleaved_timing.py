@@ -1,4 +1,4 @@
-"""Timing of several sides in turn, so that all slow down with the machine."""
+"""Timing of several functions in turn, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 Side = Callable[[int], object]
-"""Call to time; takes the number of the round."""
+"""Function to time; its argument is the number of the round."""
 
 WARM_UP = 2  # rounds
 MOST_REPEATS = 200
@@ -18,11 +18,11 @@ MOST_REPEATS = 200
 def alternate(
     sides: Mapping[str, Side], device: torch.device, rounds: int, warm_up: int = WARM_UP, at_least_s: float = 0.0
 ) -> dict[str, float]:
-    """Return the median seconds of one call of each side; each round begins with a different one.
+    """Return the median seconds of one call of each side; each round begins with a different side.
 
     Args:
-        rounds: measured ones, after `warm_up` others.
-        at_least_s: repeat a side in a round for about this long; 0: once.
+        rounds: number of measured rounds, after `warm_up` other rounds.
+        at_least_s: approximate time for which a side is repeated in a round; 0: one call.
     """
     repeats = dict.fromkeys(sides, 1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -33,13 +33,13 @@ def alternate(
             seconds_of_turn = timed(sides[name], turn, device, repeats[name])
             if turn >= warm_up:
                 seconds[name].append(seconds_of_turn)
-            else:  # all is compiled
+            else:  # the last warm-up round counts, after compilation
                 repeats[name] = max(1, min(MOST_REPEATS, round(at_least_s / max(seconds_of_turn, 1e-9))))
     return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> float:
-    """Return the mean seconds of calls, by CUDA events or the wall clock."""
+    """Return the mean seconds of `repeats` calls, measured by CUDA events or the wall clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -56,7 +56,7 @@ def timed(side: Side, turn: int, device: torch.device, repeats: int = 1) -> floa
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> float:
-    """Return a call's peak allocation; NaN on the CPU."""
+    """Return the peak bytes that a call allocates; NaN on the CPU."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measurement of kernels against alternatives and a ceiling."""
+"""Benchmark of kernels and their alternatives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydragraph.commands.bench.kernel_cases import CASES, Case, Sweep
 from hydragraph.errors import Unsupported
 
 ROUNDS = 7
-AT_LEAST_S = 0.01  # hides launches
-TOLERANCE = 2e-2  # of bf16 results
-FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail
-NOISE = 0.98  # of equal kernels
+AT_LEAST_S = 0.01  # hides the overhead of launches
+TOLERANCE = 2e-2  # relative error of bf16 results
+FOREIGN = ("compiled", "varlen_attn", "torch fused")  # may fail, because PyTorch runs them
+NOISE = 0.98  # ratio of equally fast kernels
 COLUMNS = ("kernel", "size", "side", "ms", "GB/s or TFLOP/s", "% of ceiling", "peak MB")
 
 
@@ -41,17 +41,17 @@ def bench_kernels(
     tell: Callable[[str], None] = lambda what: None,
     keep: Callable[[BenchReport], None] = lambda report: None,
 ) -> BenchReport:
-    """Measure kernels by name; none means all.
+    """Measure kernels by name; without names, measure all kernels.
 
     Args:
-        tell: called with the next measurement.
+        tell: called with the name of the next measurement.
         keep: called with the report so far after every case.
 
     Raises:
-        ValueError: an unknown name, or a side that differs from the reference.
+        ValueError: a name is unknown, or a side's result is wrong.
     """
     if unknown := [name for name in names if name not in CASES]:
-        raise ValueError(f"no kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
+        raise ValueError(f"unknown kernel {unknown[0]!r}: use some of {', '.join(CASES)}")
     ceilings = measure_ceilings(sweep.device, sweep.dtype)
     rows: list[KernelRow] = []
     notes = [f"Ceilings, measured in this run: {ceilings}.", *_left_out(sweep)]
@@ -74,15 +74,15 @@ def _report(rows: Sequence[KernelRow], notes: Sequence[str], sweep: Sweep, ceili
 
 
 def _left_out(sweep: Sweep) -> Iterator[str]:
-    yield "Attention and slice_copy have no compiled side: both eager forms are loops over sequences or ranges."
+    yield "Attention and slice_copy are not measured with torch.compile: their eager versions are Python loops."
     if not sweep.compiled:
-        yield "torch.compile was left out: --compiled adds its sides."
+        yield "torch.compile was not measured: pass --compiled to measure it."
     if sweep.device.type == "cpu":
-        yield "On the CPU the operators run plain PyTorch: Triton's interpreter is not timed."
+        yield "On the CPU, the operators run plain PyTorch; Triton's interpreter is not measured."
 
 
 def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[KernelRow], list[str]]:
-    """Time a case's sides in turn; return rows and why sides refused. A ValueError if a side differs from the first."""
+    """Time a case's sides in turn; return rows and notes on failed sides; raise a ValueError for a wrong result."""
     sides, refused = checked(case)
     calls = {name: (lambda turn, call=call: call()) for name, call in sides.items()}
     seconds = alternate(calls, device, ROUNDS, at_least_s=AT_LEAST_S)
@@ -97,7 +97,7 @@ def measure(case: Case, device: torch.device, ceilings: Ceilings) -> tuple[list[
 
 
 def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the sides that agree with the first, and why others refused, or raise a ValueError."""
+    """Return the sides that run, and notes on failed sides; raise a ValueError for a wrong result."""
     (first, reference), *others = case.sides.items()
     expected = reference().detach().float().clone()
     sides = {first: reference}
@@ -108,13 +108,13 @@ def checked(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
         except (Unsupported, RuntimeError, TypeError) as error:
             if not isinstance(error, Unsupported) and name not in FOREIGN:
                 raise
-            refused.append(f"{case.kernel}: no side {name}: {str(error).splitlines()[0]}.")
+            refused.append(f"{case.kernel}: {name} was not measured: {str(error).splitlines()[0]}.")
             continue
         error_size = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         if not error_size < TOLERANCE:
             raise ValueError(
                 f"{case.kernel}, {case.size}: {name} differs from {first} by {error_size:.1e} of its norm: "
-                "a kernel is wrong on this device, so run tests/kernels"
+                "a kernel is wrong on this device: run tests/kernels"
             )
         sides[name] = call
     return sides, refused
@@ -157,7 +157,7 @@ def _memory_targets(rows: Sequence[KernelRow]) -> Iterator[Target]:
             for r in rows
             if r.kernel.startswith(kernel) and r.side == "hydragraph" and int(r.size.split()[0]) >= 256
         ]
-        name = f"{kernel}, from 256 MB on: of the measured copy bandwidth"
+        name = f"{kernel}, 256 MB or more: percent of the measured copy bandwidth"
         yield Target.at_least(name, 90, min(percents, default=None), "{:.1f} %")
 
 

@@ -17,7 +17,7 @@ from hydragraph.kernels import adamw, linear_cross_entropy, slice_copy
 from hydragraph.kernels.varlen_attention import varlen_attention
 
 BACKENDS = {"cuda": ("flash_attn", "torch", "triton"), "cpu": ("loop",)}
-RANGES = 2000  # of one bucket
+RANGES = 2000  # in one bucket
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Case:
 
     Attributes:
         work: bytes moved, or floating-point operations.
-        bound: what limits the speed: "memory" or "products".
-        sides: name -> call that returns the result; the first is the reference.
+        bound: limit of the speed: "memory" or "products".
+        sides: name -> function that returns the result; the first is the reference.
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Device and sizes; `full`: for a GPU."""
+    """Device, dtype and sizes of a benchmark; `full`: sizes for a GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Sweep:
 
 
 def attention(sweep: Sweep) -> Iterator[Case]:
-    """Causal attention, forward and backward; half of every square counts, and the backward as 2.5 forwards."""
+    """Causal attention, forward and backward; the masked half is not counted, and a backward counts as 2.5 forwards."""
     small = [(256, 4, 2, 32), (512, 4, 2, 64)]
     full = [(4096, 32, 8, 128), (16384, 32, 8, 128)]
     full += [(32768, 32, 8, 128), (16384, 32, 8, 64)]
@@ -120,7 +120,7 @@ def _returning(value: Tensor, call: Callable[..., object], *arguments: object) -
 
 
 def adamw_steps(sweep: Sweep) -> Iterator[Case]:
-    """An update with 16-bit copy: 30 bytes per element."""
+    """AdamW update that also writes a 16-bit copy of the weights: 30 bytes per element."""
     settings = adamw.AdamWSettings(1e-3)
     for megabytes in (64, 256, 1024) if sweep.full else (1, 4):
         count = megabytes * 2**18
@@ -171,7 +171,7 @@ def _formula(shard: adamw.Shard, settings: adamw.AdamWSettings) -> None:
 
 
 def head_losses(sweep: Sweep) -> Iterator[Case]:
-    """Forward and backward of head and loss: three products."""
+    """Forward and backward of head and loss: three matrix products."""
     full = [(4096, 4096, 32000), (16384, 4096, 32000), (16384, 4096, 131072)]
     for tokens, hidden, vocabulary in full if sweep.full else [(128, 64, 1024), (512, 128, 4096)]:
         options = {"device": sweep.device, "dtype": sweep.dtype}

@@ -1,4 +1,4 @@
-"""Measurement of pulls and pushes, during a step and alone."""
+"""Measurement of pulls and pushes during a step, and without computation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Bytes and overlap of one direction, strategy and rank, in one step."""
+    """Bytes that a rank sends in one direction, and their overlap."""
 
     sent: int
     overlap: Overlap
@@ -39,7 +39,7 @@ class LinkMeasurement:
 def measure_rank(
     model: str, strategies: tuple[Strategy, ...], tokens: int, rounds: int, home: Home | None = None
 ) -> list[dict[Direction, LinkMeasurement]]:
-    """Measure on this rank, with all others; return results by strategy."""
+    """Measure on this rank together with all other ranks; return one result per strategy."""
     skeleton = meta_model(model)
     factory = partial(torch.optim.AdamW, lr=1e-4)
     exe = api.compile(skeleton, strategies[0], factory, device="cpu", check="off", home=home)
@@ -53,7 +53,7 @@ def measure_rank(
             sent.clear()
             report = exe.step(sequences, strategy)
             waits: dict[Direction, float] = {"pull": report.exposed.pull, "push": report.exposed.push}
-            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # including second owners
+            pushed = sent[Channel.PUSH] + sent[Channel.COMMIT]  # includes the gradients for second owners
             seen[i].append(_Step({"pull": sent[Channel.PULL], "push": pushed}, waits, report.seconds))
     results = []
     for strategy, steps in zip(strategies, seen, strict=True):
@@ -78,7 +78,7 @@ def _joined(direction: Direction, steps: Sequence[_Step], alone: float) -> LinkM
 
 
 def _count_bytes(exe: Executable) -> Counter[Channel]:
-    """Let communicators count sent bytes, by role."""
+    """Make the communicators count sent bytes by role."""
     sent: Counter[Channel] = Counter()
     rank, ranks = exe.rank, exe.ranks
     sizes: dict[str, Callable[..., int]] = {
@@ -100,7 +100,7 @@ def _count_bytes(exe: Executable) -> Counter[Channel]:
 
 
 def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, rounds: int) -> float:
-    """Return the median seconds of one direction alone."""
+    """Return the median seconds of all pulls or all pushes without computation."""
     buffers = Buffers(exe.world.device)
     rank, ranks = exe.rank, exe.ranks
     starts: list[Callable[[], Finish]] = []
@@ -130,7 +130,7 @@ def _alone(exe: Executable, placed: list[BucketLayouts], direction: Direction, r
 
 
 def over_ranks(per_rank: list[LinkMeasurement]) -> LinkMeasurement:
-    """Join ranks: total bytes, mean seconds."""
+    """Combine ranks: sum of bytes, mean of seconds."""
     count = len(per_rank)
     names = ("alone_s", "exposed_s", "step_s")
     means = Overlap(*(sum(getattr(m.overlap, name) for m in per_rank) / count for name in names))

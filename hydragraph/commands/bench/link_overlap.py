@@ -1,4 +1,4 @@
-"""Overlap of pulls and pushes with computation, by simulation."""
+"""Simulated overlap of pulls and pushes with computation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hydragraph.spec.strategy import Strategy
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of transfers alone, and those that they add to a step."""
+    """Seconds of transfers alone, seconds that they add to a step, and seconds of the step."""
 
     alone_s: float
     exposed_s: float
@@ -46,9 +46,9 @@ def simulated(
     """Simulate a step with and without one direction's traffic, and that traffic alone.
 
     Args:
-        tokens: of a micro-batch's single sequence.
+        tokens: size of a micro-batch, which is one sequence.
         micro_batches: number in every pipeline.
-        moved: without any traffic, both times are 0.
+        moved: the direction's traffic; if there is none, `alone_s` and `exposed_s` are 0.
     """
     counts = [micro_batches] * len(strategy.pipelines)
     programs = rank_programs(program.outline, strategy, counts, "train", ranks=len(cluster.devices))

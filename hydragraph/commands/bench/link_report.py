@@ -36,14 +36,14 @@ MEASURED_RANKS = 4
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """The two ends of a link, and how to measure it.
+    """Settings of `bench link`: the two strategies of a switch, and how to measure the switch.
 
     Attributes:
         source: strategy whose gradients are pushed; "home": no push.
         target: strategy whose weights are pulled; "home": no pull.
-        cluster: None: `default_cluster`.
-        tokens: of a simulated micro-batch.
-        measure: also run it, on local ranks over gloo.
+        cluster: simulated devices; None: `default_cluster`.
+        tokens: size of a simulated micro-batch.
+        measure: also measure on local ranks over gloo.
     """
 
     model: str
@@ -107,8 +107,8 @@ def bench_link(settings: LinkSettings, tell: Callable[[str], None] = lambda what
         tell(f"measuring on {ranks} local ranks")
         rows += _measured(settings, legs, ranks)
         notes.append(
-            f"Measured: {ranks} local ranks over gloo in fp32, {settings.measured_tokens} tokens, medians of "
-            f"{settings.rounds} steps, means over ranks; ranks share processors with their own messages."
+            f"Measured on {ranks} local ranks over gloo in fp32 with {settings.measured_tokens} tokens: medians of "
+            f"{settings.rounds} steps, averaged over ranks. Computation and messages share the processors."
         )
     blocks = tuple(_matrix(leg, ranks) for leg in legs if 1 < ranks <= MATRIX_RANKS)
     count = sum(b.size for b in program.buckets)
@@ -164,11 +164,11 @@ def _notes(settings: LinkSettings, program: Program, cluster: Cluster, ranks: in
     inner = cluster.node(cluster.node_of(0)).inner
     what = f"{ranks} devices of {device.flops_per_s / 1e12:.3g} TFLOP/s, {inner.bytes_per_s / 1e9:g} GB/s"
     return (
-        f"Bytes are exact, from the link: weights are pulled in {name}, gradients pushed in fp32. With each strategy's "
-        "own layouts, a rank reads its own part locally.",
-        f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens for "
-        "every pipeline. Alone: without computation; exposed: what it adds to the step; overlapped: 1 - "
-        "exposed / alone. Computation takes its FLOPs at 45 % of the datasheet's rate; streams share ports and cards.",
+        f"Bytes are exact: weights are pulled in {name}, and gradients are pushed in fp32. Elements that a rank both "
+        "owns and uses are copied locally.",
+        f"Simulated: {what} within a node; {settings.micro_batches} micro-batches of {settings.tokens:,} tokens per "
+        "pipeline. Alone is the time without computation, exposed is the time added to the step, and overlapped is 1 - "
+        "exposed / alone. Computation times come from a datasheet; streams share ports and network cards.",
     )
 
 

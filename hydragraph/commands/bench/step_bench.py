@@ -1,4 +1,4 @@
-"""A training step by hydragraph and by Hugging Face."""
+"""Benchmark of a training step by hydragraph and by Hugging Face models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of the benchmark, in bf16 on CUDA, fp32 on the CPU."""
+    """Settings of the benchmark, which computes in bf16 on CUDA and in fp32 on the CPU."""
 
     shape: LlamaShape
     tokens: int
@@ -71,10 +71,10 @@ class SideResult:
 
 
 def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what: None) -> BenchReport:
-    """Train one rank's model on every side in turn.
+    """Train a model on one rank with every side in turn.
 
     Raises:
-        ValueError: a side differs from the eager model on packed batches.
+        ValueError: a side's loss or gradient norm differs from the eager model's on packed batches.
     """
     ceilings = measure_ceilings(settings.device, settings.dtype)
     tell("building the model and compiling it")
@@ -96,15 +96,15 @@ def bench_step(settings: StepSettings, tell: Callable[[str], None] = lambda what
         batches = [[len(s) for s in settings.sequences(turn)] for turn in timed_rounds]
         predicted = _mean([predicted_seconds(exe.program, strategy, lengths, sheet) for lengths in batches])
         notes.append(
-            f"From the GPU's datasheet, hydragraph's step was predicted to take {predicted * 1e3:.4g} ms, "
-            f"{predicted / times[OURS].seconds - 1:+.0%} beside the measured time."
+            f"The predicted time of hydragraph's step, from the GPU's datasheet, is {predicted * 1e3:.4g} ms, "
+            f"{predicted / times[OURS].seconds - 1:+.0%} relative to the measured time."
         )
     flops = _mean([training_flops(model, [len(s) for s in settings.sequences(turn)]) for turn in timed_rounds])
     return _report(settings, ceilings, model, times, linked, flops, notes)
 
 
 def predicted_seconds(program: Program, strategy: Strategy, lengths: Sequence[int], sheet: Datasheet) -> float:
-    """Return a step's seconds on one device, from its datasheet."""
+    """Return the predicted seconds of a step on one device, from its datasheet."""
     device = Device(sheet.flops_per_s, int(sheet.memory_bytes), sheet.memory_bytes_per_s)
     unused = Interconnect(1e12, 0.0)
     cluster = Cluster((device,), unused, unused)
@@ -136,7 +136,7 @@ def compile_ours(model: nn.Module, strategy: Strategy, settings: StepSettings) -
 def _measure(
     exe: Executable, others: Mapping[str, Baseline], settings: StepSettings, tell: Callable[[str], None]
 ) -> tuple[dict[str, SideResult], list[str]]:
-    """Check that sides agree, and time them in turn; return notes on sides left out."""
+    """Check that the sides agree, and time them in turn; return results and notes on failed sides."""
     first = settings.sequences(0)
     tell("the first step of hydragraph")
     report = exe.step(first)
@@ -149,7 +149,7 @@ def _measure(
         except RuntimeError as error:
             if not name.startswith("compiled"):
                 raise
-            notes.append(f"No side {name!r}: {str(error).splitlines()[0]}.")
+            notes.append(f"{name} was not measured: {str(error).splitlines()[0]}.")
     check_same(values, TOLERANCES[settings.dtype])
     sides: dict[str, Side] = {OURS: lambda turn: exe.step(settings.sequences(turn))}
     for name in values:
@@ -167,11 +167,11 @@ def check_same(values: Mapping[str, tuple[float, float]], tolerance: float) -> N
     for name, value in values.items():
         for what, a, b in zip(("loss", "gradient norm"), value, expected, strict=True):
             if not abs(a - b) <= tolerance * abs(b):
-                raise ValueError(f"{name}: {what} {a:.6g}, but {b:.6g} for the eager model on packed batches")
+                raise ValueError(f"{name}: {what} is {a:.6g}, but {b:.6g} for the eager model on packed batches")
 
 
 def link_seconds(exe: Executable, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return the seconds of pulls, and of pushes, alone."""
+    """Return the seconds of all pulls and of all pushes without computation."""
     streams = streams_of(device, exe.world.backend, 1)
     buffers = Buffers(device, streams)
     links = {}
@@ -217,15 +217,16 @@ def _report(
     title = f"Step of one rank, {size} parameters, {settings.tokens:,} tokens, on {ceilings.device}"
     share = 100 * sum(linked) / sides[OURS].seconds
     said = (
-        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}, with the operations "
-        "that training_flops counts: causal halving, sum of squared lengths, without recomputation.",
-        f"Lengths {settings.shortest} to {settings.longest}, new ones every round; medians of {settings.rounds} "
-        "rounds in which all sides take turns; tokens/s counts no padding.",
+        f"Ceilings, measured in this run: {ceilings}. MFU is relative to {ceilings.peak_name}; it counts the "
+        "unmasked half of attention and no recomputation (training_flops).",
+        f"Sequence lengths are {settings.shortest} to {settings.longest}, drawn again in every round. Times are "
+        f"medians of {settings.rounds} rounds in which all sides run in turn. tokens/s does not count padding.",
         _precision(settings),
-        f"Pull {linked[0] * 1e3:.3g} ms and push {linked[1] * 1e3:.3g} ms, measured alone: {share:.2f} % of a step.",
+        f"Without computation, a pull takes {linked[0] * 1e3:.3g} ms and a push {linked[1] * 1e3:.3g} ms, "
+        f"{share:.2f} % of a step.",
         "torch.compile compiles every layer and the loss, not the model as one graph."
         if settings.compiled
-        else "torch.compile was left out: --compiled adds its side.",
+        else "torch.compile was not measured: pass --compiled to measure it.",
     )
     bars = tuple(PictureBar("one step", name, settings.tokens / side.seconds) for name, side in sides.items())
     measured = settings.device.type == "cuda"
@@ -236,14 +237,14 @@ def _report(
 def _precision(settings: StepSettings) -> str:
     if settings.device.type == "cuda":
         return (
-            "hydragraph computes in bf16 from fp32 master weights; the other sides under autocast to bf16 over fp32 "
-            "weights, so that their hidden states between layers are fp32. All update by AdamW in fp32, fused."
+            "hydragraph computes in bf16 from fp32 master weights. The other sides have fp32 weights and autocast to "
+            "bf16, so their hidden states between layers are fp32. All sides update with fused AdamW in fp32."
         )
-    return "All sides compute in fp32 and update by AdamW."
+    return "All sides compute in fp32 and update with AdamW."
 
 
 def step_targets(sides: Mapping[str, SideResult], flops: float, share: float | None) -> tuple[Target, ...]:
-    """Compare with the targets for one H200; `share`: percent in pulls and pushes."""
+    """Return the targets for one H200; `share`: percent of a step in pulls and pushes."""
     ratio = None
     mfu = None
     if OURS in sides:

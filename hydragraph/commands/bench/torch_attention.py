@@ -13,14 +13,14 @@ from hydragraph.errors import Unsupported
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
-    """Attend causally within sequences, [T, Hq, D].
+    """Compute causal attention within sequences; return [T, Hq, D].
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
         starts: [N + 1] int32.
 
     Raises:
-        Unsupported: not on CUDA.
+        Unsupported: the tensors are not on CUDA.
     """
     if q.device.type != "cuda":
         raise Unsupported("tensors on the CPU", where="varlen_attn", remedy="use a CUDA device")
@@ -33,9 +33,9 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, scale: float, accepted: Collection[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return queries, keys, values and options for a function of these arguments.
+    """Return queries, keys, values and options for a function that accepts the arguments `accepted`.
 
-    Key/value heads are repeated and queries scaled where the function does not support them.
+    If the function does not support grouped heads or a scale, key/value heads are repeated and queries are scaled.
     """
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if "enable_gqa" in accepted:
@@ -44,7 +44,7 @@ def arguments(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if "scale" in accepted:
         options["scale"] = scale
-    else:  # it takes 1 / sqrt(D)
+    else:  # the function scales by 1 / sqrt(D)
         q = q * (scale * q.shape[-1] ** 0.5)
     return q, k, v, options
 

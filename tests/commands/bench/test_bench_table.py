@@ -62,7 +62,7 @@ def test_json_is_read_back(tmp_path: Path) -> None:
     assert to_markdown([BenchReport.load(tmp_path / "report.json")], "Benchmarks", ["one fact"]) == PAGE
     assert BenchReport.load(tmp_path / "report.json").bars == REPORT.bars
     (tmp_path / "other.json").write_text('{"title": 1}')
-    with pytest.raises(ValueError, match=r"other.json: not a report .*--json"):
+    with pytest.raises(ValueError, match=r"other.json is not a benchmark report .*--json"):
         BenchReport.load(tmp_path / "other.json")
 
 

@@ -20,7 +20,7 @@ def test_kernels_writes_what_is_asked_for_and_report_joins_it(tmp_path: Path) ->
     result = bench("kernels", "linear_cross_entropy", "--device", "cpu", *options)
     assert result.exit_code == 0, result.output
     assert "% of ceiling" in result.stdout
-    assert "torch.compile was left out: --compiled adds its sides." in result.stdout
+    assert "torch.compile was not measured: pass --compiled to measure it." in result.stdout
     assert "not measured" in result.stdout
     assert files["csv"].read_text().splitlines()[1].startswith('linear_cross_entropy,"T 128, E 64, V 1024",eager,')
     assert files["picture"].read_bytes().startswith(b"\x89PNG")
@@ -40,13 +40,13 @@ def test_link_of_a_push_and_a_pull() -> None:
     assert "pull: home -> <tp2,pp1>" in result.stdout
     assert "simulated" in result.stdout
     assert "measured" not in result.stdout
-    assert "weights are pulled in bfloat16, gradients pushed in fp32" in result.stdout
+    assert "weights are pulled in bfloat16, and gradients are pushed in fp32" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("kernels", "adam", "--device", "cpu"), "no kernel 'adam': use some of varlen_attention"),
+        (("kernels", "adam", "--device", "cpu"), "unknown kernel 'adam': use some of varlen_attention"),
         (("kernels", "--device", "warp"), "--device warp:"),
         (("link", "--to", "home", "--model", "tiny"), "--from home --to home has no traffic"),
         (("link", "--to", "<tp3,pp1>", "--model", "tiny"), "degree 3 (its number of devices) does not divide 4"),

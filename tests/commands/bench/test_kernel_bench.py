@@ -27,7 +27,10 @@ def test_a_side_that_refuses_is_left_out_with_a_sentence() -> None:
     sides = {"eager": lambda: torch.ones(3), "flash": refuse, "compiled": broken, "ours": lambda: torch.ones(3)}
     found, notes = checked(Case("k", "3", 1.0, "memory", sides))
     assert list(found) == ["eager", "ours"]
-    assert notes == ["k: no side flash: here: no kernel; go elsewhere.", "k: no side compiled: no compiler."]
+    assert notes == [
+        "k: flash was not measured: here: no kernel; go elsewhere.",
+        "k: compiled was not measured: no compiler.",
+    ]
 
 
 def test_a_side_that_is_wrong_ends_the_run() -> None:
@@ -55,7 +58,7 @@ def test_a_run() -> None:
     assert len(told) == 2
     assert len(report.bars) == 4
     assert {target.verdict for target in report.targets} == {"not measured"}
-    with pytest.raises(ValueError, match="no kernel 'adam'"):
+    with pytest.raises(ValueError, match="unknown kernel 'adam'"):
         bench_kernels(["adam"], SMALL)
 
 
