@@ -1,4 +1,4 @@
-"""Reports and pictures: plans, simulations and runs as frozen facts, then as HTML, SVG or a figure.
+"""Reports and pictures of plans, simulations and runs, as HTML, SVG or matplotlib figures.
 
 plan_report, simulation_report, run_report    inputs -> `facts`
 timelines, bytes_moved, memory_held           of one strategy

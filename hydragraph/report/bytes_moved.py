@@ -14,14 +14,14 @@ from hydragraph.report.facts import MOVED, Matrix
 from hydragraph.spec.assignment import Assignment
 from hydragraph.spec.strategy import Strategy
 
-# Maximum rows; with more, neighbours are merged.
+# Maximum rows of a matrix; if there are more ranks or nodes, neighbors are merged.
 MOST = 32
 
 Floats = NDArray[np.float64]
 
 
 def matrices(costs: Costs, strategy: Strategy, assignment: Assignment, timeline: Timeline) -> tuple[Matrix, ...]:
-    """Return the traffic between ranks, unless they are many, and between several nodes."""
+    """Return the traffic between ranks (omitted for many ranks on several nodes) and between nodes."""
     moved = bytes_between(costs, strategy, assignment, timeline)
     nodes = [device.node for device in costs.cluster.devices]
     traffic = []

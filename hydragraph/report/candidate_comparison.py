@@ -1,15 +1,15 @@
-"""Comparison of a plan's candidates: their expected seconds, and where they lose them.
+"""Comparison of a plan's candidates: their predicted seconds, and the parts of this time.
 
 A pipeline's time is the sum of these parts:
 
     work     device time of the sequences, divided evenly over all devices
-    waiting  the slowest pipeline's work beyond that
-    fixed    c of every micro-batch of the slowest pipeline
-    bubble   the rest of its time, in which its stages fill, drain, and wait for each other
+    waiting  the slowest pipeline's work beyond this even share
+    fixed    the constant c of every micro-batch of the slowest pipeline
+    bubble   the rest of the slowest pipeline's time, in which stages fill, drain, and wait for each other
     sync     pull, push, commit and update; with published constants, only for unequal pipelines
 
-A pipeline of one device has 3 s of work; one of two devices (PP = 2, c = 1 s) has micro-batches of 4 and 2 s, and takes
-12 s. So work is (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2, bubble 4.
+Example: a pipeline of one device has 3 s of work. A pipeline of two devices (PP = 2, c = 1 s) has micro-batches of 4
+and 2 s, and takes 12 s. Then work is (3 x 1 + 6 x 2) / 3 = 5, waiting 6 - 5 = 1, fixed 2, and bubble 4.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hydragraph.planner.improve_schemes import homogeneous, refine
 
 Strategy = tuple[Scheme, ...]
 
-# Candidates that are always assigned.
+# Numbers of candidates that are always evaluated.
 SHOWN = 10
 HOMOGENEOUS_SHOWN = 3
-# Mini-batches for improving candidates only.
+# Mini-batches that are used only to improve candidates.
 TUNING = 8
-# Candidates with simulated pull and push.
+# Candidates whose pull and push are simulated.
 SIMULATED = 24
 REASON = {
     "work": "more device time for the same sequences",
@@ -64,12 +64,13 @@ class TimeParts:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory at MaxLen of a device of a scheme's first stage, which is the fullest.
+    """Memory of a device of a scheme's first stage, the fullest stage, with a micro-batch of MaxLen tokens.
 
     Attributes:
-        devices: of the strategy, which share the optimizer state.
+        devices: number of the strategy's devices, which share the optimizer state.
         max_len, util_len: maximum and desired minimum tokens of a micro-batch.
-        states, per_token, reserved, device: bytes of the state, per token, kept free, and in total; None if measured.
+        states, per_token, reserved, device: bytes of the state, bytes per token, bytes kept free, and bytes of the
+            device; None if the limit was measured.
     """
 
     scheme: Scheme
@@ -87,8 +88,8 @@ class ComparedCandidate:
     """A strategy, as one scheme per pipeline, and its results.
 
     Attributes:
-        memory: of each distinct scheme.
-        seconds: mean over the mini-batches, or `bound` if not assigned; infinite if it cannot take them all.
+        memory: memory use of each distinct scheme.
+        seconds: mean over the mini-batches, or `bound` if not assigned; infinite if a mini-batch does not fit.
         bound: lower bound of `seconds`.
         alone: mean seconds of the longest sequence alone on its best pipeline.
         fits, wins: number of mini-batches that fit, and on which it is the fastest.
@@ -108,23 +109,23 @@ class ComparedCandidate:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether pipelines are alike."""
+        """Whether all pipelines have the same scheme."""
         return len(set(self.strategy)) == 1
 
     @property
     def devices(self) -> int:
-        """Devices in use."""
+        """Number of devices in use."""
         return sum(tp * pp for tp, pp in self.strategy)
 
     @property
     def max_len(self) -> int:
-        """Longest sequence's tokens."""
+        """Tokens of the longest sequence that fits."""
         return max(use.max_len for use in self.memory)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A planned mini-batch, for the picture."""
+    """A planned mini-batch for the picture."""
 
     strategy: Strategy
     pipelines: tuple[PipelineCost, ...]
@@ -137,9 +138,9 @@ class PlanReport:
     """Candidates for a model, its data and its devices.
 
     Attributes:
-        candidates: the best static candidate first; those that cannot take the context length last.
+        candidates: the best static candidate first; candidates that do not fit the context length last.
         dynamic: mean seconds with the best candidate for every mini-batch.
-        sync: most seconds besides computing.
+        sync: maximum seconds outside computation.
         cut: number of sequences longer than `context`.
         left_out: schemes that were not considered, and why.
     """
@@ -163,7 +164,7 @@ class PlanReport:
 
     @property
     def homogeneous(self) -> ComparedCandidate | None:
-        """Best homogeneous one."""
+        """Best homogeneous candidate, or None."""
         return next((c for c in self.candidates if c.homogeneous and c.assigned and c.max_len >= self.context), None)
 
 
@@ -181,12 +182,12 @@ def explain(
     """Compare candidates on mini-batches drawn from the data.
 
     Args:
-        lengths: tokens of the data's sequences; those longer than `context` count as truncated to it.
-        tokens: minimum per mini-batch.
-        strategies: default: proposals for the data, all homogeneous ones, and improvements of them.
+        lengths: tokens of the data's sequences; longer sequences are truncated to `context` tokens.
+        tokens: minimum tokens per mini-batch.
+        strategies: default: proposals for the data, homogeneous strategies, and improvements of both.
 
     Raises:
-        Unsupported: no candidate takes a mini-batch, or the profile does not contain a scheme.
+        Unsupported: no candidate fits a mini-batch, or the profile does not contain a scheme.
         ValueError: no sequences are given, or a strategy has too many devices.
     """
     profile = schemes_of(measured, devices)
@@ -239,7 +240,7 @@ def mini_batches(data: Sequence[int], tokens: int, count: int, seed: int) -> lis
 
 
 def scheme_counts(strategy: Sequence[Scheme]) -> str:
-    """Format 2*<tp4,pp1> + <tp2,pp2>."""
+    """Format a strategy, as in 2*<tp4,pp1> + <tp2,pp2>."""
     counts = Counter(strategy).items()
     return " + ".join(f"{n}*<tp{tp},pp{pp}>" if n > 1 else f"<tp{tp},pp{pp}>" for (tp, pp), n in counts)
 
@@ -258,7 +259,9 @@ def _check_devices(strategies: Sequence[Strategy], devices: int) -> None:
     for strategy in strategies:
         used = sum(tp * pp for tp, pp in strategy)
         if used > devices:
-            raise ValueError(f"{scheme_counts(strategy)} has {used} devices, and there are {devices}: take some out")
+            raise ValueError(
+                f"{scheme_counts(strategy)} needs {used} devices, but there are {devices}: remove some pipelines"
+            )
 
 
 def _compared(
@@ -269,7 +272,7 @@ def _compared(
     context: int,
     seed: int,
 ) -> list[ComparedCandidate]:
-    """Return all candidates, assigned if they can win."""
+    """Return all candidates; those that can be the best are evaluated on the mini-batches."""
     bounds = [fmean(choice.verdicts[i].bound for choice in choices) for i in range(len(strategies))]
     order = sorted(range(len(strategies)), key=lambda i: (bounds[i], i))
     alike = [i for i in order if len(set(strategies[i])) == 1]
@@ -320,7 +323,7 @@ def _alone(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
 def parts_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], assignment: PlannedAssignment, sync: float
 ) -> TimeParts:
-    """Split an assignment's seconds; `sync`: seconds besides computing."""
+    """Split an assignment's seconds into parts; `sync`: seconds outside computation."""
     work = [
         float(p.work([lengths[i] for m in batches for i in m]).sum())
         for p, batches in zip(pipelines, assignment.micro_batches, strict=True)
@@ -351,10 +354,10 @@ def _why(candidate: ComparedCandidate, best: ComparedCandidate, iterations: int,
     if candidate is best:
         return ""
     if candidate.max_len < context:
-        return f"takes at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
+        return f"fits at most {candidate.max_len:,} tokens: {candidate.fits} of {iterations} mini-batches fit"
     if candidate.parts is None or best.parts is None:
-        return f"cannot take less than {candidate.bound:.3f} s"
-    # At most two large parts.
+        return f"takes at least {candidate.bound:.3f} s"
+    # At most two large parts are named.
     lost = candidate.seconds - best.seconds
     differences = {f.name: getattr(candidate.parts, f.name) - getattr(best.parts, f.name) for f in fields(TimeParts)}
     worst = sorted((n for n in differences if differences[n] > 0.2 * lost), key=lambda n: -differences[n])[:2]
@@ -368,5 +371,5 @@ def _left_out(profile: Schemes, devices: int) -> tuple[tuple[Scheme, str], ...]:
         if scheme[0] * scheme[1] > devices:
             reasons.append((scheme, f"needs {scheme[0] * scheme[1]} devices"))
         elif profile.max_len(scheme, devices) == 0:
-            reasons.append((scheme, "its state does not fit into a device"))
+            reasons.append((scheme, "the state does not fit into a device"))
     return tuple(reasons)

@@ -9,18 +9,18 @@ from typing import Any
 
 from hydragraph.report.candidate_comparison import ComparedCandidate, MemoryUse, PlanReport, scheme_counts
 
-ROWS = 8  # without --explain
+ROWS = 8  # of the table without --explain
 MEANING = {
     "work": "device time of the sequences, divided evenly over all devices",
-    "waiting": "work of the slowest pipeline beyond that; negative if its bubble makes it the slowest",
-    "fixed": "cost of its micro-batches that does not depend on their tokens",
-    "bubble": "time in which its stages wait: to fill, to drain, and for each other",
+    "waiting": "work of the slowest pipeline beyond this even share; negative if its bubble makes it the slowest",
+    "fixed": "constant cost of the slowest pipeline's micro-batches, independent of their tokens",
+    "bubble": "time in which the slowest pipeline's stages fill, drain, and wait for each other",
     "sync": "pull, push, commit and update",
 }
 
 
 def to_text(report: PlanReport, explain: bool = False) -> str:
-    """Return text; `explain`: with all candidates and their parts."""
+    """Return a report as text; with `explain`, list all candidates and the parts of their time."""
     lines = [
         f"{report.profile}: {report.devices} devices, context {report.context:,}, {report.iterations} mini-batches of "
         f"{report.tokens:,} tokens",
@@ -32,14 +32,14 @@ def to_text(report: PlanReport, explain: bool = False) -> str:
     ]
     if explain:
         lines += ["", *_parts(report)]
-        lines += [f"left out <tp{tp},pp{pp}>: {why}" for (tp, pp), why in report.left_out]
+        lines += [f"excluded <tp{tp},pp{pp}>: {why}" for (tp, pp), why in report.left_out]
     if report.cut:
-        lines.append(f"longer than {report.context:,} tokens, counted as cut there: {report.cut:,} of the sequences")
+        lines.append(f"sequences truncated to {report.context:,} tokens: {report.cut:,}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def to_record(report: PlanReport) -> dict[str, Any]:
-    """Return plain data; infinite numbers become None."""
+    """Return a report as JSON-compatible data; infinite numbers become None."""
     example = report.example
     return {
         "profile": report.profile,
@@ -84,7 +84,8 @@ def _verdict(report: PlanReport) -> list[str]:
     alike = report.homogeneous
     if best.max_len < report.context or not math.isfinite(best.seconds):
         return [
-            f"no candidate takes {report.context:,} tokens; the best for each: {report.dynamic:.3f} s per iteration"
+            f"no candidate fits {report.context:,} tokens; the best candidate for each mini-batch: "
+            f"{report.dynamic:.3f} s per iteration"
         ]
     lines = [f"best for all mini-batches: {scheme_counts(best.strategy)}, {best.seconds:.3f} s per iteration"]
     if alike is not None and alike is not best:
@@ -112,7 +113,7 @@ def _table(report: PlanReport, explain: bool) -> list[str]:
         lines.append(f"{name} {numbers}  {c.why}")
     hidden = len(report.candidates) - len(shown)
     lines += [f"and {hidden} more; --explain shows all"] if hidden else []
-    return [*lines, "alone: the longest sequence of a mini-batch by itself, on average; no iteration takes less"]
+    return [*lines, "alone: mean seconds of a mini-batch's longest sequence by itself; no iteration is faster"]
 
 
 def _few(report: PlanReport) -> list[ComparedCandidate]:

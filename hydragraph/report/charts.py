@@ -18,7 +18,7 @@ MOST_MARKS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """Curve of a chart; `style`: its colour's class."""
+    """Curve of a chart; `style` is the CSS class of its color."""
 
     name: str
     points: tuple[Point, ...]
@@ -56,10 +56,10 @@ def line_chart(
 
     Args:
         label: text for screen readers.
-        series: at least one point in total.
-        show: formats y.
+        series: curves with at least one point in total.
+        show: function that formats y values.
         zero: whether the y axis begins at 0.
-        marks: those outside the x axis are omitted.
+        marks: vertical lines; lines outside the x axis are omitted.
     """
     points = [point for curve in series for point in curve.points if math.isfinite(point[1])]
     xs = [x for x, _ in points]
@@ -129,7 +129,7 @@ def _span(low: float, high: float) -> tuple[float, float]:
 
 
 def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: float, label: str, show: Show) -> Markup:
-    """Return bytes over an iteration as an area, with a near limit."""
+    """Return a chart of bytes over an iteration; the limit is drawn only if it is near the peak."""
     width, height = 240, 84
     near = limit <= 2.5 * peak
     top = 1.08 * (max(limit, peak) if near else peak) or 1.0
@@ -142,7 +142,7 @@ def memory_chart(points: Sequence[Point], seconds: float, limit: float, peak: fl
     for time, size in points:
         steps.append(f"H{time * scale:.1f}V{y(size):.1f}")
     drawn: list[Content] = [tag("path", d=f"{''.join(steps)}H{width}V{height}z", class_="area")]
-    # A peak within an instruction exceeds the memory around it.
+    # The peak may be within an instruction, and then exceeds all points of the curve.
     drawn.append(tag("path", tag("title", f"most: {show(peak)}"), d=f"M0 {y(peak):.1f}H{width}", class_="peak"))
     if near:
         drawn.append(tag("path", tag("title", f"limit: {show(limit)}"), d=f"M0 {y(limit):.1f}H{width}", class_="limit"))

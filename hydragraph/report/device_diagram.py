@@ -1,4 +1,4 @@
-"""Diagram of a strategy: devices x layers, with equal neighbours merged."""
+"""Diagram of a strategy's devices and layers, in which equal adjacent devices are merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydragraph.spec.cluster import Cluster
 from hydragraph.spec.health import Health
 from hydragraph.spec.strategy import Strategy
 
-# Maximum ranks with separate rows.
+# Maximum number of ranks with separate rows.
 EVERY = 64
 MOST_ROWS = 160
 
@@ -47,9 +47,9 @@ def _without_twins(strategy: Strategy, rows: Sequence[DeviceRow]) -> Diagram:
     first: dict[object, int] = {}
     twins = {i for i, stages in shape.items() if first.setdefault(tuple(stages), i) != i}
     kept = tuple(row for row in rows if not row.parts or any(part.pipeline not in twins for part in row.parts))
-    note = f"{len(twins)} of {len(shape)} pipelines are like one of those shown." if twins else ""
+    note = f"{len(twins)} of {len(shape)} pipelines are equal to a pipeline that is shown." if twins else ""
     if len(kept) > MOST_ROWS:
-        note = f"{note} {len(kept) - MOST_ROWS} more rows are left out.".strip()
+        note = f"{note} {len(kept) - MOST_ROWS} more rows are omitted.".strip()
     return Diagram(strategy.layers, kept[:MOST_ROWS], note)
 
 
@@ -58,7 +58,7 @@ def _parts(strategy: Strategy, rank: int) -> tuple[DiagramStage, ...]:
     seen = set()
     for place in strategy.places(rank):
         stage = strategy.pipelines[place.pipeline].stages[place.stage]
-        if (place.first_layer, place.last_layer) in seen:  # shared
+        if (place.first_layer, place.last_layer) in seen:  # shared by stages
             continue
         seen.add((place.first_layer, place.last_layer))
         marks = [f"pipeline {place.pipeline}", f"stage {place.stage}"]

@@ -1,4 +1,4 @@
-"""A plan for heterogeneous devices as a picture."""
+"""Picture of a plan for heterogeneous devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hydragraph.spec.pipeline import Stage
 
 TALLEST = 72  # rows
 ROW = 0.27  # inches
-NAMED = 10  # in the legend
-# For dark text.
+NAMED = 10  # pipelines in the legend
+# Backgrounds for dark text.
 COLOURS = ("#9ec5e8", "#f5bf85", "#a8d5a2", "#d9b3e0", "#f2a9a9", "#c9c28f", "#8fd3cf", "#e3a9c8", "#b9bec9", "#d2b49c")
 _IDLE = "#8a8a8a"
 _LOST = "#c0392b"
@@ -26,7 +26,7 @@ _LETTER = 0.062  # inches
 
 @dataclass(frozen=True)
 class _StageBar:
-    """Adjacent rows with the same stage, layers [first, last)."""
+    """Bar of a stage over adjacent rows and the layers [first, last)."""
 
     top: int
     bottom: int
@@ -37,12 +37,12 @@ class _StageBar:
 
 
 def write_device_picture(plan: Plan, costs: Costs, path: Path) -> None:
-    """Draw a plan to a PNG file, replaced only when complete."""
+    """Draw a plan to a PNG file, which is replaced only when complete."""
     save_figure(device_figure(plan, costs), path)
 
 
 def device_figure(plan: Plan, costs: Costs) -> Any:
-    """Return the figure of devices x layers, and their memory with its limits."""
+    """Return a figure of each device's layers, peak memory and memory limit."""
     from matplotlib.figure import Figure
 
     rows = _rows(costs)
@@ -68,7 +68,7 @@ def _rows(costs: Costs) -> list[int | None]:
 
 def _title(plan: Plan) -> str:
     tokens = sum(plan.assignment.lengths)
-    return f"{tokens:,} tokens an iteration in {plan.seconds:.4g} s, at most {plan.gap:.1%} above the lower bound"
+    return f"{tokens:,} tokens per iteration in {plan.seconds:.4g} s, at most {plan.gap:.1%} above the lower bound"
 
 
 def _draw_layers(axes: Any, plan: Plan, costs: Costs, rows: list[int | None]) -> None:

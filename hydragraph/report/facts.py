@@ -1,4 +1,4 @@
-"""Contents of a report as frozen data, in seconds and text without escapes."""
+"""Contents of a report as frozen dataclasses, with times in seconds and unescaped text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydragraph.train.stragglers.run_events import RunEvent
 # Kinds of bars, with colours in report.css.
 KINDS = ("forward", "backward", "update", "commit", "pull", "push", "p2p", "offload", "wait")
 STREAMS = ("compute", "pull", "push", "p2p", "offload")
-# Traffic that a run waits for, and all.
+# Traffic whose waits a run measures, and all traffic.
 WAITED = ("pull", "push", "p2p")
 MOVED = (*WAITED, "tp")
 
@@ -30,7 +30,7 @@ class TimeBar(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """Ranks that do the same at the same times.
+    """Timeline of one rank, or of several ranks with equal bars.
 
     Attributes:
         what: role, such as "pipeline 0, stage 1".
@@ -47,9 +47,9 @@ class IterationView:
     """One iteration over time.
 
     Attributes:
-        title: "simulated", "measured, step 7".
+        title: such as "simulated" or "measured, step 7".
         critical: critical path; empty for measured iterations.
-        note: what was merged or left out.
+        note: on merged or omitted parts.
     """
 
     title: str
@@ -64,8 +64,8 @@ class RankMemory:
     """Memory of ranks with equal memory over an iteration, in bytes.
 
     Attributes:
-        parts: (name, bytes) of the peak.
-        points: (seconds, bytes) from that time on; empty if only the peak is known.
+        parts: of the peak, as (name, bytes).
+        points: (seconds, bytes from then on); empty if only the peak is known.
     """
 
     ranks: tuple[int, ...]
@@ -80,9 +80,9 @@ class Matrix:
     """Bytes of an iteration from senders (rows) to receivers (columns), by kind.
 
     Attributes:
-        title: "ranks", "nodes".
+        title: "ranks" or "nodes".
         groups: node of each name; names of one node are adjacent.
-        cells: rows of columns for each kind (`MOVED`).
+        cells: bytes by kind (`MOVED`), row and column.
     """
 
     title: str
@@ -97,7 +97,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class DiagramStage:
-    """Layers [first, last) on a device."""
+    """Stage with the layers [first, last) on a device."""
 
     pipeline: int
     stage: int
@@ -108,10 +108,10 @@ class DiagramStage:
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """Equal neighbouring devices.
+    """Row of a diagram: one device, or equal adjacent devices.
 
     Attributes:
-        what: type and current speed: "h100", "l4, 2.57 × as slow", "lost".
+        what: type and current speed, such as "h100", "l4, 2.57 × as slow" or "lost".
         ok: whether the speed is normal.
     """
 
@@ -124,7 +124,7 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Diagram:
-    """Devices x layers of a strategy; `note`: what was left out."""
+    """Devices and layers of a strategy; `note`: on omitted parts."""
 
     layers: int
     rows: tuple[DeviceRow, ...]
@@ -138,9 +138,9 @@ class Contender:
     Attributes:
         seconds: time of an iteration; None if the strategy does not fit.
         micro_batches: number in each pipeline; empty: unknown.
-        shares: (name, fraction of the iteration).
-        why: why it lost; "" for the winner.
-        origin: search that found it.
+        shares: of the iteration, as (name, fraction).
+        why: why the strategy lost; "" for the best strategy.
+        origin: search that found the strategy.
     """
 
     name: str
@@ -171,9 +171,9 @@ class Happened:
 
     Attributes:
         begin_s: time of the first step, in seconds since 1970.
-        events: in order of time, except checkpoints.
-        counts: (step, number of ranks from then on).
-        parts: (name, seconds) of wall time; empty if unknown.
+        events: events in order of time, without checkpoints.
+        counts: changes of the number of ranks, as (step, number from then on).
+        parts: of the wall time, as (name, seconds); empty if unknown.
     """
 
     begin_s: float
@@ -196,8 +196,8 @@ class ReportContents:
     Attributes:
         kind: "simulation", "plan" or "run".
         source: sentences on the source of the numbers.
-        contenders: the best first.
-        words: the plan in words, by line.
+        contenders: compared strategies, the best first.
+        words: lines of the plan's explanation.
     """
 
     kind: str

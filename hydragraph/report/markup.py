@@ -14,7 +14,7 @@ VOID = frozenset({"br", "hr", "img", "input", "meta", "col", "wbr"})
 
 
 class Markup(str):
-    """Text that needs no escapes."""
+    """HTML text, which is not escaped again."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ def tag(name: str, *content: Content, **attributes: str | float | bool | None) -
     """Return an element.
 
     Args:
-        content: lists are joined, and None omitted.
+        content: contents of the element; lists are joined, and None is omitted.
         attributes: underscores become hyphens, except a trailing one (`class_`), which is removed; None and False omit
             the attribute.
     """
@@ -42,7 +42,7 @@ def join(*content: Content) -> Markup:
 
 
 def section(name: str, title: str, intro: str, *content: Content) -> Markup:
-    """Return a section."""
+    """Return a section with a heading and an introduction."""
     return tag("section", tag("h2", title), tag("p", intro, class_="intro"), *content, id=name)
 
 

@@ -21,7 +21,7 @@ MOSTLY = 0.6
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One iteration; `seconds`: of the whole step, with work around its instructions."""
+    """One measured and predicted iteration; `seconds` is the full step, including work outside its instructions."""
 
     step: int
     strategy: str
@@ -31,18 +31,18 @@ class ComparedStep:
 
     @property
     def measured_s(self) -> float:
-        """The slowest rank's seconds."""
+        """Measured seconds of the slowest rank."""
         return max(account.total for account in self.measured)
 
     @property
     def predicted_s(self) -> float:
-        """Simulated `measured_s`."""
+        """Predicted seconds of the slowest rank."""
         return max(account.total for account in self.predicted)
 
     def ratios(self) -> dict[tuple[TimeKind, int], float]:
         """Return measured / predicted by kind and rank, if both are positive.
 
-        Transfers count by their duration, not by waits, which depend on the overlap.
+        For transfers, the ratio compares durations, because waits depend on the overlap.
         """
         ratios: dict[tuple[TimeKind, int], float] = {}
         for rank, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -59,7 +59,7 @@ class ComparedStep:
 
 @dataclass(frozen=True)
 class ComparedSeconds:
-    """Seconds of one kind of instruction over all steps, on one rank or (None) on all."""
+    """Seconds of one kind of instruction over all steps; rank None: all ranks."""
 
     kind: TimeKind
     rank: int | None
@@ -68,7 +68,7 @@ class ComparedSeconds:
 
     @property
     def ratio(self) -> float | None:
-        """Measured / predicted, or None."""
+        """Measured / predicted; None if nothing was predicted."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
     @property
@@ -82,10 +82,10 @@ class RunComparison:
     """Real iterations and their simulation.
 
     Attributes:
-        source: where the computation times come from.
+        source: sentence on the source of the computation times.
         types: device type of each rank.
         before: corrections that the model already includes.
-        warming: excluded steps: the first under each strategy.
+        warming: numbers of the excluded steps, the first under each strategy.
     """
 
     source: str
@@ -122,7 +122,7 @@ class RunComparison:
 
     @cached_property
     def kinds(self) -> tuple[ComparedSeconds, ...]:
-        """Kinds, on all ranks together."""
+        """One row per kind, summed over all ranks."""
         return tuple(_together(kind, [row for row in self.rows if row.kind is kind]) for kind in TimeKind)
 
     @cached_property
@@ -141,7 +141,7 @@ class RunComparison:
         causes = [row for row in self.rows if row.kind in CAUSES]
         whole = sum(abs(row.difference) for row in causes)
         if whole == 0:
-            return "measured is predicted"
+            return "measured and predicted times are equal"
         by_kind = {kind: sum(abs(row.difference) for row in causes if row.kind is kind) for kind in CAUSES}
         kind = max(by_kind, key=lambda each: by_kind[each])
         of_kind = [row for row in causes if row.kind is kind]
@@ -210,7 +210,9 @@ def compare(costs: Costs, trace: Trace | str | Path) -> RunComparison:
     if not isinstance(trace, Trace):
         trace = read_trace(Path(trace))
     if len(trace.ranks) != costs.ranks:
-        raise ValueError(f"the trace is of {len(trace.ranks)} ranks, the costs of {costs.ranks}: give those it ran on")
+        raise ValueError(
+            f"the trace has {len(trace.ranks)} ranks, but the costs have {costs.ranks}: pass costs of the same ranks"
+        )
     kept, warming = _warm(trace.steps)
     compared = tuple(compared_step(costs, step, trace.of(step.step)) for step in kept)
     types = tuple(costs.cluster.type_of(rank) for rank in range(costs.ranks))
@@ -225,7 +227,7 @@ def compared_step(costs: Costs, step: TracedStep, ranks: Sequence[Sequence[Trace
 
 
 def _warm(steps: Sequence[TracedStep]) -> tuple[list[TracedStep], tuple[int, ...]]:
-    """Leave out the first step under each strategy, unless it is the only one; return steps and omitted numbers."""
+    """Exclude the first of several steps under each strategy; return the other steps and the excluded numbers."""
     kept = []
     warming = []
     seen: set[str] = set()

@@ -27,15 +27,15 @@ WORDS = {
     "gradients": "gradients of the stage",
     "activations": "activations",
     "working": "temporary tensors of a block",
-    "messages": "messages under way",
+    "messages": "messages in flight",
     "host": "offloaded to host memory",
 }
-SHORTER = 0.8  # factor of successive lengths
+SHORTER = 0.8  # ratio of successive lengths that are tried
 
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """Memory of a strategy: ranks' curves and limits in bytes, and seconds."""
+    """Memory of a strategy: the curve and limit of each rank in bytes, and the seconds of an iteration."""
 
     strategy: Strategy
     curves: Sequence[MemoryCurve]
@@ -54,7 +54,7 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool:
-        """Whether memory suffices."""
+        """Whether the peak of every rank is within its limit."""
         return all(c.peak.total <= limit for c, limit in zip(self.curves, self.limits, strict=True))
 
     @property
@@ -75,7 +75,7 @@ class MemoryFit:
                     "rank": rank,
                     "peak_bytes": memory.total,
                     "limit_bytes": limit,
-                    "state": memory.home_weights + memory.optimizer_state,  # sums with names of earlier versions
+                    "state": memory.home_weights + memory.optimizer_state,  # sums under the names of earlier versions
                     "shard": memory.home_gradients,
                     **asdict(memory),
                 }
@@ -92,7 +92,7 @@ def fit(costs: Costs, strategy: Strategy, assignment: Assignment) -> MemoryFit:
 
 
 def advice(costs: Costs, found: MemoryFit, assignment: Assignment, may_stream: bool = True) -> str:
-    """Return advice on what to change first, and on offloading if that fits as well; "" if it fits."""
+    """Return advice on the smallest change that fits, and on offloading if that also fits; "" if `found` fits."""
     if found.fits:
         return ""
     offloading = _offloading(costs, found, assignment)
@@ -139,9 +139,9 @@ def _smallest_change(costs: Costs, found: MemoryFit, assignment: Assignment, may
     for strategy, words in choices[1:]:
         length = _longest(costs, strategy, assignment)
         if length is not None:
-            return f"sequences of at most {length:,} tokens (data.max_length), one by one{words}"
+            return f"sequences of at most {length:,} tokens (data.max_length), one per micro-batch{words}"
     for sequence_parallel in (True, False):
-        with suppress(Unsupported):  # such stages are not priced
+        with suppress(Unsupported):  # the profile may not contain such stages
             for wide, merged in wider(costs, found.strategy, assignment, sequence_parallel):
                 for strategy in (wide, recomputing(wide), *(streaming_more(wide) if may_stream else ())):
                     tried = fit(costs, strategy, merged)
@@ -175,9 +175,9 @@ def _more(found: MemoryFit) -> str:
     memory = found.curves[found.tightest].peak
     room = found.limits[found.tightest] - memory.weights - memory.gradients
     if room <= 0 or memory.home <= memory.weights + memory.gradients:
-        return "a higher tensor-parallel degree or more stages: the stage's own weights and gradients are too much"
+        return "a higher tensor-parallel degree or more stages: a stage's weights and gradients alone do not fit"
     ranks = math.ceil(memory.home * len(found.curves) / room) + 1
-    return f"more ranks, at least {ranks}, which share the state: the home state alone is too much"
+    return f"more ranks, at least {ranks}, which share the state: the home state alone does not fit"
 
 
 def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
@@ -193,7 +193,7 @@ def _most_tokens(costs: Costs, strategy: Strategy, assignment: Assignment) -> in
 
 
 def _longest(costs: Costs, strategy: Strategy, assignment: Assignment) -> int | None:
-    """Return the longest sequences that fit one by one, or None."""
+    """Return the largest length that fits with one sequence per micro-batch, or None."""
     for length in _shorter(max(assignment.lengths, default=0)):
         cut = replace(assignment, lengths=tuple(min(n, length) for n in assignment.lengths))
         if fit(costs, strategy, packed_in(cut, length)).fits:
@@ -226,12 +226,12 @@ def packed_in(assignment: Assignment, tokens: int) -> Assignment:
 
 
 def recomputing(strategy: Strategy, how: bool | float = True) -> Strategy:
-    """Return a strategy whose stages recompute as `how` says, or in full if they did."""
+    """Return a strategy whose stages recompute as in `how`, or in full as before."""
     return _with_stages(strategy, lambda stage: replace(stage, recompute=stage.recompute is True or how))
 
 
 def _whole(strategy: Strategy) -> Strategy:
-    """Return a strategy of whole backwards, as streaming and offloading need."""
+    """Return a strategy without split backwards, as streaming and offloading require."""
     return strategy if strategy.schedule in WHOLE_BACKWARD else replace(strategy, schedule=DEFAULT_SCHEDULE)
 
 
@@ -241,9 +241,9 @@ def _with_stages(strategy: Strategy, changed: Callable[[Stage], Stage]) -> Strat
 
 
 def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield variants of the strategy that stream more and more.
+    """Yield variants of the strategy that stream increasingly more.
 
-    First they stream gradients only, then weights too, then both again with recomputation.
+    The variants stream gradients, then gradients and weights; then they do the same with recomputation.
     """
 
     def changed(stage: Stage, stream: bool | str, recompute: bool) -> Stage:
@@ -258,7 +258,7 @@ def streaming_more(strategy: Strategy) -> Iterator[Strategy]:
 def wider(
     costs: Costs, strategy: Strategy, assignment: Assignment, sequence_parallel: bool
 ) -> Iterator[tuple[Strategy, Assignment]]:
-    """Yield strategies with doubled tensor-parallel degrees within nodes, and merged pipelines."""
+    """Yield strategies whose pipelines are merged in pairs, which doubles the tensor-parallel degrees within nodes."""
     nodes = [device.node for device in costs.cluster.devices]
     while len(strategy.pipelines) % 2 == 0 and not strategy.shares:
         pairs = list(zip(strategy.pipelines[::2], strategy.pipelines[1::2], strict=True))

@@ -11,20 +11,22 @@ from hydragraph.cost.rank_memory import Memory, MemoryCurve
 from hydragraph.cost.timeline import Timeline
 from hydragraph.report.facts import RankMemory
 
-# A curve requires a walk through a program.
+# Each curve requires a walk through a program.
 MOST_CURVES = 48
 MOST_POINTS = 160
 
 
 def held(costs: Costs, timeline: Timeline) -> tuple[tuple[RankMemory, ...], str]:
-    """Return ranks by equal memory, and a note on omitted ranks."""
+    """Return the memory of ranks, grouped if equal, and a note on omitted ranks."""
     ranks = list(range(costs.ranks))
     note = ""
     if len(ranks) > MOST_CURVES:
         ranks = sorted(actor.ranks[0] for actor in timeline.actors)
         step = max(1, -(-len(ranks) // MOST_CURVES))
         ranks = ranks[::step]
-        note = f"{len(ranks)} of {costs.ranks} ranks: the first of each stage{', evenly chosen' * (step > 1)}."
+        note = (
+            f"{len(ranks)} of {costs.ranks} ranks are shown: the first of each stage{', evenly chosen' * (step > 1)}."
+        )
     ranks_by_memory: dict[object, list[int]] = {}
     curves: dict[object, MemoryCurve] = {}
     for rank in ranks:
@@ -44,7 +46,7 @@ def _held(curve: MemoryCurve, ranks: Sequence[int], limit: float) -> RankMemory:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> tuple[tuple[float, float], ...]:
-    """Return at most `most` points: the highest of each stretch."""
+    """Return at most `most` points: the highest point of each interval."""
     if len(points) <= most:
         return tuple(points)
     edges = [round(i * len(points) / most) for i in range(most + 1)]

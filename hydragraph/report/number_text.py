@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDTH = 140  # of a file
+_WIDTH = 140  # columns of a file
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal."""
+    """Return a console as wide as the terminal, or `_WIDTH`."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -27,7 +27,7 @@ def counts_text(counts: Sequence[int], times: str = "*", comma: str = ",") -> st
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time."""
+    """Format a time, such as 1.35 ms."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""One HTML file from a report, which loads no resource."""
+"""Conversion of a report to one HTML file, which loads no other resource."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydragraph.version import __version__
 
 
 def write_report(report: ReportContents, path: Path) -> None:
-    """Write a report, replacing the file only when complete."""
+    """Write a report to a file, which is replaced only when complete."""
     write_whole(path, html(report))
 
 

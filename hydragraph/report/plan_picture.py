@@ -1,4 +1,4 @@
-"""A planned iteration as a picture of micro-batches and waits."""
+"""Picture of a planned iteration's micro-batches and waits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hydragraph.atomic_write import save_figure
 from hydragraph.report.candidate_comparison import Example, scheme_counts
 
 TALLEST = 40  # rows
-# From short sequences.
+# Colors from short to long sequences.
 _COLOURS = ("#cfe6c5", "#7cc6b0", "#3f9bb5", "#3b6ea5", "#4c3f86")
-_DARK = 0.45  # white text
+_DARK = 0.45  # text on darker colors is white
 
 
 def write_plan_picture(example: Example, path: Path) -> None:
-    """Draw pipelines x micro-batches to a PNG file, replaced only when complete.
+    """Draw the micro-batches of every pipeline to a PNG file, which is replaced only when complete.
 
-    A micro-batch is coloured by its longest sequence. The bubble is hatched.
+    The color of a micro-batch shows the length of its longest sequence. The bubble is hatched.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
@@ -40,7 +40,7 @@ def write_plan_picture(example: Example, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.01 * example.assignment.seconds)
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
-    axes.set_xlabel("time; a number is how many sequences a micro-batch has")
+    axes.set_xlabel("time; numbers are sequences per micro-batch")
     tokens = sum(example.lengths)
     axes.set_title(
         f"{scheme_counts(example.strategy)}: {len(example.lengths)} sequences, {tokens:,} tokens", fontsize=10

@@ -12,7 +12,7 @@ from hydragraph.report.device_diagram import diagram_of
 from hydragraph.report.facts import Contender, Diagram, Fact, Panel, RankMemory, ReportContents
 from hydragraph.spec.strategy import Strategy
 
-# Drawn rivals.
+# Maximum number of rivals with a diagram.
 MOST_RIVALS = 5
 
 
@@ -44,7 +44,10 @@ def _report(title: str, record: Mapping[str, Any], simulated: Panel | None) -> R
         Contender(strategy.name, record["seconds"], None, tuple(record["micro_batches"]), origin=_found(record)),
         *(Contender(r["strategy"], r["seconds"], why=r["why"], origin=_found(r)) for r in record["rivals"]),
     )
-    source = [record["source"], "" if simulated else "hydragraph plan --report adds its timeline, memory and traffic"]
+    source = [
+        record["source"],
+        "" if simulated else "hydragraph plan --report adds the plan's timeline, memory and traffic",
+    ]
     words = tuple(record["text"].splitlines())
     return ReportContents(
         "plan", title, tuple(filter(None, source)), _facts(record, strategy, own), contenders, (shown, *drawn),

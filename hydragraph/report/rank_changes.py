@@ -26,7 +26,7 @@ def happened(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> Happened
 
 
 def cost_facts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[Fact, ...]:
-    """Return goodput, and costs of changes."""
+    """Return goodput and the costs of changes of ranks."""
     wall_time = account(metrics, events)
     if wall_time is None:
         return ()
@@ -52,9 +52,9 @@ def _parts(found: WallTime) -> tuple[tuple[str, float], ...]:
 
 
 def _counts(metrics: Sequence[Metrics], events: Sequence[RunEvent]) -> tuple[tuple[int, int], ...]:
-    """Return (step, ranks from then on); empty if their number never changed."""
+    """Return pairs (step, number of ranks from then on); return () if the number never changed."""
     counts: list[tuple[int, int]] = []
-    change = 0  # since the last "resumed" event
+    change = 0  # of the number of ranks since the last "resumed" event
     for event in events:
         change += len(event.ranks) * ((event.event == "join") - (event.event in ("fault", "leave")))
         if event.event == "resumed":

@@ -1,4 +1,4 @@
-"""The section on lost, slow and joining ranks, and their marks."""
+"""Section on lost, slow and joining ranks, and their marks in charts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_ROWS = 40
 
 
 def marks_of(happened: Happened) -> tuple[Mark, ...]:
-    """Return a mark per step, in its first event's colour."""
+    """Return one mark per step, in the color of the step's first event."""
     by_step: dict[int, list[RunEvent]] = {}
     for event in happened.events:
         if event.event in _IN_CHARTS and event.done:
@@ -57,7 +57,7 @@ def ranks_section(happened: Happened) -> Markup:
         steps = [(float(x), float(n)) for (first, n), (end, _) in pairwise(happened.counts) for x in (first, end)]
         ranks = Series("ranks", tuple(steps), "s-0")
         chart = line_chart("ranks over steps", [ranks], "ranks", lambda y: f"{y:g}", zero=True)
-    intro = "Ranks that were lost, slow or new; what was decided, and why; and what it cost."
+    intro = "Lost, slow and new ranks, the decisions about them with their reasons, and the costs."
     parts = (_time(happened), chart)
     return section("ranks", "Ranks", intro, tag("div", parts, class_="charts"), _table(happened))
 

@@ -53,7 +53,7 @@ function tips() {
 
 // Colours.
 
-const THEMES = [["", "Auto", "as the system has them"], ["light", "Light", "light"], ["dark", "Dark", "dark"]];
+const THEMES = [["", "Auto", "as in the system settings"], ["light", "Light", "light"], ["dark", "Dark", "dark"]];
 
 function theme(redraw) {
   const button = document.getElementById("theme");

@@ -20,16 +20,16 @@ from hydragraph.train.step_metrics import Metrics
 from hydragraph.train.stragglers.run_events import RunEvent
 
 _UNTRACED = (
-    "There is no trace: train with --trace for timelines, memory, traffic, and what was predicted beside what was "
-    "measured"
+    "This run has no trace: train with --trace for timelines, memory, traffic, and a comparison of predicted and "
+    "measured times"
 )
-_TRACED = "Timelines are the last traced step of each strategy beside its simulation; memory and traffic are simulated"
+_TRACED = "Timelines show the last traced step of each strategy and its simulation; memory and traffic are simulated"
 
 
 def run_report(
     title: str, metrics: Sequence[Metrics], traced: tuple[Costs, Trace] | None, events: Sequence[RunEvent] = ()
 ) -> ReportContents:
-    """Return the report of a run of at least one step; `traced`: costs on its ranks, and the trace."""
+    """Return the report of a run of at least one step; `traced` is the costs for the run's ranks, and its trace."""
     names = _names(metrics)
     metrics = [replace(m, strategy=names[m.strategy]) for m in metrics]
     steps = tuple(metrics)
@@ -42,7 +42,7 @@ def run_report(
         )
     costs, trace = traced
     order = {contender.name: i for i, contender in enumerate(contenders)}
-    last = {step.strategy: step for step in trace.steps}  # after compilation
+    last = {step.strategy: step for step in trace.steps}  # the last step of a strategy does not compile
     chosen = sorted(last.values(), key=lambda step: order.get(names.get(step.strategy, ""), len(order)))
     panels = tuple(_panel(costs, trace, step) for step in chosen[:MOST_PANELS])
     return ReportContents(
@@ -70,7 +70,7 @@ def _explanations(metrics: Sequence[Metrics]) -> tuple[str, ...]:
 
 
 def _names(metrics: Sequence[Metrics]) -> dict[str, str]:
-    """Return strategies' texts, without the fingerprint if that is unique."""
+    """Return the name of each strategy: its text, without the fingerprint if the text is unique."""
     texts = list(dict.fromkeys(m.strategy for m in metrics))
     short = [text.partition("@")[0] for text in texts]
     return {text: name if short.count(name) == 1 else text for text, name in zip(texts, short, strict=True)}
@@ -121,7 +121,11 @@ def _slower(row: Contender, best: Contender) -> str:
     if longer - 1 < 5e-4:
         return "as fast as the best"
     part = waited / (longer - 1)
-    return f"{text}; {number_format.share(min(part, 1.0))} of that in waits for other ranks" if part > 0.05 else text
+    return (
+        f"{text}; {number_format.share(min(part, 1.0))} of the difference is waiting for other ranks"
+        if part > 0.05
+        else text
+    )
 
 
 def _panel(costs: Costs, trace: Trace, step: TracedStep) -> Panel:

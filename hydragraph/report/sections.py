@@ -1,4 +1,4 @@
-"""Sections of the page."""
+"""Sections of a report's HTML page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _KIND_NAMES = {
     "tp": "sums within stages",
     "wait": "waiting",
 }
-# Visible rows.
+# Maximum numbers of visible rows.
 MOST_ROWS = 30
 MOST_STEPS = 14
 MOST_RANKS = 16  # with separate rows
@@ -66,7 +66,7 @@ def header(report: ReportContents) -> Markup:
 
 @dataclass(frozen=True)
 class Section:
-    """Section, named in the contents."""
+    """Section of the page; `name` is its entry in the table of contents."""
 
     anchor: str
     name: str
@@ -103,10 +103,10 @@ def _strategies(report: ReportContents) -> Markup:
     fastest = min((row.seconds for row in rows if row.seconds), default=0.0)
     body = [_strategy_row(i, row, len(shares), fastest, kept) for i, row in enumerate(rows[:MOST_ROWS])]
     shown = table([heads[i] for i in kept], body, left=("", "strategy", "why it lost"), style="wide")
-    more = f"{len(rows) - MOST_ROWS} more are left out." if len(rows) > MOST_ROWS else ""
-    intro = "The best first. Shares are of the iteration, on average over ranks."
+    more = f"{len(rows) - MOST_ROWS} more strategies are omitted." if len(rows) > MOST_ROWS else ""
+    intro = "The best strategy is first. Shares are fractions of the iteration, averaged over ranks."
     if not shares:
-        intro = "The best first: the other candidates, and why each lost."
+        intro = "The best strategy is first; the last column says why each other candidate lost."
     return section("strategies", "Strategies", f"{intro} {more}".strip(), shown)
 
 
@@ -190,7 +190,7 @@ def _diagram(diagram: Diagram) -> Markup:
     marks.append(tag("text", "layers", x=layers_at - 14, y=y + 14, text_anchor="end", class_="axis"))
     svg = tag(
         "svg", *drawn, *marks, viewBox=f"0 0 {width} {y + 20:.0f}", role="img", class_="diagram",
-        aria_label=f"devices and the layers that each computes, of {diagram.layers}",
+        aria_label=f"layers that each device computes, of {diagram.layers}",
     )  # fmt: skip
     return tag("div", svg, class_="scroll")
 
@@ -218,11 +218,11 @@ def _course(panel: int, number: int, course: IterationView, titled: bool) -> Mar
         keys.append(tag("span", tag("i", class_="key box critical"), "critical path"))
     title = f"Timeline, {course.title}" if titled else "Timeline"
     left = len(course.lanes) - COURSE_LANES
-    note = f"{left} more kinds of ranks are in the picture that a script draws." if left > 0 else ""
+    note = f"{left} more kinds of ranks are shown only if JavaScript is enabled." if left > 0 else ""
     return tag(
         "div",
         tag("h4", f"{title}: {number_format.seconds(course.seconds)}"),
-        tag("p", f"Wide bars are computation, thin ones below them transfers. {course.note}", class_="intro"),
+        tag("p", f"Wide bars are computation; thin bars below them are transfers. {course.note}", class_="intro"),
         tag("div", keys, class_="legend"),
         tag("div", course_picture(course), tag("p", note, class_="note") if note else None, class_="scroll picture"),
         _critical(course),
@@ -270,9 +270,9 @@ def _memory(held: Sequence[RankMemory], seconds: float, note: str) -> Markup:
         meter = tag("div", tag("i", style=f"width:{min(100.0, 100 * memory.peak / memory.limit):.2f}%"), class_="meter")
         full = " tight" * (memory.peak > 0.9 * memory.limit)
         cards.append(tag("div", tag("b", name), tag("span", text), picture, meter, class_=f"card{full}"))
-    intro = f"Bytes held over the iteration; the bar below is the peak as a part of the limit. {note}".strip()
+    intro = f"Allocated bytes over the iteration; the bar below shows the peak relative to the limit. {note}".strip()
     if not any(memory.points for memory in held):
-        intro = "Peak memory of each rank, as a part of its limit."
+        intro = "Peak memory of each rank, relative to its limit."
     return _block("Memory", intro, tag("div", cards, class_="cards"), _memory_table(held))
 
 
@@ -298,8 +298,8 @@ def _traffic(matrices: Sequence[Matrix]) -> Markup:
     totals = matrices[0].totals
     parts = [f"{_KIND_NAMES[kind]} {number_format.size(total)}" for kind, total in zip(MOVED, totals, strict=True)]
     intro = (
-        f"Bytes of an iteration: {', '.join(parts)}. Rows send, columns receive. Sums go round tensor-parallel stages "
-        "as rings; where computation was measured, they are in its seconds, and not here."
+        f"Bytes per iteration: {', '.join(parts)}. Rows send, columns receive. Sums within tensor-parallel stages are "
+        "counted as rings; if computation was measured, its seconds include these sums, and they are not shown here."
     )
     views = [tag("div", tag("h5", f"Between {matrix.title}"), _heat(matrix), _flows(matrix)) for matrix in matrices]
     options = [
@@ -329,7 +329,7 @@ def _heat(matrix: Matrix) -> Markup:
     height = top + count * side + _gaps(matrix, count - 1) + 4
     svg = tag(
         "svg", *drawn, viewBox=f"0 0 {width} {height}", width=width, height=height, role="img", class_="heat",
-        aria_label=f"bytes between {matrix.title}; the table below has the largest",
+        aria_label=f"bytes between {matrix.title}; the table below lists the largest transfers",
     )  # fmt: skip
     return tag("div", svg, class_="scroll")
 
@@ -367,7 +367,7 @@ def _flows(matrix: Matrix) -> Markup:
         for total, one, other, kinds in flows[:12]
     ]
     heads = ["from", "to", *(_KIND_NAMES[kind] for kind in MOVED), "all"]
-    return tag("details", tag("summary", "The largest, as a table"), table(heads, rows, left=["from", "to"]))
+    return tag("details", tag("summary", "Table of the largest transfers"), table(heads, rows, left=["from", "to"]))
 
 
 def _training(report: ReportContents) -> Markup:
@@ -410,7 +410,7 @@ def _training(report: ReportContents) -> Markup:
     memory = Series("rank 0", points(lambda s: float(s.peak_memory_bytes)), "s-0")
     peak_memory = line_chart("peak memory", [memory], "most memory so far", number_format.size, zero=True)
     charts = tag("div", mark_keys(marks), loss, speed, where, peak_memory, class_="charts")
-    return section("training", "Training", "Every step of the run; a colour is a strategy.", charts)
+    return section("training", "Training", "Every step of the run; each color is a strategy.", charts)
 
 
 def _against(found: RunComparison) -> Markup:

@@ -1,4 +1,4 @@
-"""Simulated iterations as a picture."""
+"""Picture of simulated iterations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hydragraph.report.timelines import merged_blocks, simulated_bars
 MOST = 6  # strategies
 TALLEST = 16  # ranks
 
-# Usual colours of papers.
+# Colors that are common in papers.
 _COMPUTE = {"forward": "#4c8bd0", "backward": "#74b06f", "update": "#9a7bc0"}
 _TRAFFIC = {"pull": "#d08a3e", "p2p": "#5f5f5f", "push": "#c0504d", "offload": "#3f97a4"}
 
 
 def write_timelines(priced: Sequence[PricedStrategy], path: Path) -> None:
-    """Draw ranks x time to a PNG file, the best strategy first, replaced only when complete."""
+    """Draw the timelines of ranks to a PNG file, the best strategy first; the file is replaced only when complete."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter

@@ -1,4 +1,4 @@
-"""Expected performance of strategies, by simulation."""
+"""Simulated performance of strategies."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class PricedStrategy:
         return [self.timeline.busy_s(rank, Stream.COMPUTE) / self.seconds for rank in range(len(self.timeline.ranks))]
 
     def exposed_s(self, stream: Stream) -> float:
-        """Return ranks' mean seconds of waiting."""
+        """Return the seconds for which computation waits for a stream, averaged over ranks."""
         ranks = range(len(self.timeline.ranks))
         return sum(self.timeline.exposed_s(rank, stream) for rank in ranks) / len(ranks)
 
 
 def price(costs: Costs, strategy: Strategy, assignment: Assignment) -> PricedStrategy:
-    """Simulate one iteration; a ValueError if the arguments do not match, or no pipeline has a micro-batch."""
+    """Simulate one iteration; raise a ValueError if the arguments do not match, or if there are no micro-batches."""
     if not any(assignment.counts):
-        raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline something to do")
+        raise ValueError(f"micro-batches {list(assignment.counts)}: give at least one pipeline a micro-batch")
     return PricedStrategy(strategy, assignment, costs.simulate(strategy, assignment))
 
 
 def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, sequences: int = 1) -> list[int]:
-    """Distribute equal micro-batches to pipelines by `spread`.
+    """Distribute equal micro-batches over pipelines with `spread`.
 
     Args:
         tokens: length of one sequence.
@@ -64,9 +64,10 @@ def share(costs: Costs, strategy: Strategy, tokens: int, micro_batches: int, seq
 
 
 def spread(depths: Sequence[int], seconds: Sequence[float], micro_batches: int) -> list[int]:
-    """Distribute equal micro-batches over pipelines so that the last one ends as early as possible.
+    """Distribute equal micro-batches over pipelines so that the last pipeline ends as early as possible.
 
-    A pipeline of p stages (`depths`) whose slowest takes s (`seconds`) per micro-batch runs m of them in (m + p - 1) s.
+    A pipeline of p stages (`depths`) whose slowest stage takes s (`seconds`) per micro-batch runs m micro-batches in
+    (m + p - 1) s.
     """
     counts = [0] * len(depths)
     ends = [(p * s, i) for i, (p, s) in enumerate(zip(depths, seconds, strict=True))]

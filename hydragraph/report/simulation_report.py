@@ -14,7 +14,7 @@ from hydragraph.report.memory_held import held
 from hydragraph.report.simulation_price import PricedStrategy
 from hydragraph.report.timelines import simulated_course
 
-# Others are rows of the table.
+# Maximum strategies with a panel; the table lists all.
 MOST_PANELS = 6
 
 
@@ -42,7 +42,7 @@ def panel(costs: Costs, simulated: PricedStrategy) -> Panel:
 
 
 def facts(costs: Costs, best: PricedStrategy, shown: Panel) -> tuple[Fact, ...]:
-    """Return key numbers."""
+    """Return the key numbers of the best strategy."""
     timeline = best.timeline
     tightest = max(shown.held, key=lambda each: each.peak / each.limit)
     by_kind = timeline.critical_path.by_kind
@@ -78,7 +78,7 @@ def contender(simulated: PricedStrategy, best: PricedStrategy) -> Contender:
 
 
 def why_lost(loser: PricedStrategy, best: PricedStrategy) -> str:
-    """Return the excess of a strategy's critical path over the best one's, per token and kind."""
+    """Return by how much, per token and kind, a strategy's critical path is longer than the best strategy's."""
     scale = best.tokens / loser.tokens
     mine = loser.timeline.critical_path.by_kind
     its = best.timeline.critical_path.by_kind

@@ -20,7 +20,7 @@ MOST_LANES = 48
 
 
 def course_data(course: IterationView) -> dict[str, Any]:
-    """Return the script's data."""
+    """Return an iteration as data for the script."""
     names: dict[str, int] = {}
     scale = TICKS / course.seconds if course.seconds else 0.0
     tracks: dict[int, int] = {}  # equal lanes share data
@@ -64,7 +64,7 @@ def _packed(bars: Sequence[TimeBar], names: dict[str, int], scale: float) -> lis
 
 
 def course_picture(course: IterationView) -> Markup:
-    """Return an iteration as SVG: computation, with traffic below."""
+    """Return an iteration as SVG, with traffic drawn below computation."""
     lanes = course.lanes[:MOST_LANES]
     height = LANE * len(lanes) + 24
     drawn: list[Content] = [_lane(lane, LANE * i, course.seconds) for i, lane in enumerate(lanes)]
@@ -79,7 +79,7 @@ def course_picture(course: IterationView) -> Markup:
             text_anchor="start" if k == 0 else "end" if k == 4 else "middle")
         for k in range(5)
     ]  # fmt: skip
-    label = f"{course.title}: what ranks do over {number_format.seconds(course.seconds)}"
+    label = f"{course.title}: activity of ranks over {number_format.seconds(course.seconds)}"
     return tag("svg", *drawn, *ticks, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label, class_="course")
 
 

@@ -1,7 +1,7 @@
-"""Iterations as lanes of bars.
+"""Conversion of simulated and traced iterations to lanes of bars.
 
-Simulated ranks that act at the same times share a lane. If there are too many bars, blocks are merged into
-micro-batches, and then bars into visible intervals.
+Simulated ranks with the same timeline share a lane. If there are too many bars, the blocks of a micro-batch are merged,
+and then bars that are close to each other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hydragraph.ir.instruction import Instruction, Op, Stream
 from hydragraph.ir.instruction_text import parse_instruction
 from hydragraph.report.facts import STREAMS, IterationView, Lane, TimeBar
 
-# Keeps pages below 5 MB.
+# Maximum bars, for pages below 5 MB.
 MOST_BARS = 24_000
-# Ranks with separate lanes.
+# Maximum ranks with separate lanes.
 EVERY = 32
-# More are sampled.
+# Maximum lanes; more are sampled.
 MOST_LANES = 256
-# Bars within this fraction are merged last.
+# Smallest fraction of the iteration within which bars are merged.
 FINEST = 1 / 4000
 
 # Prefixes of value names (`ir.value`).
@@ -68,7 +68,7 @@ def simulated_course(timeline: Timeline) -> IterationView:
 
 
 def measured_course(title: str, ranks: Sequence[Sequence[TraceEvent]]) -> IterationView:
-    """Return a traced iteration, given events by rank."""
+    """Return the view of a traced iteration, given the events of each rank."""
     first = min((event.begin for events in ranks for event in events), default=0.0)
     last = max((event.end for events in ranks for event in events), default=0.0)
     lanes = [
@@ -101,7 +101,7 @@ def simulated_bars(actor: Actor, times: Times) -> tuple[tuple[TimeBar, ...], ...
 
 
 def _measured(events: Sequence[TraceEvent], first: float) -> Iterator[tuple[str, TimeBar]]:
-    """Yield (stream, bar); a message lasts until the end of the wait for it."""
+    """Yield (stream, bar); the bar of a message ends when the wait for the message ends."""
     for event in events:
         begin, end = event.begin - first, event.end - first
         if event.name.startswith("wait "):
@@ -139,7 +139,7 @@ def _micro_batch(instruction: Instruction) -> int:
 def _name(instruction: Instruction) -> str:
     op = instruction.op
     if op in (Op.SEND, Op.RECEIVE):
-        # A lane's ranks have different peers in the same stage.
+        # A lane's ranks have different peers in one stage.
         message = message_of(instruction)
         what = "hidden state" if message.ahead else "gradient"
         other = "next" if message.ahead is (op is Op.SEND) else "previous"
@@ -150,7 +150,7 @@ def _name(instruction: Instruction) -> str:
 def _roles(actors: Sequence[Actor]) -> str:
     roles = [role for actor in actors for role in actor.roles]
     if not roles:
-        return "holds state"
+        return "only stores state"
     stages = sorted({role.stage for role in roles})
     pipelines = sorted({role.pipeline for role in roles})
     named = "pipeline " + str(pipelines[0]) if len(pipelines) == 1 else f"{len(pipelines)} pipelines"
@@ -162,12 +162,12 @@ def _fewer(lanes: Sequence[Lane], seconds: float) -> tuple[list[Lane], str]:
         return list(lanes), ""
     merged = _merged(lanes, merged_blocks)
     if _count(merged) <= MOST_BARS:
-        return merged, "Blocks that a rank computes one after another for one micro-batch are one bar."
+        return merged, "Consecutive blocks of a micro-batch are drawn as one bar."
     tick = seconds * FINEST
     while _count(merged) > MOST_BARS and tick < 2 * seconds:  # at the limit, each stream is one bar
         merged = _merged(merged, partial(_ticks, tick=tick))
         tick *= 2
-    return merged, f"Bars that are nearer than {tick / 2 / seconds:.2%} of the iteration are merged into one."
+    return merged, f"Bars that are closer than {tick / 2 / seconds:.2%} of the iteration are merged into one."
 
 
 def _count(lanes: Sequence[Lane]) -> int:
