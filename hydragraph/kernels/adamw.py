@@ -1,6 +1,6 @@
 """AdamW in one pass over flat fp32 shards: moments, update, and the 16-bit copy that the next pull sends.
 
-In the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
+The operations are in the order of `torch.optim.AdamW` (Loshchilov & Hutter, 2019):
     w <- w (1 - lr decay);  m <- m + (1 - b1) (g - m);  s <- b2 s + (1 - b2) g^2
     w <- w - lr / (1 - b1^t) m / (sqrt(s) / sqrt(1 - b2^t) + eps)
 """
@@ -22,7 +22,7 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-UNIT = 16  # elements for which Triton uses wide accesses
+UNIT = 16  # Triton uses wide accesses for multiples of it
 _BLOCK = 1024
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -74,7 +74,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One flat parameter with its AdamW state: 1-D contiguous fp32 tensors of one length; the copy has 16 bits."""
+    """One flat parameter with its AdamW state: contiguous 1-D fp32 tensors of equal length; `copy` has 16 bits."""
 
     weight: Tensor
     gradient: Tensor
@@ -84,12 +84,12 @@ class Shard:
     step: int
 
     def tensors(self) -> list[Tensor]:
-        """Return its tensors."""
+        """Return all tensors of the shard."""
         kept = [self.weight, self.gradient, self.moment, self.square]
         return kept if self.copy is None else [*kept, self.copy]
 
     def part(self, low: int, high: int) -> Shard:
-        """Return views of elements."""
+        """Return views of the elements [low, high)."""
         weight, gradient, moment, square, *copy = (x[low:high] for x in self.tensors())
         return Shard(weight, gradient, moment, square, copy[0] if copy else None, self.step)
 
@@ -98,7 +98,7 @@ def update(shards: Sequence[Shard], settings: AdamWSettings) -> None:
     """Apply one AdamW step in place to weights, moments, squares and copies.
 
     Raises:
-        Unsupported: tensors other than flat contiguous fp32 (copies: bf16 or fp16) on one device.
+        Unsupported: a tensor is not flat, contiguous and fp32 (a copy: bf16 or fp16), or is on another device.
     """
     _apply([run for _, run in _checked_runs(shards)], settings)
 
@@ -127,9 +127,10 @@ def _apply(checked: Sequence[Shard], settings: AdamWSettings) -> None:
 
 
 def fused(shards: Sequence[Shard], settings: AdamWSettings) -> None:
-    """Run PyTorch's fused operator on a CPU, so that a weight's bits depend only on its values.
+    """Run PyTorch's fused operator on a CPU, so that the new bits of a weight depend only on its own values.
 
-    The operator rounds a vector's last elements differently, so those of all shards are updated in one longer vector.
+    The operator rounds the last elements of a vector differently, so those of all shards are updated as one
+    longer vector.
     """
     bodies: list[Shard] = []
     tails: list[Shard] = []
@@ -198,7 +199,7 @@ def runs(shards: Sequence[Shard]) -> Iterator[Shard]:
 
 
 def launch(shard: Shard, settings: AdamWSettings) -> None:
-    """Run the kernel on a shard's multiple of 16 elements, then on the remainder."""
+    """Run the kernel on a multiple of 16 elements, then on the remainder."""
     size = shard.weight.numel()
     body = size // UNIT * UNIT
     for low, high in ((0, body), (body, size)):
@@ -206,7 +207,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
             parts = [x[low:high] for x in shard.tensors()]
             _adamw[(-(-(high - low) // _BLOCK),)](
                 *parts[:4],
-                parts[-1],  # never written without a copy
+                parts[-1],  # the copy, or an unused tensor
                 high - low,
                 *settings.numbers(shard.step),
                 MAXIMIZE=settings.maximize,
@@ -217,7 +218,7 @@ def launch(shard: Shard, settings: AdamWSettings) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants used."""
+    """Yield the kernel's variants."""
     names = ("decay", "first_rate", "second_keep", "second_rate", "step_size", "root", "eps")
     for copy in (False, True):
         signature = dict.fromkeys(("weights", "gradients", "moments", "squares"), "*fp32")
@@ -228,12 +229,12 @@ def variants() -> Iterator[KernelVariant]:
 
 @dataclass(eq=False)
 class _Prepared:
-    """A group's joined parameters at its last step; a later step with the same ones makes no views.
+    """Joined parameters of a group's last step; a step with the same tensors reuses their views.
 
     Attributes:
-        marks: addresses of parameters, gradients and states, which `runs` keep from being reused.
+        marks: addresses of parameters, gradients and states.
         next: expected step counters.
-        runs: with the index of the first parameter.
+        runs: joined shards, each with the index of its first parameter.
     """
 
     marks: list[tuple[Any, ...]]
@@ -244,7 +245,7 @@ class _Prepared:
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for flat shards, in one pass over memory, with the same arguments and state dict.
 
-    For `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`.
+    Use it as `hydragraph.compile(optimizer=lambda named: AdamW(named, lr=...))`.
     """
 
     def __init__(
@@ -262,13 +263,13 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[int, _Prepared] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; a copy of the optimizer needs another `copy_to`."""
+        """Restore a state; a copy of the optimizer needs its own call of `copy_to`."""
         super().__setstate__(state)
         self.__dict__.setdefault("_copies", {})
         self._prepared = {}
 
     def copy_to(self, copies: Mapping[Tensor, Tensor]) -> None:
-        """Make later steps also write the new weights to 16-bit tensors, 1-D, of the parameters' lengths."""
+        """Make later steps also write the new weights to 1-D 16-bit tensors of the parameters' lengths."""
         self._copies = dict(copies)
 
     @property
@@ -297,7 +298,7 @@ class AdamW(torch.optim.AdamW):
         if self._copies:
             marks += [_place(self._copies.get(p)) for p in learning]
         steps = [state["step"] for state in states]
-        # Faster than adding a number.
+        # Adding a tensor is faster than adding a number.
         if all(step.is_cpu for step in steps):
             torch.ops.aten._foreach_add_.Tensor(steps, torch.ones(()), alpha=1.0)
         else:

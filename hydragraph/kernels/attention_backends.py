@@ -1,6 +1,6 @@
 """Backends of `varlen_attention`, chosen by the tensors or forced by name.
 
-All save the same log-sum-exp, so any can differentiate another's output.
+All backends save the same log-sum-exp, so any backend can run another backend's backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionCall:
 
     Attributes:
         starts: [N + 1], the start of each sequence, then T.
-        longest: length, 0-d int64 on the CPU; 0 if unknown.
+        longest: length of the longest sequence, 0-d int64 on the CPU; 0 if unknown.
     """
 
     starts: Tensor
@@ -61,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor], call: AttentionCall) -> Gradients:
-        """Return gradients; `saved` is q, k, v, output, log-sum-exp."""
+        """Return the gradients of q, k and v; `saved` is q, k, v, output, log-sum-exp."""
         ...
 
 
@@ -70,7 +70,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
     """Force the backend of `varlen_attention`, including its backward, in this context.
 
     Args:
-        name: "flash_attn", "torch", "triton" or "loop"; None: chosen by the tensors.
+        name: "flash_attn", "torch", "triton" or "loop"; None: choose by the tensors.
 
     Raises:
         ValueError: the name is unknown.
@@ -85,12 +85,12 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 def forced() -> str | None:
-    """Return the forced name."""
+    """Return the name of the forced backend, or None."""
     return _forced.get()
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Backend:
-    """Return the forced backend, or the first that accepts the call; raise Unsupported if there is none."""
+    """Return the forced backend, or the first that accepts the call; raise Unsupported if no backend does."""
     name = _forced.get()
     names = (name,) if name else ("loop",) if q.device.type == "cpu" else ("flash_attn", "torch", "triton")
     refusals: list[str] = []
@@ -104,7 +104,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Back
     raise Unsupported(
         f"no backend for {q.dtype} heads of size {q.shape[2]} on {q.device} ({'; '.join(refusals)})",
         where="varlen_attention",
-        remedy="use attention_backend(None) to choose by the tensors" if name else "use bf16 on CUDA, or CPU",
+        remedy="use attention_backend(None) to choose by the tensors" if name else "use bf16 on CUDA, or use the CPU",
     )
 
 
@@ -115,7 +115,7 @@ def _announce(name: str, device: str, was_forced: bool, refusals: tuple[str, ...
 
 
 class _Flash(ABC):
-    """Flash kernels of a library, with int32 bounds and log-sum-exp [Hq, T]."""
+    """Flash kernels of a library, which use int32 bounds and a log-sum-exp [Hq, T]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._forward((_dense(q), _dense(k), _dense(v), *_sizes(call)), call.settings)
@@ -128,7 +128,7 @@ class _Flash(ABC):
 
     @abstractmethod
     def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
-        """Return the output, the log-sum-exp, and more."""
+        """Return the output, the log-sum-exp, and unused results."""
 
     @abstractmethod
     def _backward(self, tensors: tuple[Tensor, ...], sizes: tuple[Any, ...], settings: AttentionSettings) -> Gradients:
@@ -174,7 +174,7 @@ class _TorchFlash(_Flash):
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
         if q.device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch was built without flash kernels"
-        return "it does not cap scores" if settings.cap is not None else _flash_refusal(q, k, v)
+        return "capped scores are not supported" if settings.cap is not None else _flash_refusal(q, k, v)
 
     def _forward(self, arguments: tuple[Any, ...], settings: AttentionSettings) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = aten._flash_attention_forward(
@@ -221,7 +221,7 @@ class _Loop:
     name = "loop"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> str | None:
-        return None if q.device.type == "cpu" else "it calls PyTorch's CPU kernel"
+        return None if q.device.type == "cpu" else "this backend runs only on a CPU"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         settings = call.settings
@@ -273,7 +273,7 @@ def spans(starts: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def runs(starts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield [begin, end) and number of every run of equally long sequences."""
+    """Yield (begin, end, number of sequences) of every run of equally long sequences."""
     for _, run in groupby(spans(starts), key=lambda span: span[1] - span[0]):
         sequences = list(run)
         yield sequences[0][0], sequences[-1][1], len(sequences)
@@ -289,9 +289,9 @@ def _flash_attn() -> Any:
 
 def _flash_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cuda":
-        return f"it has no kernel for {q.device.type}"
+        return f"no kernel for {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"it has no kernel for {q.dtype}"
+        return f"no kernel for {q.dtype}"
     if q.shape[2] > 256 or q.shape[2] % 8:
         return f"head size {q.shape[2]} is not a multiple of 8 up to 256"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -310,7 +310,7 @@ def _needs_tiles(settings: AttentionSettings, length: int) -> bool:
 
 
 def _sizes(call: AttentionCall) -> tuple[Any, ...]:
-    """Return bounds, longest lengths and dropout."""
+    """Return bounds and maximum lengths of queries and keys, and no dropout."""
     bounds = call.starts.to(torch.int32)
     most = int(call.longest) or int(call.starts.diff().max())  # may wait for the device
     return bounds, bounds, most, most, 0.0
@@ -327,6 +327,6 @@ def _heads_first(x: Tensor, sequences: int, group: int = 1) -> Tensor:
 
 
 def _tokens_first(x: Tensor, group: int = 1) -> Tensor:
-    """Undo `_heads_first`, summing a group's heads."""
+    """Invert `_heads_first`, and sum the heads of each group."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

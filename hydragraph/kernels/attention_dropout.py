@@ -1,6 +1,6 @@
 """Attention over packed sequences with dropout of its probabilities, in plain PyTorch.
 
-In the mask (`hydragraph.kernels.dropout`), a row belongs to the query's token; a feature is the head and the key's
+In the mask (`hydragraph.kernels.dropout`), a row is a query's token, and a feature is a head together with a key's
 position.
 """
 
@@ -26,13 +26,13 @@ def kept_of(keys: Tensor, heads: Tensor, length: int, call: int, p: float) -> Te
 
     Args:
         keys: dropout keys of the queries' tokens, [L, 2].
-        heads: increasing, [heads] int64.
+        heads: increasing numbers of the heads, [heads] int64.
     """
     if length > 1 << _POSITIONS or int(heads[-1]) >= 1 << 10:
         raise Unsupported(
             f"attention dropout over {length} tokens in head {int(heads[-1])}",
             where="varlen_attention",
-            remedy="set the config's attention dropout to 0, or cut sequences to 16 million tokens",
+            remedy="set the config's attention dropout to 0, or truncate sequences to 16 million tokens",
         )
     features = ((heads << _POSITIONS)[:, None] + torch.arange(length, device=heads.device)).flatten()
     kept = words(keys, features, call).view(len(keys), len(heads), length).transpose(0, 1) >= threshold(p)
@@ -74,7 +74,7 @@ def _forward(
     """Compute attention with dropout; `keys`, `block` and `call` as for `hydragraph::dropout`.
 
     Args:
-        first: number of the first head here, times `unit`, 0-d int64 on the CPU; None: all heads are here.
+        first: number of this rank's first head, times `unit`, 0-d int64 on the CPU; None: this rank has all heads.
     """
     if keys is None or block is None:
         raise AssertionError("hydragraph::attention_dropout without keys is a placeholder")

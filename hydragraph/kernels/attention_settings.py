@@ -35,7 +35,7 @@ class AttentionSettings:
 
 
 def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tensor:
-    """Return which keys queries see, bool [rows, columns], given positions."""
+    """Return a mask [rows, columns] of the keys that each query attends to, given the positions of both."""
     distance = rows[:, None] - columns[None, :]
     seen = torch.ones_like(distance, dtype=torch.bool)
     before, after = settings.sides()
@@ -47,9 +47,10 @@ def visible(rows: Tensor, columns: Tensor, settings: AttentionSettings) -> Tenso
 
 
 def cut_at_multiples(starts: Tensor, tokens: int, chunk: int) -> Tensor:
-    """Cut sequences after every `chunk` tokens.
+    """Split sequences after every `chunk` tokens.
 
-    Lengths stay on the device: sequence n has the parts from index starts[n] // chunk + n on, of which some are empty.
+    No length is copied from the device: the parts of sequence n begin at index starts[n] // chunk + n, and some parts
+    are empty.
 
     Args:
         starts: [N + 1], the start of each sequence, then T.

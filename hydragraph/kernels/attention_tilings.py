@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-LARGEST = 256  # head size
+LARGEST = 256  # maximum head size
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class Tiling:
     """Query rows and key columns of a tile of scores.
 
     Attributes:
-        stages: tiles loaded ahead of use.
-        registers: maximum per thread.
-        exact: fp32 products instead of three tf32 ones, which are faster but take more registers.
+        stages: number of tiles that are loaded ahead of use.
+        registers: maximum registers per thread.
+        exact: use fp32 products instead of three tf32 products, which are faster but need more registers.
     """
 
     rows: int
@@ -43,7 +43,7 @@ class Tilings:
 
 
 # Padded head size -> tilings that neither spill registers nor exceed the shared memory: 227 KB on Hopper and Blackwell
-# data centre GPUs, 99 KB from Ampere on.
+# data center GPUs, 99 KB on other GPUs since Ampere.
 _HOPPER = {
     64: Tilings(Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
     128: Tilings(Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 2)),
@@ -74,5 +74,5 @@ def tilings(dtype: torch.dtype, capability: tuple[int, int], plain: bool) -> Map
 
 
 def padded(size: int, dtype: torch.dtype) -> int:
-    """Return a tile's head size, a power of two."""
+    """Return the head size of a tile: the next power of two, at least 64 (fp32: 128)."""
     return max(128 if dtype == torch.float32 else 64, 1 << (size - 1).bit_length())

@@ -15,7 +15,7 @@ from hydragraph.kernels.new_tensors import contiguous_like
 
 
 def _reached(tokens: int, taps: int, cu_seqlens: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield j, and whether t - j is in the sequence of t, [T - j, 1]."""
+    """Yield every j with a mask [T - j, 1] of the tokens t for which t - j is in the same sequence."""
     places = torch.arange(tokens, device=cu_seqlens.device)
     bounds = cu_seqlens.long()
     starts = bounds[(torch.searchsorted(bounds, places, right=True) - 1).clamp(min=0)]

@@ -1,4 +1,4 @@
-"""Registers and stack of a compiled kernel."""
+"""Register and stack usage of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources per thread; stack bytes are spilled registers, unless the kernel has arrays."""
+    """Resources per thread; the stack contains spilled registers, unless the kernel has arrays."""
 
     registers: int
     stack_bytes: int
 
 
 def usage(cubin: bytes) -> Usage:
-    """Return the usage of a cubin's only kernel."""
+    """Return the usage of the only kernel in a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,8 +1,8 @@
-"""Dropout whose masks do not depend on the strategy: an element is dropped by a random word of its place.
+"""Dropout whose masks do not depend on the strategy, because each element has its own random word.
 
-The place is (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks, packings,
-recomputations and resumed runs draw the same mask (`hydragraph.kernels.philox`). x has T tokens along one dimension;
-the others are features.
+The word is a function of (seed, step, call in the model, sequence in the mini-batch, position, feature), so all ranks,
+packings, recomputations and resumed runs draw the same mask (`hydragraph.kernels.philox`). x has T tokens along one
+dimension; the other dimensions are features.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hydragraph.kernels.triton_jit import KernelVariant, kernel, require_one_dev
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-_ROWS, _COLUMNS = 4, 256  # elements of a program
+_ROWS, _COLUMNS = 4, 256  # elements per Triton program
 _TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Sizes of a call: x has the features [outer, first : first + length, inner] of a whole [outer, whole, inner]."""
+    """Sizes of a call: x has the features [outer, first : first + length, inner] of a full [outer, whole, inner]."""
 
     tokens: int
     after: int  # elements after the token dimension
@@ -83,7 +83,7 @@ def _drop(  # type: ignore[no-untyped-def]
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants."""
+    """Yield the kernel's variants."""
     for name in ("bf16", "fp16", "fp32"):
         numbers = ("tokens", "after", "part", "whole", "first", "features", "call", "threshold")
         signature = {
@@ -113,7 +113,7 @@ def _scale(p: float) -> float:
 
 
 def reference(x: Tensor, keys: Tensor, form: _Form, call: int, p: float, token_dim: int) -> Tensor:
-    """Plain PyTorch version."""
+    """Reference in plain PyTorch."""
     drawn = words(keys[0], form.indices(x.device), call)
     sizes = [n for d, n in enumerate(x.shape) if d != token_dim]
     kept = (drawn >= threshold(p)).view(-1, *sizes).movedim(0, token_dim)
@@ -130,9 +130,9 @@ def _dropout(
     """Drop elements of x with probability p, and divide the others by 1 - p.
 
     Args:
-        keys: numbers of the tokens, [1, T, 2] int64; None only while a model is traced.
+        keys: dropout keys of the tokens, [1, T, 2] int64; None only while a model is traced.
         block: number of the model's block, 0-d int64 on the CPU.
-        first: start of this rank's part of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: x is whole.
+        first: start of this rank's shard of dimension `dim`, times `scale`, 0-d int64 on the CPU; None: no shard.
         whole: size of dimension `dim` on all ranks.
     """
     if keys is None or block is None:

@@ -2,8 +2,9 @@
 
     x = high + low + rest        high: a multiple of 2^-24, low: of 2^-62, both rounded to nearest; rest: dropped
 
-A float64 sum of multiples of 2^-24 is exact below 2^29. A float32 above 2^-38 is exact; a smaller one is off by less
-than 2^-62. This is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point summation", 2013).
+A float64 sum of multiples of 2^-24 is exact below 2^29. A float32 above 2^-38 is represented exactly; a smaller number
+has an error below 2^-62. This is the binned sum of Demmel and Nguyen ("Fast reproducible floating-point summation",
+2013).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 LARGEST = 2.0**13  # bound of the summands
-MOST = 2**16  # summands, so that 53 bits suffice
+MOST = 2**16  # number of summands for which 53 bits suffice
 GRIDS = (2.0**-24, 2.0**-62)
-LOSS_GRIDS = (2.0**-16, 2.0**-54)  # up to 2^37
+LOSS_GRIDS = (2.0**-16, 2.0**-54)  # for sums up to 2^37
 SQUARE_GRIDS = (2.0**-19, 2.0**-39, 2.0**-59)  # for up to 2^34 numbers up to 1
 
-_RUN = 2**15  # fits in a core's cache
+_RUN = 2**15  # elements that fit in a core's cache
 _RUN_DEVICE = 2**24
 
 
@@ -33,11 +34,11 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
     """Add values to exact sums, in place.
 
     Args:
-        parts: sums on each of `GRIDS`, 1-D float64.
-        values: 1-D float32; at most MOST per element, over all ranks.
+        parts: one sum per grid of `GRIDS`, 1-D float64.
+        values: 1-D float32; an element has at most MOST summands over all ranks.
 
     Returns:
-        0-d upper bound of the absolute values; sums are exact up to LARGEST.
+        0-d upper bound of the absolute values; sums are exact if it is at most LARGEST.
     """
     high, low = parts
     first, second = map(_shift, GRIDS)
@@ -56,13 +57,13 @@ def add(parts: Sequence[Tensor], values: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Write exact sums to a tensor and return it; overwrite `parts`."""
+    """Write the total of exact sums to `into` and return it; `parts` are overwritten."""
     high, low = parts
     return into.copy_(high.add_(low))
 
 
 def split(value: Tensor, grids: Sequence[float]) -> Tensor:
-    """Return a 0-d number's parts, [len(grids)] float64."""
+    """Split a 0-d number into multiples of the grids; return [len(grids)] float64."""
     rest = value.double()
     parts = []
     for grid in grids:
@@ -78,7 +79,7 @@ def largest(vectors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_of(largest: float) -> float:
-    """Return the power of two that scales numbers up to `largest` below 1; 1 if not finite."""
+    """Return the power of two that scales numbers up to `largest` below 1; 1 if `largest` is not finite."""
     return 2.0 ** -math.frexp(largest)[1] if math.isfinite(largest) else 1.0
 
 

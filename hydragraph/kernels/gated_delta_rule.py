@@ -153,7 +153,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, g: Tensor, bet
     """Compute the gated delta rule within each sequence; return [T, H, V], in the dtype of v.
 
     Args:
-        q, k: [T, Hk, K], scaled to length 1 here.
+        q, k: [T, Hk, K]; the operator scales them to length 1.
         v: [T, H, V]; a key serves H / Hk consecutive value heads.
         cu_seqlens: [N + 1].
         g: logarithms of the decays [T, H], at most 0.
@@ -187,7 +187,7 @@ def backward(
 
 
 def _to_length(x: Tensor, dunit: Tensor) -> Tensor:
-    """Return the gradient of x [T, Hk, K], given its unit vectors' [T, H, K]."""
+    """Return the gradient of x [T, Hk, K], given the gradient [T, H, K] of its unit vectors."""
     wide = widened(x)
     dunit = dunit.unflatten(1, (x.shape[1], -1)).sum(2)
     inverse = torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)

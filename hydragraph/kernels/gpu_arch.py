@@ -1,4 +1,4 @@
-"""GPU architectures with published figures."""
+"""GPU architectures and their published specifications."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class GpuArch:
     """Architecture of an NVIDIA GPU.
 
     Attributes:
-        gpu: the GPU with these figures, as its driver names it.
-        shared_bytes: maximum per block of threads.
-        flops_per_s: dense bf16 products.
+        gpu: the driver's name of the GPU with these specifications.
+        shared_bytes: maximum shared memory per thread block.
+        flops_per_s: speed of dense bf16 matrix products.
         link_bytes_per_s: bandwidth of NVLink in each direction.
     """
 
@@ -28,11 +28,11 @@ class GpuArch:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """(9, 0) is sm_90."""
+        """Compute capability, such as (9, 0) for sm_90."""
         return divmod(int(self.name.removeprefix("sm_")), 10)
 
 
-# Datasheets; shared memory: CUDA C programming guide, "Compute Capabilities".
+# From datasheets; shared memory is from the CUDA C programming guide, "Compute Capabilities".
 ARCHS = {
     arch.name: arch
     for arch in (
@@ -44,7 +44,7 @@ ARCHS = {
 
 
 def arch_of(name: str) -> GpuArch:
-    """Return an architecture, or raise a ValueError."""
+    """Return the architecture of this name, or raise a ValueError."""
     if name not in ARCHS:
         raise ValueError(f"--arch {name}: use {', '.join(ARCHS)}")
     return ARCHS[name]

@@ -1,4 +1,4 @@
-"""Fused product and loss of the head, by chunks of tokens: the [T, V] logits are never materialised.
+"""Fused product and loss of the head in chunks of tokens, without materializing the [T, V] logits.
 
 A chunk's logits are reduced to a loss, turned into their gradient in place, and multiplied into the gradients of the
 hidden states and the head (Liger-Kernel, Hsu et al., 2024; Cut Cross-Entropy, Wijmans et al., 2024).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 Exchange = Callable[[Tensor], Tensor]
-"""[3, C] of this rank -> [3, C] of all: largest logit, sum of exp(logit - largest), mean logit of the target."""
+"""Statistics [3, C] of this rank -> of all ranks: largest logit, sum of exp(logit - largest), mean target logit."""
 
 Target = tuple[float, float]
 """Weights of a token's label, and of every class."""
@@ -43,7 +43,7 @@ def _reduce(  # type: ignore[no-untyped-def]
     first, size, row_stride, of_label, of_each,
     BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # One program per token: largest, sum of exp(logit - largest), weighted logits of label and classes.
+    # One program per token: largest logit, sum of exp(logit - largest), weighted logits of label and classes.
     token = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0)
     row = logits + token * row_stride
@@ -90,7 +90,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 
 def target_of(smoothing: float, classes: int) -> Target:
-    """Return a smoothed target."""
+    """Return the target of label smoothing over all classes."""
     return (1.0 - smoothing, smoothing / classes) if smoothing else ONE_HOT
 
 
@@ -98,7 +98,7 @@ def target_of(smoothing: float, classes: int) -> Target:
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and its gradients, with the whole vocabulary."""
+    """Return the loss and its gradients for the full vocabulary."""
     rows = weight.shape[0]
     return loss_and_gradients(hidden, weight, labels, ignored, rows, target=target_of(smoothing, rows))
 
@@ -113,18 +113,18 @@ def loss_and_gradients(
     exchange: Exchange | None = None,
     target: Target = ONE_HOT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and its gradients of hidden and weight.
+    """Return the cross-entropy of `hidden @ weight.T`, summed over tokens, and the gradients of hidden and weight.
 
     The loss is in fp32 (fp64 for fp64). If the vocabulary is sharded, the gradient of hidden is this rank's summand.
 
     Args:
         hidden: [T, E]. weight: [V, E], of the same dtype.
-        labels: [T] int64 over the whole vocabulary.
+        labels: [T] int64 in the full vocabulary.
         ignored: label of tokens without a loss or gradient.
-        rows: approximate rows of the head per rank, equal on all ranks, so that they exchange the same chunks.
+        rows: approximate rows of the head per rank, equal on all ranks, so that all ranks use the same chunks.
         first: this rank's first row of the head.
-        exchange: None if this rank has the whole vocabulary.
-        target: of the classes on all ranks.
+        exchange: None if this rank has the full vocabulary.
+        target: for the classes of all ranks.
     """
     wide = wide_dtype(hidden.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -155,18 +155,18 @@ def token_losses(
 
 
 def like_gradients(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty results."""
+    """Return uninitialized results."""
     loss = hidden.new_empty((), dtype=wide_dtype(hidden.dtype))
     return loss, torch.empty_like(hidden, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 
 def keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save the gradients."""
+    """Save the gradients for the backward."""
     ctx.save_for_backward(*output[1:])
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the saved gradients times the loss's, and None for further inputs."""
+    """Return the saved gradients times the gradient of the loss, and None for further inputs."""
     d_hidden, d_weight = ctx.saved_tensors
     # An fp32 scale would widen the gradients.
     scaled = d_hidden * grad.to(d_hidden.dtype), d_weight * grad.to(d_weight.dtype)
@@ -194,7 +194,7 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def working_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a chunk and the head's fp32 gradient."""
+    """Return the temporary bytes: a chunk's logits and the fp32 gradient of the head."""
     chunk = min(tokens, chunk_tokens(tokens, hidden, vocabulary)) * vocabulary
     widened = 0 if dtype == wide_dtype(dtype) else vocabulary * hidden
     return chunk * dtype.itemsize + (chunk + widened) * wide_dtype(dtype).itemsize
@@ -246,7 +246,7 @@ def to_gradient(
 def reference_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, first: int, ignored: int, target: Target = ONE_HOT
 ) -> Tensor:
-    """Return the result of `to_gradient`."""
+    """Reference of `to_gradient`."""
     of_label, of_each = target
     p = (logits.to(lse.dtype) - lse[:, None]).exp_()
     here, local = _local(labels, first, logits.shape[1])
@@ -267,7 +267,7 @@ def add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants used; fp16 is like bf16."""
+    """Yield the kernels' variants; fp16 is like bf16."""
     for dtype in ("bf16", "fp32"):
         common = {"logits": f"*{dtype}", "labels": "*i64", "first": "i32", "size": "i32", "row_stride": "i32"}
         common |= {"of_label": "fp32", "of_each": "fp32"}

@@ -1,11 +1,11 @@
-"""Fused product and loss of the head with one cross-entropy per token, by chunks of tokens.
+"""Fused product and loss of the head in chunks of tokens, with one cross-entropy per token.
 
 The losses' factors [T] are known only in the backward, which computes the logits again:
 
     forward     logits of a chunk -> losses, lse
     backward    logits of a chunk -> (softmax - one_hot) * factor -> both gradients
 
-Shapes and arguments as in `loss_and_gradients`.
+Shapes and arguments are as in `loss_and_gradients`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 @torch.library.custom_op("hydragraph::head_token_losses", mutates_args=())
 def head_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return losses and lse, with the whole vocabulary."""
+    """Return the losses and the log-sum-exp, [T], for the full vocabulary."""
     return losses_of(hidden, weight, labels, ignored, weight.shape[0])
 
 
@@ -35,7 +35,7 @@ def losses_of(
     first: int = 0,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each token's loss, 0 if ignored, and lse, [T]."""
+    """Return the losses, 0 for ignored tokens, and the log-sum-exp, [T]."""
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], rows)
     losses, lses = like_losses(hidden)
     for a in range(0, hidden.shape[0], size):
@@ -50,12 +50,12 @@ def head_token_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, factors: Tensor, start: Tensor | None,
     ignored: int, of_hidden: bool, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of hidden (this rank's part) and weight of the sum of losses times factors.
+    """Return the gradients of sum(losses * factors) for hidden (this rank's summand) and weight.
 
     Args:
-        lse: over the whole vocabulary.
+        lse: log-sum-exp over the full vocabulary.
         start: this rank's first row of the head, 0-d; None: 0.
-        of_hidden, of_weight: which are needed; the other one is empty.
+        of_hidden, of_weight: whether each gradient is needed; otherwise it is empty.
     """
     size = head.chunk_tokens(hidden.shape[0], hidden.shape[1], weight.shape[0])
     first = 0 if start is None else int(start)
@@ -76,7 +76,7 @@ def head_token_gradients(
 
 
 def like_losses(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty results."""
+    """Return uninitialized results."""
     losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden.dtype))
     return losses, torch.empty_like(losses)
 
@@ -86,7 +86,7 @@ def _like_gradients(hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: 
 
 
 def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save an operator's hidden, weight, labels, maybe start, ignored."""
+    """Save the inputs and the log-sum-exp for the backward."""
     hidden, weight, labels, *rest = inputs
     start = rest[0] if isinstance(rest[0], Tensor) else None
     ctx.ignored = rest[start is not None]
@@ -97,7 +97,7 @@ def token_gradients(ctx: Any, factors: Tensor, *_: Tensor) -> tuple[Tensor | Non
     """Return the gradients of hidden and weight, and None for further inputs."""
     hidden, weight, labels, lse, *start = ctx.saved_tensors
     needed = ctx.needs_input_grad[:2]
-    # Strides of a slice's gradient are arbitrary.
+    # The gradient of a slice may have any strides.
     gradients = torch.ops.hydragraph.head_token_gradients(
         hidden, weight, labels, lse, factors.contiguous(), start[0] if start else None, ctx.ignored, *needed
     )

@@ -1,4 +1,4 @@
-"""Copy of thousands of ranges on a CPU, since Python takes half a microsecond per range."""
+"""Compiled copy of thousands of ranges on a CPU; Python would take half a microsecond per range."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 def copy_ranges(source: Tensor, target: Tensor, offsets: tuple[NDArray[np.int64], ...]) -> None:
-    """Copy ranges between CPU buffers of one element size that do not overlap.
+    """Copy ranges between two CPU buffers that have the same element size and do not overlap.
 
     Args:
         source, target: 1-D and contiguous; not checked.
-        offsets: source and target offset, and length of each range; [R] each, in elements.
+        offsets: source offsets, target offsets and lengths of the ranges; [R] each, in elements.
     """
     _copy(source.data_ptr(), target.data_ptr(), source.dtype.itemsize, *offsets)
 

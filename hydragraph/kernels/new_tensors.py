@@ -1,4 +1,4 @@
-"""Results like operands, and the dtype of sums."""
+"""New tensors with the shapes of operands, and the dtype of sums."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ _DIGEST = hashlib.sha256().digest_size
 _INSTALLED = Path(__file__).parent / "compiled"  # filled by `setup.py`
 _MOST = 3000
 
-# Warnings, and announced folders.
+# Warnings, and folders of announced compilations.
 _said: list[str] = []
 _announced: list[str] = []
 
-# Whether other compiling processes have ended.
+# Functions that return whether another compiling process has ended.
 _others: list[Callable[[], bool]] = []
 _POLL_S = 0.05
 
@@ -44,7 +44,7 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
         shared: Python and compiled functions both call it; otherwise compiled callers get a version without Python's
             conversion of arguments, which takes long to compile.
     """
-    # Division by zero is infinite.
+    # Division by zero returns infinity.
     jit: Any = partial(njit, error_model="numpy", no_cfunc_wrapper=True)
     dispatcher = jit()(function)
     inner = dispatcher if shared else jit(no_cpython_wrapper=True)(function)
@@ -55,18 +55,18 @@ def compiled(function: Callable[..., Any], quick: bool = False, shared: bool = F
             tuple(map(unliteral, given)), {name: unliteral(argument_type) for name, argument_type in named.items()}
         )
 
-    # Otherwise every combination of constants would be compiled.
+    # Otherwise, every combination of constants would be compiled.
     dispatcher.get_call_template = without_constants
     dispatcher.get_overload = inner.get_overload
     try:
         dispatcher._cache = _Cache(function, quick)
     except (RuntimeError, OSError):
-        _say("numba finds no folder for compiled code: every process compiles again (set NUMBA_CACHE_DIR)")
+        _say("numba finds no folder for compiled code, so every process compiles again: set NUMBA_CACHE_DIR")
     return dispatcher
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether a function's current file is compiled on disk."""
+    """Return whether the disk cache contains a function's compiled code."""
     cache = getattr(function, "_cache", None)
     try:
         return isinstance(cache, _Cache) and any(files._load_index() for files in (cache.installed, cache.own))
@@ -76,7 +76,7 @@ def is_compiled(function: Any) -> bool:
 
 @contextmanager
 def compiled_elsewhere(ended: Callable[[], bool]) -> Iterator[None]:
-    """Wait for other processes to compile, until they have ended."""
+    """Wait for code that other processes compile, until they have ended."""
     _others.append(ended)
     try:
         yield
@@ -98,9 +98,9 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Cache that drops unreadable entries, and tolerates failed writes.
+    """Cache that discards unreadable entries and tolerates failed writes.
 
-    It reads code that was compiled during installation first, then the user's.
+    The cache first reads the code that was compiled during installation, then the user's.
     """
 
     def __init__(self, function: Callable[..., Any], quick: bool) -> None:
@@ -108,13 +108,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._quick = quick
         self._cache_path = _folder() or self._cache_path
         self.stamp = _stamp(function, _digest(function.__code__.co_filename))
-        # Versions have separate files, as installations can share a folder.
+        # Each version has its own files, because installations can share a folder.
         name = f"{self._impl.filename_base}-{numba_version}-{self.stamp[:16]}"
         self.installed = _Files(str(_INSTALLED), name, self.stamp)
         self.own = self._cache_file = _Files(self._cache_path, name, self.stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Return compiled code, or None."""
+        """Return compiled code from the caches, or None."""
         with suppress(Exception):
             self._cache_file = self.installed
             overload = super().load_overload(*arguments)
@@ -142,7 +142,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(*arguments)
             _evict(Path(self._cache_path))
         except Exception as error:
-            _say(f"numba's cache in {self.cache_path} cannot be written ({error}): every process compiles again")
+            _say(f"numba's cache in {self.cache_path} cannot be written ({error}), so every process compiles again")
 
 
 def _folder() -> str | None:
@@ -155,7 +155,7 @@ def _folder() -> str | None:
 
 
 def _evict(folder: Path) -> None:
-    """Delete the oldest quarter of too many files."""
+    """Delete the oldest quarter of more than `_MOST` files."""
     files = [*folder.glob("*.nb?")]
     if len(files) > _MOST:
         with suppress(FileNotFoundError):  # another process deletes as well
@@ -169,7 +169,7 @@ def _digest(file: str) -> str:
 
 
 def _stamp(function: Callable[..., Any], source: object) -> str:
-    """Return a digest of a function's file and of what numba copies from other modules."""
+    """Return a digest of a function's file and of the values that numba copies from other modules."""
     values = dict(function.__globals__)
     for name, module in function.__globals__.items():
         if isinstance(module, ModuleType) and module.__name__.startswith("hydragraph."):
@@ -177,7 +177,7 @@ def _stamp(function: Callable[..., Any], source: object) -> str:
     caches = (getattr(value, "_cache", None) for value in values.values())
     functions = sorted({cache.stamp for cache in caches if isinstance(cache, _Cache)})
     constants = sorted(f"{name} {value!r}" for name, value in values.items() if _is_constant(value))
-    # Fields of named tuples are read by position.
+    # Compiled code reads the fields of named tuples by position.
     tuples = sorted(f"{name} {value._fields}" for name, value in values.items() if _is_named_tuple(value))
     return hashlib.sha256(repr((source, functions, constants, tuples)).encode()).hexdigest()
 
@@ -199,5 +199,5 @@ def _say(sentence: str) -> None:
 
 def _announce(folder: str) -> None:
     if not _announced:
-        _LOG.warning("compiling the planner's search, once: up to a minute of one core; it is kept in %s", folder)
+        _LOG.warning("compiling the planner's search once, up to a minute on one core; the cache is %s", folder)
     _announced.append(folder)

@@ -1,14 +1,14 @@
-"""Random words that depend only on their place: Philox4x32-10 in plain PyTorch.
+"""Random words that are a function of a counter and a key: Philox4x32-10 in plain PyTorch.
 
-One evaluation turns a counter of four 32-bit words and a key of two into four random words (Salmon et al., "Parallel
-Random Numbers: As Easy as 1, 2, 3", 2011).
+One evaluation turns a counter of four 32-bit words and a key of two words into four random words (Salmon et al.,
+"Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
 
     counter   feature // 4, position of the token in its sequence, number of the sequence in the mini-batch, call
     key       64 bits from the seed and the step (`key_of`)
     result    the words of features 4 i to 4 i + 3
 
-A token has `keys` [1, T, 2] int64: the key, and its sequence's number times 2**32 plus its position. A negative second
-number switches dropout off.
+`keys` [1, T, 2] int64 has two numbers per token: the key, and the sequence's number times 2**32 plus the token's
+position. A negative second number switches dropout off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOGETHER = 1 << 16  # evaluations that fit in a CPU's cache
 
 
 def key_of(seed: int, step: int) -> int:
-    """Return a signed 64-bit key, different for all steps below 2**32 of one seed."""
+    """Return a signed 64-bit key; all steps below 2**32 of one seed have different keys."""
     key = (seed ^ (step << 32)) & (2**64 - 1)
     return key - 2**64 if key >= 2**63 else key
 
@@ -41,14 +41,16 @@ def keys_of(key: int, lengths: Sequence[int], numbers: Sequence[int]) -> Tensor:
 
 
 def call_word(block: int, call: int) -> int:
-    """Return the counter's word for a call within a block; a ValueError if a number is too large."""
+    """Return the counter's word for a call within a block; raise a ValueError if a number is too large."""
     if not (0 <= call < 1 << _BLOCK and 0 <= block < 1 << 32 - _BLOCK):
-        raise ValueError(f"call {call} of block {block}: at most {1 << _BLOCK} calls and blocks have distinct words")
+        raise ValueError(
+            f"call {call} of block {block}: dropout supports at most {1 << _BLOCK} blocks and calls per block"
+        )
     return block << _BLOCK | call
 
 
 def threshold(p: float) -> int:
-    """Return the number below which words drop elements."""
+    """Return the threshold below which a random word drops its element."""
     return round(p * 2**32)
 
 
@@ -70,7 +72,7 @@ def words(keys: Tensor, features: Tensor, call: int) -> Tensor:
 
 
 def _evaluate(keys: Tensor, groups: Tensor, call: int) -> Tensor:
-    # int64 products wrap around as unsigned ones do.
+    # int64 products wrap around like unsigned products.
     k0, k1 = (keys[:, :1] & _WORD), (keys[:, :1] >> 32 & _WORD)
     position, sequence = (keys[:, 1:] & _WORD), (keys[:, 1:] >> 32 & _WORD)
     c0: Tensor = groups[None, :]

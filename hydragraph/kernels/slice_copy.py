@@ -1,7 +1,7 @@
-"""Copy of thousands of ranges between two flat buffers in one launch, with cast and sum.
+"""Copy of thousands of ranges between two flat buffers in one launch, with casts and sums.
 
-Ranges are divided into tiles that no two programs share; some tiles allow 16-byte accesses. Ranges with the same target
-are summed in the order of the table, so results are bitwise reproducible.
+Ranges are divided into tiles, one per program; aligned tiles use 16-byte accesses. Ranges with the same target are
+summed in the order of the table, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 UNIT = 8  # elements of a 16-byte access
 WIDE = 4096  # elements of an aligned tile, to hide the latency of memory
-NARROW = 512  # of any other tile
+NARROW = 512  # elements of other tiles
 _SIZES = {"UNIT": UNIT, "WIDE": WIDE, "NARROW": NARROW}
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 RUN = 2**17  # elements that fit in a core's cache
-MANY = 256  # ranges for which Python is too slow
+MANY = 256  # number of ranges for which Python is too slow
 _MEMORY = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Offsets = NDArray[np.int64]
@@ -42,8 +42,8 @@ class Batch:
     """Ranges with ascending targets.
 
     Attributes:
-        origins, places, lengths: source offset, target offset and length of each, [R] int64, in elements.
-        beside: offset of each without gaps, [R] int64.
+        origins, places, lengths: source offset, target offset and length of each range, [R] int64, in elements.
+        beside: offset of each range in a buffer without gaps, [R] int64.
     """
 
     origins: Offsets
@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def whole(self) -> slice | None:
-        """The part of the target that they fill, unless there are gaps."""
+        """Slice of the target that the ranges fill; None if there are gaps."""
         first = int(self.places[0])
         end = int(self.places[-1] + self.lengths[-1])
         return slice(first, end) if end - first == self.elements else None
@@ -65,7 +65,7 @@ def _write(  # type: ignore[no-untyped-def]
     source, target, origins, to, first, count, within, inside,
     UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, SUMS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write a tile at the pointers `to`: its only origin, or the sum of all."""
+    """Write a tile to the pointers `to`: its only origin, or the sum of its origins."""
     element = target.dtype.element_ty
     if SUMS:
         value = tl.load(to, mask=inside)
@@ -109,7 +109,7 @@ class SliceTable:
         ranges: [3, R] int64 on the CPU: source offset, target offset and length of each range, in elements.
         tiles: [tiles, 4] int64: target offset, length, first origin, number of origins.
         origins: [O] int64: source offsets, in the order of the ranges within a tile.
-        aligned: number of tiles, the first ones, in units of 8 elements.
+        aligned: number of aligned tiles, which are first and in units of 8 elements.
         source_end, target_end: minimum size of each buffer.
     """
 
@@ -124,7 +124,7 @@ class SliceTable:
 
     @cached_property
     def ordered(self) -> tuple[Offsets, Offsets, Offsets]:
-        """Source offsets, target offsets and lengths; if targets overlap, in the given order."""
+        """Source offsets, target offsets and lengths, sorted by target unless targets overlap."""
         rows: Offsets = self.ranges.numpy()
         rows = rows[:, rows[2] > 0]
         if not self.sums:
@@ -163,7 +163,7 @@ class SliceTable:
             device: device of the buffers.
 
         Raises:
-            Unsupported: other tensors, negative numbers, or overlapping target ranges without `sums`.
+            Unsupported: a tensor has another form, a number is negative, or target ranges overlap without `sums`.
         """
         ranges = _checked(source, target, length)
         origins, targets, lengths, order = _disjoint(ranges[:, ranges[2] > 0])
@@ -196,7 +196,7 @@ def slice_copy(source: Tensor, target: Tensor, table: SliceTable, *, accumulate:
         accumulate: add to the target, fp32 or fp64, in the order of the table.
 
     Raises:
-        Unsupported: wrong tensors, buffers too short for the table, or overlapping ranges without `accumulate`.
+        Unsupported: a tensor has another form, a buffer is too short, or ranges overlap without `accumulate`.
     """
     _check(source, target, table, accumulate)
     if not len(table.tiles):
@@ -219,7 +219,7 @@ def reference(source: Tensor, target: Tensor, table: SliceTable, accumulate: boo
 
 
 def move(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Compute the reference's bits on a CPU, many ranges at once."""
+    """Compute the same bits as `reference` on a CPU, many ranges at once."""
     source = source.detach()
     target = target.detach()
     copy = _copy_few
@@ -268,7 +268,7 @@ def _memory(buffer: Tensor) -> Any:
 
 
 def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) -> None:
-    """Run the kernel."""
+    """Launch the Triton kernel."""
     _slice_copy[(len(table.tiles),)](
         source,
         target,
@@ -283,7 +283,7 @@ def launch(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
 
 
 def variants() -> Iterator[KernelVariant]:
-    """Yield the variants used: casts of pulls, moves, and sums of pushes."""
+    """Yield the kernel's variants: casts of pulls, moves, and sums of pushes."""
     cases = [("fp32", "bf16", False, False), ("bf16", "bf16", False, False), ("fp32", "fp32", False, False)]
     cases += [("bf16", "fp32", True, sums) for sums in (False, True)]
     for source, target, accumulate, sums in cases:
@@ -327,10 +327,11 @@ def _checked(source: Tensor, target: Tensor, length: Tensor) -> Offsets:
 
 
 def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
-    """Cut [3, R] ranges at the start and end of every target range.
+    """Split [3, R] ranges at the start and end of every target range.
 
     Returns:
-        Source offsets of pieces, by target interval; intervals' target offsets and lengths; starts of pieces [I + 1].
+        Source offsets of the pieces, sorted by interval; target offsets and lengths of intervals; first piece of each
+        interval, [I + 1].
     """
     source, target, length = ranges
     bounds = np.unique(np.concatenate([target, target + length]))
@@ -347,7 +348,7 @@ def _disjoint(ranges: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
 
 
 def _tiles(origins: Offsets, targets: Offsets, lengths: Offsets, order: Offsets) -> tuple[Offsets, Offsets, int]:
-    """Return tiles [tiles, 4] of disjoint intervals, aligned ones first; their origins; the number of aligned ones."""
+    """Return tiles [tiles, 4] of disjoint intervals, aligned tiles first; their origins; number of aligned tiles."""
     counts = np.diff(order)
     shift = (origins - np.repeat(targets, counts)) % UNIT
     matched = np.add.reduceat(shift, order[:-1]) == 0 if len(targets) else np.zeros(0, dtype=bool)
@@ -395,7 +396,7 @@ def _check(source: Tensor, target: Tensor, table: SliceTable, accumulate: bool) 
             )
         if buffer.numel() < end:
             raise _refused(
-                f"the table reaches {name} element {end} of {buffer.numel()}",
+                f"the table needs {end} elements of {name}, but the buffer has {buffer.numel()}",
                 f"pass the {name} buffer that the table was made for",
             )
     require_one_device("slice_copy", {"source": source, "target": target, "table": table.tiles})

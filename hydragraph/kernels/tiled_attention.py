@@ -1,6 +1,6 @@
 """Attention with a window or capped scores on a CPU, one tile of queries at a time.
 
-Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys that one of them attends to.
+Shapes: N sequences of L tokens, H heads of size D; tiles of R queries and the C keys that any of them attends to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hydragraph.kernels.new_tensors import wide_dtype
 
 aten = torch.ops.aten
 
-# More queries have more keys outside their windows.
+# Maximum queries per tile; in larger tiles, more keys are outside the windows of their queries.
 _ROWS = 128
-# Scores in memory: 16 MB in fp32.
+# Maximum scores per tile: 16 MB in fp32.
 _SCORES = 1 << 22
 
 
@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> tup
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients."""
+    """Return the gradients of q, k and v."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
     for rows, columns in _tiles(q, settings):
@@ -73,7 +73,7 @@ def _capped_backward(
 
 
 def _capped(q: Tensor, k: Tensor, hidden: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """Return a tile's capped scores, -inf if hidden, and the cap's derivative; [N, H, R, C]."""
+    """Return a tile's capped scores, -inf if hidden, and the derivative of the cap; both are [N, H, R, C]."""
     bent = (q @ k.mT).mul_(scale / cap).tanh_()
     slope = 1 - bent.square()
     return bent.mul_(cap).masked_fill_(hidden, float("-inf")), slope

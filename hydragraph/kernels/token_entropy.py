@@ -1,8 +1,8 @@
-"""Entropy of each token's distribution, as an operator whose vocabulary tensor parallelism can shard.
+"""Entropy of each token's distribution, as an operator that tensor parallelism can shard along the vocabulary.
 
     H = log(sum_v exp(z_v - m)) - sum_v exp(z_v - m) (z_v - m) / sum_v exp(z_v - m),  with m the largest logit
 
-It has no gradient.
+The operator has no gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 def token_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """Return the entropy [T] of softmax(logits [T, V]) in nats, 0 where the label [T] is ignored."""
     log_p = logits.log_softmax(-1)
-    # 0 where p is 0.
+    # The product is 0 where p is 0.
     entropy = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1)
     return torch.where(labels == ignored, 0.0, entropy)
 

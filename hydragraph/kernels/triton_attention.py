@@ -2,11 +2,11 @@
 
 FlashAttention-2 (Dao, 2023): the forward keeps the running maximum m and sum l of exp2(s - m) for each query row, and
 rescales its accumulator; the backward recomputes p = exp2(s - lse) and uses ds = p (dp - delta), delta = rowsum(out *
-grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. dq has a kernel over query tiles; dk
-and dv share one over key tiles: no two programs write the same element.
+grad). A cap c makes scores t c, t = tanh(s / c), and ds is multiplied by 1 - t^2. One kernel over query tiles computes
+dq; another kernel over key tiles computes dk and dv. No two programs write the same element.
 
-The grid depends only on T and N, so that no length is copied from the GPU: sequence n has the slots from
-starts[n] // tile + n on; others exit immediately.
+The grid depends only on T and N, so that no length is copied from the GPU: the slots of sequence n begin at
+starts[n] // tile + n, and unused slots exit immediately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = math.log2(math.e)
-_MAX_STRIDE = 2**23  # elements: offsets in a tile stay below 2^31
+_MAX_STRIDE = 2**23  # elements, so that offsets in a tile are below 2^31
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _options(settings: AttentionSettings) -> _Options:
 
 @Inlined
 def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return a slot's sequence, and its first and end token."""
+    """Return a slot's sequence, and the sequence's first and end token."""
     seen = 0
     for n in range(0, sequences, 128):
         index = n + tl.arange(0, 128)
@@ -61,7 +61,7 @@ def _locate(starts, sequences, slot, TILE: tl.constexpr):  # type: ignore[no-unt
 
 @Inlined
 def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return where columns begin, where masks begin, and where columns end."""
+    """Return the first column, the first column that needs a mask, and the end of the columns."""
     until = tl.where(causal != 0, tl.minimum(length, row + ROWS), length)
     whole = tl.where(causal != 0, tl.minimum(length, row + 1), length) // COLUMNS * COLUMNS
     begin = 0
@@ -74,7 +74,7 @@ def _columns(row, length, causal, window, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @Inlined
 def _load(at, tokens, dims, EDGE: tl.constexpr, FULL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Load a tile, masked at the edge, and past the dimensions if not full."""
+    """Load a tile; mask tokens at the edge, and dimensions if the head size is padded."""
     if EDGE:
         tile = tl.load(at, mask=tokens & dims, other=0.0)
     elif FULL:
@@ -129,7 +129,7 @@ def _attend(  # type: ignore[no-untyped-def]
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PADDED], tl.float32)
     begin, whole, until = _columns(row, length, causal, window, ROWS, COLUMNS, WINDOW)
-    for edge in tl.static_range(2):  # without a mask, then with one
+    for edge in tl.static_range(2):  # without a mask, then with a mask
         for n in tl.range(tl.where(edge == 1, whole, begin), tl.where(edge == 1, until, whole), COLUMNS):
             columns = n + inner
             k_from = k_at + (first + n) * k_token + k_tile
@@ -166,7 +166,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     tokens, grad_token, grad_head,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # [Hq, T], so that tiles read them contiguously.
+    # delta and lse_log2 are [Hq, T], so that tiles read them contiguously.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, PADDED)
@@ -272,7 +272,7 @@ def _differentiate_keys(  # type: ignore[no-untyped-def]
         grad_at = grad + head * grad_head
         delta_at = delta + head * tokens + first
         mass_at = lse_log2 + head * tokens + first
-        # A loop without a mask would cost registers.
+        # A loop without a mask would need more registers.
         for m in tl.range(begin, until, ROWS):
             rows = m + inner
             in_q = (rows < length)[None, :] & (dims < SIZE)[:, None]
@@ -305,7 +305,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"no kernel for {q.dtype}, {k.dtype}, {v.dtype}"
     if not 16 <= q.shape[2] <= LARGEST or not q.shape[2] == k.shape[2] == v.shape[2]:
-        return f"no kernel for {q.dtype} heads of size {q.shape[2]}: they must have 16 to {LARGEST}"
+        return f"no kernel for {q.dtype} heads of size {q.shape[2]}: the size must be 16 to {LARGEST}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None
@@ -336,7 +336,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, settings: Attention
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients."""
+    """Return the gradients of q, k and v."""
     grad, q, k, v = (_dense(x) for x in (grad, q, k, v))
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape)
@@ -416,7 +416,7 @@ def _tilings(q: Tensor, settings: AttentionSettings) -> Tilings:
 
 
 def _constants(size: int, tiling: Tiling, dtype: torch.dtype, options: _Options) -> dict[str, object]:
-    """Return the constants; fp32 products are three tf32 ones if these fit."""
+    """Return the constants; fp32 products use three tf32 products unless the tiling is exact."""
     precision = "tf32" if dtype != torch.float32 else "ieee" if tiling.exact else "tf32x3"
     tile = {"SIZE": size, "PADDED": padded(size, dtype), "ROWS": tiling.rows, "COLUMNS": tiling.columns}
     return {**tile, "PRECISION": precision, "WINDOW": options.window, "CAP": options.cap}
@@ -431,5 +431,5 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x with stride 1 along D, and limited token stride."""
+    """Return x, or a copy, with stride 1 along D and a limited token stride."""
     return x if x.stride(2) == 1 and 0 <= x.stride(0) < _MAX_STRIDE else x.contiguous()

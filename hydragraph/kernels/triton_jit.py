@@ -1,4 +1,4 @@
-"""Lazily compiled Triton kernels, which import without Triton."""
+"""Lazily compiled Triton kernels, whose modules can be imported without Triton."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hydragraph.errors import Unsupported
 class Kernel:
     """Function in Triton's language, passed to Triton on its first launch.
 
-    Its module imports `triton.language` as `tl` only for type checkers; before compilation, `tl` and compiled `Inlined`
-    functions are added to it.
+    The function's module imports `triton.language` as `tl` only for type checkers; before compilation, `tl` and
+    compiled `Inlined` functions are added to the module.
 
     Attributes:
-        unspecialized: run-time integers that must not trigger another compilation if they are 1 or multiples of 16.
+        unspecialized: run-time integers that must not cause another compilation if they are 1 or multiples of 16.
     """
 
     def __init__(self, function: Callable[..., None], unspecialized: tuple[str, ...]) -> None:
@@ -31,7 +31,7 @@ class Kernel:
 
     @cached_property
     def compiled(self) -> Any:
-        """A JITFunction, or the interpreter's under TRITON_INTERPRET."""
+        """Triton's JITFunction, or the interpreter's function under TRITON_INTERPRET."""
         import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
         module = self.function.__globals__
@@ -50,7 +50,7 @@ class Inlined:
     function: Callable[..., Any]
 
     def __call__(self, *_: Any) -> Any:
-        """Never run: Triton's form replaces it."""
+        """Raise an AssertionError: kernels use Triton's version of the function."""
         raise AssertionError(f"{self.function.__name__} runs only in kernels")
 
 
@@ -89,12 +89,12 @@ def use_kernel(device: torch.device, where: str) -> bool:
     """Return whether to launch a Triton kernel: on CUDA, and on CPU under TRITON_INTERPRET=1.
 
     Raises:
-        Unsupported: on CUDA without Triton, where plain PyTorch would be silently slow.
+        Unsupported: Triton is missing on CUDA; plain PyTorch would be silently slow.
     """
     if device.type == "cpu" and not _interpreted():
         return False  # looking for Triton takes 0.4 ms
     if device.type == "cuda" and (reason := why_not(device)):
-        raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels bring along")
+        raise Unsupported(reason, where=where, remedy="pip install triton, which PyTorch's CUDA wheels include")
     return device.type == "cuda" or why_not(device) is None
 
 

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the only operator that mixes tokens.
+"""Attention over packed sequences, as one operator with several backends.
 
 Shapes: T packed tokens of N sequences, Hq query heads, Hk key/value heads (Hq a multiple of Hk), D the head size.
 """
@@ -39,17 +39,17 @@ def varlen_attention(
 
     Args:
         q: [T, Hq, D]. k, v: [T, Hk, D].
-            All three of one dtype.
+            q, k and v have the same dtype.
         cu_seqlens: [N + 1] int32 or int64, the start of each sequence, then T.
-        causal: a token attends to itself and earlier ones; otherwise to its whole sequence.
+        causal: a token attends to itself and earlier tokens only; otherwise to all tokens of its sequence.
         scale: scale of the scores; default 1 / sqrt(D).
         max_length: 0-d int64 on the CPU, the longest sequence; only GPU kernels read it.
         window: token i attends to tokens j with |i - j| < window only.
         chunk: a token attends within its chunk of `chunk` tokens only.
         cap: scores s become cap * tanh(s / cap).
-        sink: [Hq], a further score of each head without a value.
+        sink: [Hq], an additional score of each head, which has no value.
         backend: "flash_attn", "torch", "triton" or "loop"; default the first that accepts the tensors. A captured graph
-            does not record it.
+            does not record the backend.
 
     Returns:
         [T, Hq, D].
@@ -124,7 +124,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sink: Tensor | N
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 1:
         raise _refused(
             f"cu_seqlens of shape {list(cu_seqlens.shape)} and {cu_seqlens.dtype}",
-            "pass [N + 1] int32 or int64: where each sequence starts, then the number of tokens",
+            "pass [N + 1] int32 or int64: the start of each sequence, then the number of tokens",
         )
     sinks = {} if sink is None else {"sink": sink}
     require_one_device("varlen_attention", {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, **sinks})
@@ -139,7 +139,7 @@ def _call(
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    # Backward kernels recompute p = exp(s - lse) and rowsum(out * grad), which hold with these two.
+    # Backward kernels recompute p = exp(s - lse) and rowsum(out * grad) from these results, with the sink included.
     mass = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * (lse - mass).exp()[..., None]).to(out.dtype), mass
 
