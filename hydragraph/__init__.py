@@ -13,7 +13,7 @@ from hydragraph.version import __version__ as __version__
 def attributes(
     package: str, where: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), so that all names can be completed."""
+    """Return a package's `__all__`, `__getattr__` and `__dir__` (PEP 562), which import names on first use."""
 
     def find(name: str) -> Any:
         if name not in where:
@@ -28,7 +28,8 @@ def attributes(
     return sorted(where), find, names
 
 
-# Imported when first used, so that `import hydragraph.spec` costs no torch; type checkers read __init__.pyi.
+# Names are imported on first use, so that `import hydragraph.spec` does not import torch; type checkers read
+# __init__.pyi.
 __all__, __getattr__, __dir__ = attributes(
     "hydragraph",
     {

@@ -1,4 +1,4 @@
-"""`python -m hydragraph` is the command line, where its script is not on the path."""
+"""Command line as `python -m hydragraph`, for when the `hydragraph` script is not on the path."""
 
 from hydragraph.cli import main
 

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced atomically: completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that replaces `path` when the block ends; an error or a kill leaves the old contents."""
-    # In the same directory, for an atomic rename; with a unique name, for concurrent writers.
+    """Write a file that replaces `path` when the block ends; after an error or a kill, `path` is unchanged."""
+    # The partial file is in the same directory, for an atomic rename. Concurrent writers use different names.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
@@ -26,12 +26,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file's contents by a text, as `whole_file` does."""
+    """Replace a file's contents by a text atomically."""
     with whole_file(path) as file:
         file.write(text.encode())
 
 
 def save_figure(figure: Any, path: Path, kind: str = "png") -> None:
-    """Write a figure of matplotlib as a whole file."""
+    """Write a matplotlib figure to a file atomically."""
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format=kind)

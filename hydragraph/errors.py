@@ -1,4 +1,4 @@
-"""Errors that a user meets: each says what, where, and the fix."""
+"""Errors for users; each says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Unsupported(ValueError):  # noqa: N818  the public name; it reads as a sentence: raise Unsupported(...)
-    """Something hydragraph refuses to do, because doing it would be silently wrong.
+    """Error for a request that hydragraph rejects, because the result would be silently wrong.
 
     Args:
-        what: the refused thing, in one clause.
+        what: the rejected request, in one clause.
         where: the module, block, operator or field.
         remedy: an alternative for the user.
     """
@@ -30,13 +30,13 @@ def _unsupported(what: str, where: str, remedy: str) -> Unsupported:
 
 
 class RankFailure(RuntimeError):  # noqa: N818
-    """Another rank failed, and with it the call that all ranks were in; no update was applied.
+    """Error of a call that all ranks were executing when another rank failed; no update was applied.
 
     Args:
         rank: the rank that failed first.
-        instruction: the text of its instruction or call, or "".
-        error: what the rank raised, or how it ended.
-        host: the host that it ran on, or ""; printed unless it is this one.
+        instruction: the text of the instruction or call in which the rank failed, or "".
+        error: the exception that the rank raised, or how its process ended.
+        host: the host of the rank, or ""; printed if it is another host.
     """
 
     def __init__(self, rank: int, instruction: str, error: str, host: str = "") -> None:
@@ -53,14 +53,14 @@ class RankFailure(RuntimeError):  # noqa: N818
 
 
 class Stopped(RuntimeError):  # noqa: N818
-    """A rank was to stop: this step was not begun on any rank, and they can still save.
+    """Error of a step that no rank began, because a rank was asked to stop; all ranks can still save.
 
     Args:
-        reason: the largest number that a rank has set, such as a signal's.
+        reason: the largest number that a rank has set, such as a signal's number.
     """
 
     def __init__(self, reason: int) -> None:
-        super().__init__(f"a rank was asked to stop ({reason}): save, and load that to continue")
+        super().__init__(f"a rank was asked to stop ({reason}): save a checkpoint, and load it to continue")
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
@@ -68,7 +68,7 @@ class Stopped(RuntimeError):  # noqa: N818
 
 
 class TooFewRanks(RuntimeError):  # noqa: N818
-    """Too few ranks are left to continue; they have the whole state, and can save it."""
+    """Error if too few ranks remain to continue; they have the complete state and can save it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; the state is complete: save it, and continue from it with more ranks")
@@ -79,8 +79,8 @@ class TooFewRanks(RuntimeError):  # noqa: N818
 
 
 class Unreachable(RuntimeError):  # noqa: N818
-    """Ranks of two hosts cannot connect to each other; the error names the addresses that were tried."""
+    """Error if ranks of two hosts cannot connect to each other; it names the addresses that were tried."""
 
 
 class EndedElsewhere(RuntimeError):  # noqa: N818
-    """Another machine has ended the run; its own words say why."""
+    """Error if another machine ended the run; the message contains its reason."""

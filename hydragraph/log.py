@@ -1,10 +1,10 @@
-"""Log lines of a run, one for each event, through Python's logging.
+"""Logging of a run's events through Python's `logging`, one line per event.
 
     [rank 1/4 step 12] hydragraph.passes.variants: compiled layer.3 for rank 0 of 2 in 0.41 s
 
-INFO has what happens a few times in a run, DEBUG what may happen in every step. Lines are shown by `--log-level` on the
-command line, by `show` in a script, which the ranks of `hydragraph.launch` inherit, or by handlers with a `RankFilter`.
-Long work announces itself by `doing`; a terminal hears it by `hearing`.
+INFO is the level of events that happen a few times in a run, DEBUG of events that can happen in every step. Lines are
+shown by `--log-level` on the command line, by `show` in a script (ranks of `hydragraph.launch` inherit this), or by
+handlers with a `RankFilter`. Long operations report their progress by `doing`; a terminal receives it by `hearing`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBRARY = "hydragraph"
 
 @dataclass
 class _Position:
-    """Rank of this process, None before it has joined the others, and its step."""
+    """Rank and step of this process; the rank is None before the process joins the other ranks."""
 
     rank: int | None = None
     ranks: int = 1
@@ -35,13 +35,13 @@ _position = _Position()
 
 
 def at_rank(rank: int, ranks: int) -> None:
-    """Set the rank of this process; the runtime does when it joins the others."""
+    """Set the rank of this process; the runtime calls this when the process joins the other ranks."""
     _position.rank = rank
     _position.ranks = ranks
 
 
 def at_step(step: int) -> None:
-    """Set the step of this process; the executable does."""
+    """Set the step of this process; the executable calls this in every step."""
     _position.step = step
 
 
@@ -50,10 +50,10 @@ _hearers: list[Hearer] = []
 
 
 def doing(what: str, done: int = 0, of: int = 0) -> None:
-    """Announce this process's current activity to its hearers.
+    """Report this process's current activity to the functions that `hearing` has registered.
 
     Args:
-        done, of: the part that now begins, from 1, and the number of parts; 0: unknown.
+        done, of: the number of the part that begins now, from 1, and the number of parts; 0: unknown.
     """
     for hear in _hearers:
         hear(what, done, of)
@@ -61,7 +61,7 @@ def doing(what: str, done: int = 0, of: int = 0) -> None:
 
 @contextmanager
 def hearing(hear: Hearer) -> Iterator[None]:
-    """Call a function with everything that `doing` announces in this context."""
+    """Call a function with every activity that `doing` reports in this context."""
     _hearers.append(hear)
     try:
         yield
@@ -70,7 +70,7 @@ def hearing(hear: Hearer) -> Iterator[None]:
 
 
 class RankFilter(logging.Filter):
-    """Filter that adds `rank` (None before it joins others), `ranks`, `step` and their text `where` to records."""
+    """Filter that adds `rank`, `ranks`, `step` and their text `where` to records; `rank` is None before joining."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the fields to a record."""
@@ -86,7 +86,7 @@ class _Shown(logging.StreamHandler[Any]):
     """Handler that writes to the current stderr, which a progress bar may replace."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler's would keep the stream
+        logging.Handler.__init__(self)  # StreamHandler.__init__ would store the current stderr
         self.setFormatter(logging.Formatter(FORMAT))
         self.addFilter(RankFilter())
 
@@ -97,7 +97,7 @@ class _Shown(logging.StreamHandler[Any]):
 
 
 def show(level: str | int | None = "info") -> None:
-    """Write the library's lines to stderr, each with its rank and step. Ranks that `launch` starts later do so too.
+    """Write the library's log lines to stderr, each with its rank and step, also on ranks that `launch` starts later.
 
     Args:
         level: the lowest level that is shown, by name or number; None: stop writing.

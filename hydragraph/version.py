@@ -1,4 +1,4 @@
-"""The version of this package: the one place, which pyproject.toml reads."""
+"""Version of this package, which pyproject.toml reads."""
 
 from __future__ import annotations
 
