@@ -43,6 +43,7 @@ ELSEWHERE = {
     "commands/compile_files.py": ("commands/test_compile.py", "the folder that the verb writes"),
     "commands/export.py": ("test_finetuning.py", "runs of adapters, and of all weights, exported"),
     "commands/launch_process.py": ("commands/test_train.py", "ranks of a launcher, and restarts"),
+    "commands/plan_costs.py": ("commands/test_plan.py", "the graphs that say how much memory stages need"),
     "commands/plan_devices.py": ("commands/test_plan.py", "--cluster"),
     "commands/plan_options.py": ("commands/test_plan.py", "options that contradict each other, and the workload"),
     "commands/show_diff.py": ("commands/test_show_folder.py", "--diff"),

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from hydragraph.commands.options import chosen_home
+from hydragraph.commands.plan_costs import compile_graphs, compiled_from_both_ends, costs_of_plan
 from hydragraph.commands.plan_options import PlanOptions
 from hydragraph.spec.strategy_text import planned_schedules
 from hydragraph.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from hydragraph.cost.compiled_blocks import VariantOf
     from hydragraph.cost.costs import Costs
-    from hydragraph.cost.measured_profile import Profile
     from hydragraph.planner.plan import Plan
     from hydragraph.planner.rental_budget import RentalOffer
     from hydragraph.spec.cluster import Cluster
-    from hydragraph.spec.home import Home
-    from hydragraph.spec.stage_kind import StageKind
     from hydragraph.spec.strategy import Strategy
     from hydragraph.spec.training_workload import Workload
 
@@ -83,10 +77,11 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
                 console.print(what, markup=False, highlight=False, soft_wrap=True)
             said.add(what)
 
-        costs, source = _costs(asked, cluster, config, say)
+        with compiled_from_both_ends(asked):
+            costs, source = costs_of_plan(asked, cluster, config, say)
+            if config is not None:
+                costs = compile_graphs(costs, left(COMPILING))
         running = None if asked.running is None else _running(asked.running, costs)
-        if config is not None:
-            costs = _compile_first(costs, left(COMPILING))
         say("searching")
         schedules = planned_schedules(_backend(config))
         streaming = config is None or not config.deterministic
@@ -126,121 +121,10 @@ def _plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, work
     print("\n".join([source, chosen_plan.explain(), *priced, *written]))
 
 
-def _costs(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
-    """Return the costs, with exact memory if there is a config, and a sentence on their source.
-
-    Raises:
-        ValueError: profiles, cluster, health and model do not match.
-    """
-    from hydragraph.commands.captured_model import captured
-    from hydragraph.cost.compiled_blocks import CompiledBlocks
-    from hydragraph.cost.costs import Costs
-    from hydragraph.cost.datasheet import datasheet
-    from hydragraph.spec.health import Health
-    from hydragraph.train.plan_input import read_corrections
-
-    corrections = read_corrections(asked.corrections)
-    rates = None if asked.health is None else Health.load(asked.health)
-    last = len(cluster.devices) - 1
-    for rank in rates or ():
-        if rank > last:
-            raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
-    owners = chosen_home(asked.home, _home(config, asked.running is not None))
-    measured = _merged(asked.profile, cluster) if asked.profile else None
-    if config is None:
-        assert measured is not None, "there is a profile or a model"
-        costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
-        return costs, f"{costs.source}; memory from the profile"
-    say("capturing the model")
-    _, program, variants = captured(config)
-    if measured is None:
-        # A tensor-parallel group stays within a node.
-        most = max(cluster.node(device.node).devices for device in cluster.devices)
-        measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
-    elif len(measured.blocks) != len(program.blocks):
-        raise ValueError(
-            f"profile {measured.name} describes a model of {len(measured.blocks)} blocks, but --model has "
-            f"{len(program.blocks)}: measure this model with hydragraph profile"
-        )
-    blocks = CompiledBlocks(program, _told(variants.get, say))
-    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=corrections)
-    return costs, f"{costs.source}; memory from the sizes of compiled graphs"
-
-
 def _backend(config: TrainConfig | None) -> str:
     if config is not None and config.backend is not None:
         return config.backend
     return "eager" if config is not None and config.device == "cpu" else "inductor"
-
-
-def _compile_first(costs: Costs, seconds: float | None) -> Costs:
-    """Compile graphs of all kinds of stages, plain kinds first; return costs without kinds not begun in `seconds`.
-
-    Stages of one device are always compiled.
-    """
-    from hydragraph.spec.stage_kind import StagePart
-
-    until = None if seconds is None else time.monotonic() + seconds
-    working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
-    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
-    examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
-    kinds: set[StageKind] = set()
-    for name in costs.cluster.types:
-        most = max((count for (of, _), count in ranks.items() if of == name), default=0)
-        kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
-    late: set[StageKind] = set()
-    for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind)):
-        if kind.tp > 1 and until is not None and time.monotonic() > until:
-            late.add(kind)
-            continue
-        for block in examples.values():
-            costs.blocks.adds(block, StagePart(kind, 0))
-    return costs.changed(profile=_without(costs.profile, late)) if late else costs
-
-
-def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
-    pieces = {kind: piece for kind, piece in profile.pieces.items() if kind not in kinds}
-    return replace(profile, pieces=pieces, others=tuple(_without(other, kinds) for other in profile.others))
-
-
-def _home(config: TrainConfig | None, running: bool) -> Home:
-    from hydragraph.spec.home import Home
-
-    if config is None:
-        return Home()
-    return config.home if running else Home(copies=config.home.copies)
-
-
-def _told(compiled: VariantOf, say: Say) -> VariantOf:
-    known: set[object] = set()
-
-    def get(block: Any, part: Any) -> Any:
-        if (block.template, part) not in known:
-            known.add((block.template, part))
-            say(f"compiling graphs to find their memory: tensor-parallel degree {part.kind.tp}")
-            compiled(block, part)
-            say("searching")
-        return compiled(block, part)
-
-    return get
-
-
-def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
-    from hydragraph.cost.measured_profile import Profile
-    from hydragraph.train.plan_input import read_profile
-
-    names = ", ".join(cluster.types)
-    several = len(cluster.types) > 1 or len(texts) > 1
-    profiles = []
-    for text in texts:
-        profile = read_profile(text)
-        if several and any(not part.type for part in (profile, *profile.others)):
-            raise ValueError(
-                f"--profile {text} does not name its type of device, and the cluster has {names}: measure on each type "
-                "with hydragraph profile --type NAME"
-            )
-        profiles.append(profile)
-    return Profile.merge(profiles)
 
 
 def _running(text: str, costs: Costs) -> Strategy:

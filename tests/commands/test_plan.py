@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import hydragraph as hg
 from hydragraph import cli
-from hydragraph.commands.plan_devices import _compile_first
+from hydragraph.commands.plan_costs import compile_graphs
 from hydragraph.data.tokenizer import train_bpe
 from hydragraph.train.config import TrainConfig
 from hydragraph.train.config_checks import read_strategies
@@ -127,8 +127,8 @@ def test_a_missing_cluster_is_told_before_the_planner_is_imported(tmp_path: Path
 
 def test_kinds_of_stages_that_there_was_no_time_to_compile_are_left_out() -> None:
     costs = priced.costs(LAYERS, priced.mixed())
-    assert _compile_first(costs, None) is costs
-    left = _compile_first(costs, -1.0)
+    assert compile_graphs(costs, None) is costs
+    left = compile_graphs(costs, -1.0)
     assert {kind.tp for name in costs.cluster.types for kind in left.profile.of(name).pieces} == {1, 4}
     assert hg.plan(left, hg.Workload(sequences=8, length=64)).seconds > 0
 

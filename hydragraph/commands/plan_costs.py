@@ -1,0 +1,176 @@
+"""Costs of `hydragraph plan --cluster`, and the graphs that say how much memory stages need.
+
+If a second core is free, another process compiles the same graphs in reverse order:
+
+    python -m hydragraph.commands.plan_costs    reads pickled `PlanOptions` from stdin
+
+Both processes share the user's cache, so each finds what the other has compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hydragraph.cluster.module_process import start_module
+from hydragraph.commands.options import chosen_home
+from hydragraph.commands.plan_options import PlanOptions
+from hydragraph.spec.cluster import Cluster
+from hydragraph.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from hydragraph.cost.compiled_blocks import VariantOf
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.spec.home import Home
+    from hydragraph.spec.stage_kind import StageKind
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def compiled_from_both_ends(asked: PlanOptions) -> Iterator[None]:
+    """Let another process compile graphs from the last to the first, until this one has compiled them all."""
+    if asked.model is None or (os.cpu_count() or 1) < 2:
+        yield
+        return
+    helper = start_module(__name__, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert helper.stdin is not None
+    with suppress(BrokenPipeError), helper.stdin as pipe:  # without the helper, this process compiles all graphs
+        pipe.write(pickle.dumps(asked))
+    try:
+        yield
+    finally:
+        helper.kill()
+        helper.wait()
+
+
+def costs_of_plan(asked: PlanOptions, cluster: Cluster, config: TrainConfig | None, say: Say) -> tuple[Costs, str]:
+    """Return the costs, with exact memory if there is a config, and a sentence on their source.
+
+    Raises:
+        ValueError: profiles, cluster, health and model do not match.
+    """
+    from hydragraph.commands.captured_model import captured
+    from hydragraph.cost.compiled_blocks import CompiledBlocks
+    from hydragraph.cost.costs import Costs
+    from hydragraph.cost.datasheet import datasheet
+    from hydragraph.spec.health import Health
+    from hydragraph.train.plan_input import read_corrections
+
+    corrections = read_corrections(asked.corrections)
+    rates = None if asked.health is None else Health.load(asked.health)
+    last = len(cluster.devices) - 1
+    for rank in rates or ():
+        if rank > last:
+            raise ValueError(f"{asked.health}: rank {rank} is not in {asked.cluster}, which has ranks 0 to {last}")
+    owners = chosen_home(asked.home, _home(config, asked.running is not None))
+    measured = _merged(asked.profile, cluster) if asked.profile else None
+    if config is None:
+        assert measured is not None, "there is a profile or a model"
+        costs = Costs(measured, cluster, rates, home=owners, corrections=corrections)
+        return costs, f"{costs.source}; memory from the profile"
+    say("capturing the model")
+    _, program, variants = captured(config)
+    if measured is None:
+        # A tensor-parallel group stays within a node.
+        most = max(cluster.node(device.node).devices for device in cluster.devices)
+        measured = datasheet(program, cluster, asked.efficiency, range(1, most + 1))
+    elif len(measured.blocks) != len(program.blocks):
+        raise ValueError(
+            f"profile {measured.name} describes a model of {len(measured.blocks)} blocks, but --model has "
+            f"{len(program.blocks)}: measure this model with hydragraph profile"
+        )
+    blocks = CompiledBlocks(program, _told(variants.get, say))
+    costs = Costs(measured, cluster, rates, home=owners, blocks=blocks, corrections=corrections)
+    return costs, f"{costs.source}; memory from the sizes of compiled graphs"
+
+
+def compile_graphs(costs: Costs, seconds: float | None, backwards: bool = False) -> Costs:
+    """Compile graphs of all kinds of stages, plain kinds first; return costs without kinds not begun in `seconds`.
+
+    Stages of one device are always compiled.
+    """
+    from hydragraph.spec.stage_kind import StagePart
+
+    until = None if seconds is None else time.monotonic() + seconds
+    working = [rank for rank in range(costs.ranks) if math.isfinite(costs.health.rate(rank))]
+    ranks = Counter((costs.cluster.type_of(rank), costs.cluster.node_of(rank)) for rank in working)
+    examples = dict(zip(costs.profile.blocks, costs.outline.blocks, strict=True))
+    kinds: set[StageKind] = set()
+    for name in costs.cluster.types:
+        most = max((count for (of, _), count in ranks.items() if of == name), default=0)
+        kinds |= {kind for kind in costs.profile.of(name).pieces if kind.tp <= most and costs.sizes.allows(kind.tp)}
+    late: set[StageKind] = set()
+    for kind in sorted(kinds, key=lambda kind: (kind.sequence_parallel + kind.recompute, kind), reverse=backwards):
+        if kind.tp > 1 and until is not None and time.monotonic() > until:
+            late.add(kind)
+            continue
+        for block in examples.values():
+            costs.blocks.adds(block, StagePart(kind, 0))
+    return costs.changed(profile=_without(costs.profile, late)) if late else costs
+
+
+def _without(profile: Profile, kinds: Collection[StageKind]) -> Profile:
+    pieces = {kind: piece for kind, piece in profile.pieces.items() if kind not in kinds}
+    return replace(profile, pieces=pieces, others=tuple(_without(other, kinds) for other in profile.others))
+
+
+def _home(config: TrainConfig | None, running: bool) -> Home:
+    from hydragraph.spec.home import Home
+
+    if config is None:
+        return Home()
+    return config.home if running else Home(copies=config.home.copies)
+
+
+def _told(compiled: VariantOf, say: Say) -> VariantOf:
+    known: set[object] = set()
+
+    def get(block: Any, part: Any) -> Any:
+        if (block.template, part) not in known:
+            known.add((block.template, part))
+            say(f"compiling graphs to find their memory: tensor-parallel degree {part.kind.tp}")
+            compiled(block, part)
+            say("searching")
+        return compiled(block, part)
+
+    return get
+
+
+def _merged(texts: Sequence[str], cluster: Cluster) -> Profile:
+    from hydragraph.cost.measured_profile import Profile
+    from hydragraph.train.plan_input import read_profile
+
+    names = ", ".join(cluster.types)
+    several = len(cluster.types) > 1 or len(texts) > 1
+    profiles = []
+    for text in texts:
+        profile = read_profile(text)
+        if several and any(not part.type for part in (profile, *profile.others)):
+            raise ValueError(
+                f"--profile {text} does not name its type of device, and the cluster has {names}: measure on each type "
+                "with hydragraph profile --type NAME"
+            )
+        profiles.append(profile)
+    return Profile.merge(profiles)
+
+
+def _compile_backwards() -> None:
+    asked = pickle.load(sys.stdin.buffer)
+    config = TrainConfig.load(asked.model)
+    costs, _ = costs_of_plan(asked, Cluster.load(asked.cluster), config, lambda _: None)
+    compile_graphs(costs, None, backwards=True)
+
+
+if __name__ == "__main__":
+    _compile_backwards()
