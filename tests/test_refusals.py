@@ -38,7 +38,10 @@ DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "a negative id": (lambda: [-ids], "sequence 0: input_ids is -1 at position 0"),
     "a label too large": (lambda: [{"input_ids": ids, "labels": ids + 99}], "labels is 101 at position 1, outside"),
     "labels of another length": (lambda: [{"input_ids": ids, "labels": ids[:2]}], r"labels is torch.int64 \[2\]; pass"),
-    "labels twice": (lambda: [{"input_ids": ids, "labels": ids, "shift_labels": ids}], "labels twice; pass"),
+    "labels twice": (
+        lambda: [{"input_ids": ids, "labels": ids, "shift_labels": ids}],
+        "both labels and shift_labels; pass",
+    ),
     "fractions": (lambda: [ids.float()], r"input_ids is torch.float32 \[3\]; pass"),
     "truths": (lambda: [ids > 1], "input_ids is torch.bool"),
     "one number": (lambda: [ids[0]], "input_ids is one number, 1; pass"),

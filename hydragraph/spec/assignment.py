@@ -9,10 +9,10 @@ from itertools import islice
 
 @dataclass(frozen=True)
 class Assignment:
-    """Sequences -> (pipeline, micro-batch), for one iteration.
+    """Assignment of sequences to pipelines and micro-batches for one iteration.
 
     Attributes:
-        micro_batches: per pipeline, per micro-batch, the indices of its sequences.
+        micro_batches: indices of the sequences in each micro-batch of each pipeline.
         lengths: tokens of each sequence.
     """
 
@@ -21,11 +21,11 @@ class Assignment:
 
     @classmethod
     def even(cls, counts: Sequence[int], tokens: int | Sequence[int], sequences: int = 1) -> Assignment:
-        """Return micro-batches of `sequences` sequences.
+        """Return an assignment with `sequences` sequences in each micro-batch.
 
         Args:
-            counts: micro-batches of each pipeline.
-            tokens: of every sequence, or of the sequences of each pipeline.
+            counts: number of micro-batches of each pipeline.
+            tokens: tokens of every sequence, or one number for the sequences of each pipeline.
         """
         per_pipeline = [tokens] * len(counts) if isinstance(tokens, int) else tokens
         starts = iter(range(0, sum(counts) * sequences, sequences))
@@ -35,10 +35,10 @@ class Assignment:
 
     @property
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Tokens of the sequences, per pipeline and micro-batch.
+        """Tokens of each sequence, by pipeline and micro-batch.
 
         Raises:
-            ValueError: the lengths are missing.
+            ValueError: `lengths` has no entry for some sequence.
         """
         most = max((i for p in self.micro_batches for m in p for i in m), default=-1)
         if most >= len(self.lengths):

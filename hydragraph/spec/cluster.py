@@ -1,15 +1,15 @@
-"""Devices and links of a plan.
+"""Devices of a cluster and the links between them, with the YAML format.
 
 types:
   h100: {flops_per_s: 9.89e14, memory_bytes: 80e9, memory_bytes_per_s: 3.35e12}
   l4: {flops_per_s: 1.2e14, memory_bytes: 24e9, memory_bytes_per_s: 3e11, host_bytes_per_s: 25e9}   # optional
-nodes:                                  # numbers ranks in order
+nodes:                                  # ranks are numbered in this order
   - {type: h100, devices: 8, inner: {bytes_per_s: 450e9, latency_s: 5e-6}, outer: {bytes_per_s: 50e9, latency_s: 1e-5}}
   - {type: l4, devices: 4, count: 2, inner: {bytes_per_s: 16e9, latency_s: 1e-5},
      outer: {bytes_per_s: 3e9, latency_s: 2e-5, points: [[1e6, 1e9], [1e8, 3e9]]}}
 pairs: [{types: [h100, l4], bytes_per_s: 2e9, latency_s: 3e-5}]     # optional
 
-devices:                                # or: one entry per rank, and two links
+devices:                                # alternative: one entry per rank, and two links
   - {flops_per_s: 3.12e14, memory_bytes: 40e9, memory_bytes_per_s: 1.55e12, node: 1}
 within_node: {bytes_per_s: 450e9, latency_s: 5e-6}
 between_nodes: {bytes_per_s: 50e9, latency_s: 10e-6}
@@ -33,11 +33,11 @@ from hydragraph.spec.record import flow_yaml, from_record, load_yaml, to_record
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A link between two devices: n bytes take latency_s + n / bytes_per_s seconds, in each direction.
+    """A link between two devices: in each direction, n bytes take latency_s + n / bytes_per_s seconds.
 
     Attributes:
-        points: measured (bytes, bytes/s), interpolated over the logarithm of the size; `bytes_per_s` then limits
-            messages together.
+        points: measured (message bytes, bytes/s), interpolated over the logarithm of the size. With `points`,
+            `bytes_per_s` is the total bandwidth of concurrent messages.
     """
 
     bytes_per_s: float
@@ -62,7 +62,7 @@ class Interconnect:
         return slow + (fast - slow) * math.log(size / low) / math.log(high / low)
 
     def seconds(self, size: float) -> float:
-        """Return the seconds for `size` bytes."""
+        """Return the seconds for a message of `size` bytes."""
         return self.latency_s + size / self.bandwidth(size)
 
     def handled(self, rate: float) -> Interconnect:
@@ -80,7 +80,7 @@ class DeviceType:
     """A type of device.
 
     Attributes:
-        flops_per_s: peak at the training's precision; a multiplication and an addition count as two.
+        flops_per_s: peak at the precision of training; a multiply-add counts as two operations.
         host_bytes_per_s: bandwidth of copies to and from host memory; default: 16 lanes of PCIe 4.
     """
 
@@ -103,7 +103,7 @@ class Device(DeviceType):
     """One device, which is one rank.
 
     Attributes:
-        type: its name in profiles; "": all devices are of one type.
+        type: name of the device type in profiles; "" if all devices have the same type.
     """
 
     node: int = 0
@@ -121,10 +121,10 @@ class Node:
     """A machine with `devices` devices of one type.
 
     Attributes:
-        inner: link between two of its devices; each device has its own.
-        outer: link of one network card.
+        inner: link between two devices of the node, one per device.
+        outer: link of one network card to other nodes.
         count: number of consecutive nodes of this kind.
-        cards: network cards; neighbouring devices share one.
+        cards: number of network cards; neighboring devices may share a card.
     """
 
     type: str
@@ -138,7 +138,7 @@ class Node:
         for name in ("devices", "count", "cards"):
             object.__setattr__(self, name, _whole(name, _positive(name, getattr(self, name))))
         if self.cards > self.devices:
-            raise ValueError(f"cards is {self.cards}, devices is {self.devices}: a node has at most a card per device")
+            raise ValueError(f"cards is {self.cards}, devices is {self.devices}: use at most one card per device")
         for name in ("inner", "outer"):
             if not isinstance(getattr(self, name), Interconnect):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use Interconnect(...)")
@@ -146,7 +146,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pair:
-    """A link between nodes of two types, in place of the slower of their cards."""
+    """A link between nodes of two device types; it replaces the slower of their `outer` links."""
 
     types: tuple[str, str]
     bytes_per_s: float
@@ -161,7 +161,7 @@ class Pair:
 
     @property
     def link(self) -> Interconnect:
-        """The link without its types."""
+        """The link without the device types."""
         return Interconnect(self.bytes_per_s, self.latency_s, self.points)
 
     def times(self, factor: float) -> Pair:
@@ -174,9 +174,9 @@ class Cluster:
     """Devices, one per rank in rank order, and the links between them.
 
     Attributes:
-        within_node, between_nodes: each rank's own links; None with `nodes`.
-        nodes: by number; `of` builds such a cluster.
-        pairs: links between types.
+        within_node, between_nodes: each rank's links within and between nodes; None if `nodes` is set.
+        nodes: nodes by number; see `of`.
+        pairs: links between nodes of two device types.
     """
 
     devices: tuple[Device, ...]
@@ -206,14 +206,14 @@ class Cluster:
         for pair in self.pairs:
             if links_per_pair[frozenset(pair.types)] > 1:
                 a, b = pair.types
-                raise ValueError(f"pairs: {a} and {b} have more than one link: give one, for both directions")
+                raise ValueError(f"pairs: {a} and {b} have more than one link: give one link for both directions")
 
     @classmethod
     def of(cls, types: Mapping[str, DeviceType], nodes: tuple[Node, ...], pairs: tuple[Pair, ...] = ()) -> Cluster:
-        """Return a cluster of nodes, with ranks in their order.
+        """Return a cluster of nodes; ranks are numbered in the order of the nodes.
 
         Args:
-            types: by name; those of `spec.known_devices`, such as "a100-80gb", need no entry.
+            types: device types by name; the types of `spec.known_devices`, such as "a100-80gb", need no entry.
         """
         every = [replace(node, count=1) for node in nodes for _ in range(node.count)]
         types = {**{node.type: type_of_sheet(KNOWN[node.type]) for node in nodes if node.type in KNOWN}, **types}
@@ -221,7 +221,7 @@ class Cluster:
             if node.type not in types:
                 listed = ", ".join(sorted(types)) or "types: first"
                 raise ValueError(
-                    f"nodes[{i}]: unknown device type {node.type!r}: use {listed}, or one that is built in: "
+                    f"nodes[{i}]: unknown device type {node.type!r}: use {listed}, or a built-in type: "
                     f"{', '.join(KNOWN)}"
                 )
         devices = [types[node.type].device(i, node.type) for i, node in enumerate(every) for _ in range(node.devices)]
@@ -237,26 +237,26 @@ class Cluster:
         between_nodes: Interconnect | None = None,
         ranks_per_node: int | None = None,
     ) -> Cluster:
-        """Return `ranks` devices like `device`, in nodes of `ranks_per_node` (None: one node)."""
+        """Return `ranks` copies of `device`, with `ranks_per_node` per node (None: one node)."""
         per_node = ranks if ranks_per_node is None else ranks_per_node
         if ranks < 1 or per_node < 1:
             raise ValueError(f"ranks is {ranks}, ranks_per_node is {ranks_per_node}: both must be at least 1")
         if between_nodes is None and ranks > per_node:
             raise ValueError(
-                f"{ranks} ranks at {per_node} per node are several nodes: give between_nodes an Interconnect"
+                f"{ranks} ranks with {per_node} per node need several nodes: set between_nodes to an Interconnect"
             )
         devices = tuple(replace(device, node=rank // per_node) for rank in range(ranks))
         return cls(devices, within_node, between_nodes or within_node)
 
     @cached_property
     def types(self) -> Mapping[str, DeviceType]:
-        """The types of its devices by name."""
+        """The device types by name."""
         names = [field.name for field in fields(DeviceType)]
         every = zip(self._names, self.devices, strict=True)
         return {type_: DeviceType(**{name: getattr(device, name) for name in names}) for type_, device in every}
 
     def type_of(self, rank: int) -> str:
-        """Return the name of a rank's type; unnamed types are "", "other 1", ..."""
+        """Return the name of a rank's device type; unnamed types get the names "", "other 1", ..."""
         self._device(rank)
         return self._names[rank]
 
@@ -274,11 +274,11 @@ class Cluster:
         return self._device(rank).node
 
     def node(self, number: int) -> Node:
-        """Return a node; without `nodes`, it has one card per device."""
+        """Return a node by number; if `nodes` is empty, every node has one card per device."""
         return self._machines[number]
 
     def card_of(self, rank: int) -> int:
-        """Return the number of a rank's network card in its node."""
+        """Return the index of a rank's network card within its node."""
         return self._cards[rank]
 
     def link(self, a: int, b: int) -> Interconnect:
@@ -288,7 +288,7 @@ class Cluster:
         return self.link_between(self.node_of(a), self.node_of(b))
 
     def link_between(self, one: int, other: int) -> Interconnect:
-        """Return the link between or within nodes."""
+        """Return the link between two nodes, or within a node."""
         a = self._machines[one]
         b = self._machines[other]
         if one == other:
@@ -299,9 +299,9 @@ class Cluster:
         return a.outer if a.outer == b.outer else _slower(a.outer, b.outer)
 
     def resources(self, a: int, b: int) -> tuple[tuple[str, int, int], ...]:
-        """Return the ports and network cards between two ranks.
+        """Return the ports and network cards that a message from rank `a` to rank `b` uses.
 
-        Each is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
+        Each entry is ("port out" | "port in", rank, 0) or ("card out" | "card in", node, card).
         """
         ports = (("port out", a, 0), ("port in", b, 0))
         one = self.node_of(a)
@@ -323,7 +323,7 @@ class Cluster:
         return replace(self, **{what: getattr(self, what).times(factor)})
 
     def of_ranks(self, ranks: Sequence[int]) -> Cluster:
-        """Return the cluster of some ranks, in that order."""
+        """Return the cluster of some ranks, in the given order."""
         devices = tuple(replace(self._device(rank), type=self.type_of(rank)) for rank in ranks)
         types = {device.type for device in devices}
         pairs = tuple(pair for pair in self.pairs if types.issuperset(pair.types))
@@ -341,7 +341,10 @@ class Cluster:
     def _occupied(self) -> list[Node]:
         numbers = [device.node for device in self.devices]
         if numbers != sorted(numbers):
-            raise ValueError(f"ranks are on nodes {numbers}, but a file numbers ranks node by node")
+            raise ValueError(
+                f"ranks are on nodes {numbers}, but a file lists ranks node by node: reorder the ranks by node "
+                "before saving"
+            )
         sizes = Counter(numbers)
         return [replace(self.nodes[i], devices=n, cards=min(n, self.nodes[i].cards)) for i, n in sizes.items()]
 
@@ -382,7 +385,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a YAML file."""
+        """Read a cluster from a YAML file."""
         data = load_yaml(path)
         try:
             if not isinstance(data, dict) or not {"nodes", "types", "pairs"} & set(data):
@@ -394,7 +397,7 @@ class Cluster:
             raise ValueError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file for `load`, without defaults."""
+        """Write a YAML file for `load`, omitting default values."""
         if self.nodes:
             grouped = [(node, len(list(same))) for node, same in groupby(self._occupied())]
             nodes = [to_record(replace(node, count=count)) for node, count in grouped]
@@ -423,7 +426,7 @@ class _Nodes:
 
 
 def type_of_sheet(sheet: Datasheet) -> DeviceType:
-    """Return a datasheet's type of device."""
+    """Return the device type that a datasheet describes."""
     return DeviceType(**{field.name: getattr(sheet, field.name) for field in fields(DeviceType)})
 
 
@@ -442,7 +445,7 @@ def _points(rows: object) -> tuple[tuple[float, float], ...]:
             raise ValueError(f"points has {point!r}: give [bytes, bytes_per_s]")
         points.append((float(_positive("bytes", point[0])), float(_positive("bytes_per_s", point[1]))))
     if any(a[0] >= b[0] for a, b in pairwise(points)):
-        raise ValueError("points: give them by ascending bytes, each once")
+        raise ValueError("points: sort them by bytes, each size once")
     return tuple(points)
 
 

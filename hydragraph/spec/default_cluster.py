@@ -1,4 +1,4 @@
-"""Default clusters."""
+"""Default clusters of H200 GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NVLINK = 450e9  # bytes/s in each direction
 
 
 def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float = _NVLINK) -> Cluster:
-    """Return GPUs, eight per node, each with NVLink and a 400 Gb/s network card."""
+    """Return a cluster of GPUs, eight per node; each has NVLink and a 400 Gb/s network card."""
     return Cluster.homogeneous(
         ranks,
         device=device,
@@ -24,7 +24,7 @@ def default_cluster(ranks: int, device: Device = _H200, link_bytes_per_s: float 
 
 
 def cluster_on(nodes: Sequence[int]) -> Cluster:
-    """Return devices on these nodes, whose links have no latency."""
+    """Return a cluster with one device on each listed node; its links have no latency."""
     usual = default_cluster(1)
     devices = tuple(replace(usual.devices[0], node=node) for node in nodes)
     return Cluster(devices, Interconnect(450e9, 0.0), Interconnect(50e9, 0.0))

@@ -1,4 +1,4 @@
-"""Settings for lost ranks."""
+"""Settings for handling lost ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Elastic:
     """How a launch handles lost ranks.
 
     Attributes:
-        min_ranks: the run ends with fewer.
-        spares: processes ready to replace a lost rank.
-        rejoin: start a process in place of a lost one.
+        min_ranks: the run ends if fewer ranks are left.
+        spares: number of standby processes that can replace a lost rank.
+        rejoin: whether to start a new process for a lost one.
         grace_s: seconds for a rank to hand over its state after SIGTERM.
-        progress_s: seconds that ranks wait, after a loss, for one to join the rendezvous; then its process is ended. A
-            new process has three times as long to get ready.
+        progress_s: after a loss, a process that does not join the rendezvous within this number of seconds is ended. A
+            new process has three times as long to become ready.
     """
 
     min_ranks: int = 1

@@ -13,12 +13,12 @@ from hydragraph.spec.workload import IGNORED, Sequence
 
 @dataclass(frozen=True, order=True)
 class FieldRange:
-    """Valid values of a field in a model's table or loss.
+    """Valid values of a field that indexes a model's table or is the loss's target.
 
     Attributes:
-        low, high: range [low, high).
+        low, high: valid range [low, high).
         where: the table's name in the model, or "the loss".
-        ignored: value without a target (for labels, -100 as well); None for a table.
+        ignored: value of positions without a target, in addition to -100 for labels; None for a table.
     """
 
     field: str
@@ -28,12 +28,12 @@ class FieldRange:
     ignored: int | None = None
 
     def check(self, sequence: Sequence, index: int) -> None:
-        """Raise a ValueError unless a sequence is in range."""
+        """Raise a ValueError if a value of a sequence is out of range."""
         if self.field == "position_ids":
             if len(sequence) > self.high:
                 raise ValueError(
                     f"sequence {index} has {len(sequence)} tokens, but {self.where} has {self.high} positions; "
-                    "cut the sequence, or build the model with more positions"
+                    "truncate the sequence, or build the model with more positions"
                 )
             return
         values = self._values(sequence)
@@ -43,11 +43,11 @@ class FieldRange:
             place = at[0] + sequence.moved * (self.field == "labels")
             raise ValueError(
                 f"sequence {index}: {self.field} is {int(values[tuple(at)])} at position {place}, outside the "
-                f"{self.low} to {self.high - 1} of {self.where}; mend the data, or build the model with more rows"
+                f"{self.low} to {self.high - 1} of {self.where}; correct the data, or build the model with more rows"
             )
 
     def holds(self, sequences: Sequence_[Sequence]) -> bool:
-        """Return whether all sequences are in range."""
+        """Return whether all values of all sequences are in range."""
         if self.field == "position_ids":
             return all(len(sequence) <= self.high for sequence in sequences)
         return not sequences or self._outside(torch.cat([self._values(s) for s in sequences])) is None

@@ -1,4 +1,4 @@
-"""Health of devices. As YAML: `{3: 2.57, 5: inf}`: rank 3 takes 2.57 times as long, rank 5 is lost."""
+"""Health of devices. In the YAML `{3: 2.57, 5: inf}`, rank 3 takes 2.57 times as long and rank 5 is lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hydragraph.spec.record import load_yaml
 
 @dataclass(frozen=True)
 class Health:
-    """Straggling rates of ranks (Malleus): a rank's time over a healthy one's for the same work.
+    """Straggling rates of ranks (Malleus): a rank's time divided by a healthy rank's time for the same work.
 
     Attributes:
-        rates: rank -> slowdown, at least 1; infinite: the rank is lost; absent: the rank is healthy.
+        rates: slowdown by rank, at least 1; infinite for lost ranks. Ranks without an entry are healthy.
     """
 
     rates: Mapping[int, float] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Health:
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
                 raise ValueError(f"rates has rank {rank!r}: ranks are integers from 0")
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 1:
-                raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1 (inf: it is lost)")
+                raise ValueError(f"rates: rank {rank} has {rate!r}: give a rate of at least 1 (inf: the rank is lost)")
         object.__setattr__(self, "rates", {r: float(x) for r, x in sorted(self.rates.items()) if x != 1})
 
     def __hash__(self) -> int:
@@ -35,7 +35,7 @@ class Health:
         return iter(self.rates)
 
     def rate(self, rank: int) -> float:
-        """Return a rank's rate."""
+        """Return a rank's straggling rate."""
         return self.rates.get(rank, 1.0)
 
     @property
@@ -44,7 +44,7 @@ class Health:
         return tuple(rank for rank, rate in self.rates.items() if math.isinf(rate))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
-        """Return the health of some ranks, renumbered in order."""
+        """Return the health of some ranks, renumbered from 0 in the given order."""
         return Health({new: self.rate(old) for new, old in enumerate(ranks)})
 
     @classmethod
@@ -53,7 +53,8 @@ class Health:
         data = load_yaml(path)
         if not isinstance(data, dict):
             raise ValueError(
-                f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}; {{}}: all healthy"
+                f"{path}: it is {data!r:.80}: give rates by rank, such as {{3: 2.57, 5: inf}}, or {{}} if all are "
+                "healthy"
             )
         # YAML itself writes infinity as .inf.
         rates = {rank: math.inf if rate == "inf" else rate for rank, rate in data.items()}

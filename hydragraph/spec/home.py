@@ -19,16 +19,17 @@ _EQUAL_TEXT = "equal"
 
 @dataclass(frozen=True)
 class Home:
-    """Owners of the state (fp32 weights and optimizer state), which update it; forwards pull weights from them.
+    """Owners of the state (fp32 weights and optimizer state); they update it, and forwards pull weights from them.
 
     Attributes:
-        shares: relative share of every bucket by rank (0: the rank owns no state). None: equal shares.
-        copies: 1, or 2: every element has a second owner on another node, which updates it as well. A rank's share then
-            counts both copies.
-        buckets: bucket name (a block's, what is frozen of it, or a tied parameter's) -> its shares by rank.
-        nodes: node of each rank, for copies; None: the hosts that ranks run on, or each rank by itself on one host.
-        rule: how the owners of other buckets are chosen, with `shares` relative to each other: "stages", the ranks of
-            the stages that use the bucket; "auto", those that exchange least, within their memory.
+        shares: each rank's relative share of every bucket (0: the rank owns no state); None means equal shares.
+        copies: 1 or 2. With 2, every element has a second owner on another node, which also updates it, and a rank's
+            share counts both copies.
+        buckets: shares by rank of individual buckets, by bucket name. A bucket is the trainable or the frozen part of a
+            block, or a tied parameter.
+        nodes: node of each rank, for copies. None: each host is a node, or each rank if all are on one host.
+        rule: choice of owners for other buckets: "stages" chooses the ranks of the stages that use the bucket; "auto"
+            chooses ranks with the fastest exchanges, within their memory. `shares` are then relative to each other.
     """
 
     shares: Sequence[float] | None = None
@@ -39,7 +40,7 @@ class Home:
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.rule not in get_args(Rule):
-            raise ValueError(f"rule is {self.rule!r}: use auto, stages, or leave it out")
+            raise ValueError(f"rule is {self.rule!r}: use auto or stages, or omit it")
         if self.shares is not None:
             object.__setattr__(self, "shares", _shares("shares", self.shares))
         if not isinstance(self.buckets, Mapping):
@@ -66,7 +67,7 @@ class Home:
         ]
 
     def shares_of(self, bucket: str) -> Sequence[float] | None:
-        """Return a bucket's shares by rank; None: equal ones."""
+        """Return a bucket's shares by rank, or None for equal shares."""
         return self.buckets.get(bucket, self.shares)
 
     def reordered(self, ranks: Sequence[int]) -> Home:
@@ -80,7 +81,7 @@ class Home:
 
     @property
     def without_rule(self) -> Home:
-        """The home defined by its shares alone."""
+        """The home without its rule, so that only shares define the owners."""
         return replace(self, rule=None)
 
     def check(self, ranks: int, buckets: Sequence[str] | None = None) -> None:
@@ -102,11 +103,11 @@ class Home:
     def on(self, nodes: Sequence[int]) -> Home:
         """Return this home with the node of each rank filled in.
 
-        Nodes that are already set are kept, otherwise `nodes` is used; if all ranks are on one node, each rank counts
-        as a node of its own. A home with one copy or a rule is returned unchanged.
+        `self.nodes` is used if it is set, otherwise `nodes`; if `nodes` is a single node, each rank counts as its own
+        node. A home with one copy or a rule is returned unchanged.
         """
         self.check(len(nodes))
-        if self.copies == 1 or self.rule is not None:  # chosen owners are on several nodes
+        if self.copies == 1 or self.rule is not None:  # a rule chooses owners on several nodes
             return self
         alone = len(set(nodes)) == 1
         placed = replace(self, nodes=self.nodes or tuple(range(len(nodes)) if alone else _nodes(nodes)))
@@ -115,7 +116,7 @@ class Home:
             owning = {node for node, share in zip(placed.nodes, shares, strict=True) if share}
             if len(owning) < placed.copies:
                 raise ValueError(
-                    f"home {self}: {name}: all owners are on node {owning.pop()}, so there is none on another"
+                    f"home {self}: {name}: all owners are on node {owning.pop()}, but the second copy needs another"
                     " node: give ranks of another node a share, or use copies 1"
                 )
         return placed

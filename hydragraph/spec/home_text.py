@@ -1,4 +1,4 @@
-"""Owners in words: `layers 0-3 on ranks 0,1; layers 4-7 on rank 2`."""
+"""Description of the owners of state, such as `layers 0-3 on ranks 0,1; layers 4-7 on rank 2`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def owners_text(home: Home, buckets: Sequence[str], ranks: int) -> str:
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Return ascending numbers in runs of consecutive ones."""
+    """Split ascending numbers into runs of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

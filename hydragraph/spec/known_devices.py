@@ -1,4 +1,4 @@
-"""Datasheets of GPUs; peaks are dense, for 16-bit products summed in fp32."""
+"""Datasheets of GPUs. Peaks are for dense 16-bit matrix products with fp32 accumulation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-UNKNOWN = 0.65  # assumed fraction of the peak in large products
+UNKNOWN = 0.65  # assumed fraction of the peak that large matrix products reach
 # Bytes/s to pinned host memory over 16 lanes: about 80 % of the published rate.
 PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
-_NEAR = 0.03  # relative difference of peak and bandwidth to a known device
+_NEAR = 0.03  # maximum relative difference from a known device's peak and bandwidth
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A GPU; see `spec.cluster.Device`.
+    """Datasheet of a GPU; for the other fields, see `spec.cluster.DeviceType`.
 
     Attributes:
-        reached: fraction of the peak in large products: for A100 and H100 fitted on published runs
-            (`benchmarks/published_runs.py --fit`), else assumed.
-        published: predictions were compared with published runs.
+        reached: fraction of the peak that large matrix products reach; fitted to published runs for A100 and H100
+            (`benchmarks/published_runs.py --fit`), otherwise assumed.
+        published: whether predictions for this GPU were compared with published runs.
     """
 
     flops_per_s: float
@@ -52,7 +52,7 @@ KNOWN: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def known(flops_per_s: float, memory_bytes_per_s: float) -> Datasheet | None:
-    """Return the datasheet of this peak and bandwidth, if any."""
+    """Return the datasheet with this peak and bandwidth, if any."""
     for sheet in KNOWN.values():
         pairs = ((flops_per_s, sheet.flops_per_s), (memory_bytes_per_s, sheet.memory_bytes_per_s))
         if all(abs(device_speed - sheet_speed) <= _NEAR * sheet_speed for device_speed, sheet_speed in pairs):

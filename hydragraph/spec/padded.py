@@ -1,4 +1,4 @@
-"""Padded batches of tokenizers, split into sequences."""
+"""Conversion of a tokenizer's padded batches into sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = "token_type_ids"
 _LABELS = ("labels", "shift_labels")
 _TOKENS = ("input_ids", MASK, _TYPES, *_LABELS)
 
-Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a mapping of several
+Given = Tensor | Sequence[int] | Mapping[str, Any]  # one sequence, or a mapping of one or several
 Batches = Iterable[Given] | Mapping[str, Any]
 
 
@@ -26,12 +26,12 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
     Args:
         given: sequences, each a tensor [L], NumPy array or list of token ids, or a mapping of tensors [L, ...]. A
-            mapping may also hold a batch [B, L, ...] or lists of token ids, with an `attention_mask` for padding on the
-            right.
-        own: user-defined fields, kept unchanged.
+            mapping may also contain a batch [B, L, ...] or lists of token ids, with an `attention_mask` that marks
+            padding on the right.
+        own: names of user-defined fields; an `attention_mask` or `token_type_ids` among them is not interpreted.
 
     Raises:
-        Unsupported: a mask with other padding.
+        Unsupported: an `attention_mask` marks padding elsewhere than on the right.
     """
     if not isinstance(given, Iterable):
         raise ValueError(f"the mini-batch is {given!r}; pass a list of sequences, each a tensor or list of token ids")
@@ -47,7 +47,7 @@ def sequences_in(given: Batches, own: Collection[str] = ()) -> list[Tensor | dic
 
 
 def _rows(fields: dict[str, Any], first: int) -> Iterator[dict[str, Any]]:
-    """Yield a batch's rows, or the single row."""
+    """Yield the rows of a batch; a single sequence is one row."""
     ids = fields.get("input_ids")
     lists = isinstance(ids, list) and bool(ids) and all(isinstance(row, list | Tensor) for row in ids)
     if not lists and not (isinstance(ids, Tensor) and ids.dim() == 2):
@@ -100,8 +100,8 @@ def _unpadded(row: dict[str, Any], index: int, own: Collection[str]) -> dict[str
         if isinstance(labels, Tensor) and bool((labels[length:] != IGNORED).any()):
             at = length + int((labels[length:] != IGNORED).nonzero()[0])
             raise ValueError(
-                f"sequence {index}: {name} is {int(labels[at])} at position {at}, which attention_mask leaves out; "
-                f"set it to {IGNORED} there"
+                f"sequence {index}: {name} is {int(labels[at])} at position {at}, which attention_mask marks as "
+                f"padding; set it to {IGNORED} there"
             )
     return {name: value[:length] if isinstance(value, Tensor) else value for name, value in row.items()}
 

@@ -10,23 +10,25 @@ from typing import Any
 
 from hydragraph.spec.stage_kind import StageKind, is_budget
 
-GRADIENTS = "gradients"  # a stage's `stream` if it streams only these
+GRADIENTS = "gradients"  # value of a stage's `stream` if the stage streams only gradients
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers on one group of devices, tensor-parallel over all.
+    """Consecutive layers on a group of devices, tensor-parallel over all of them.
 
     Attributes:
         sequence_parallel: split the tokens over the devices between tensor-parallel regions.
-        recompute: True: save only each layer's input and repeat its forward in the backward. A memory budget between 0
-            and 1, in hundredths: save about this fraction, and always results of attention and collectives. False:
-            save what the backward needs, except what is cheap to compute.
-        stream: True: pull weights before each use of a block, free them after it, and push gradients after each
-            backward; "gradients": only push gradients like this. False: once per iteration.
-        offload: keep what forwards save in host memory until their backwards.
-        sums_in_pieces: compute products that devices sum in `PIECES` pieces of the tokens, and sum each while the next
-            is computed. Not with sequence_parallel.
+        recompute: True: save only each layer's input and recompute its forward in the backward. A memory budget between
+            0 and 1, in hundredths: save about this fraction of the activations, always including results of attention
+            and collectives. False: save all activations that the backward needs, except those that are cheap to
+            recompute.
+        stream: True: pull a block's weights before each use, free them afterwards, and push gradients after each
+            backward. "gradients": push gradients after each backward, but pull weights once per iteration. False: pull
+            and push once per iteration.
+        offload: keep activations in host memory between forward and backward.
+        sums_in_pieces: split the tokens of products that need an all-reduce into `PIECES` pieces, and reduce each piece
+            while the next one is computed. Not with sequence_parallel.
     """
 
     devices: tuple[int, ...]
@@ -47,7 +49,7 @@ class Stage:
             if self.devices.count(device) > 1:
                 raise ValueError(f"devices has {device} more than once: list each device once")
         if not is_whole(self.layers) or self.layers < 1:
-            raise ValueError(f"layers is {self.layers!r}: it counts layers, 1 or more; drop a stage that has none")
+            raise ValueError(f"layers is {self.layers!r}: give a whole number from 1, or remove the stage")
         for name in ("sequence_parallel", "offload", "sums_in_pieces"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use true or false")
@@ -59,11 +61,11 @@ class Stage:
         if not isinstance(self.stream, bool) and self.stream != GRADIENTS:
             raise ValueError(f"stream is {self.stream!r}: use true, false or {GRADIENTS}")
         if self.sums_in_pieces and self.sequence_parallel:
-            raise ValueError("sums_in_pieces with sequence_parallel, whose sums are scattered: set one of them")
+            raise ValueError("sums_in_pieces and sequence_parallel are both set, but they exclude each other: set one")
 
     @classmethod
     def of(cls, devices: tuple[int, ...], layers: int, kind: StageKind, stream: bool | str = False) -> Stage:
-        """Return a stage of a kind."""
+        """Return a stage of the given kind."""
         return cls(devices, layers, *kind[1:3], stream=stream, sums_in_pieces=kind.sums_in_pieces)
 
     @property
@@ -80,7 +82,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One replica of the model: its stages, in the order of the layers."""
+    """One replica of the model: stages in the order of the layers."""
 
     stages: tuple[Stage, ...]
 
@@ -94,24 +96,24 @@ class Pipeline:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All its devices, each once."""
+        """Devices of all stages, without duplicates."""
         return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Number of each stage's devices: 0, 1, 0, 1 if two groups take turns."""
+        """Index of each stage's device group, such as (0, 1, 0, 1) if two groups alternate."""
         number: dict[tuple[int, ...], int] = {}
         return tuple(number.setdefault(stage.devices, len(number)) for stage in self.stages)
 
     @property
     def shape(self) -> tuple[tuple[int, StageKind, bool | str, bool, int], ...]:
-        """Pipelines of one shape differ only in their devices."""
+        """Description of the stages without their devices; pipelines of equal shape differ only in devices."""
         stages = zip(self.stages, self.rows, strict=True)
         return tuple((s.layers, s.kind, s.stream, s.offload, row) for s, row in stages)
 
     @property
     def interleaved(self) -> bool:
-        """Whether a group of devices runs several of its stages."""
+        """Whether a group of devices runs several stages of the pipeline."""
         return len(set(self.rows)) < len(self.stages)
 
     @property
@@ -131,7 +133,7 @@ def is_whole(value: object) -> bool:
 
 
 def as_tuple(name: str, value: object) -> tuple[Any, ...]:
-    """Return a sequence as a tuple; a ValueError names the field otherwise."""
+    """Return a sequence as a tuple; for other values, raise a ValueError that names the field."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} is {value!r}: give a list")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from YAML, and back; errors name the field's path."""
+"""Conversion between YAML and frozen dataclasses; errors name the field's path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_yaml(path: str | Path) -> object:
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not text in UTF-8: name a YAML file") from None
+        raise ValueError(f"{path}: the file is not UTF-8 text: give a YAML file") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -37,7 +37,7 @@ def parse_yaml(text: str) -> object:
     return data
 
 
-# Pattern of PyYAML's message -> mistake and remedy; FOUND: the character.
+# Patterns of PyYAML's messages, with our remedy; FOUND stands for the character.
 _MISTAKES = {
     "while parsing a flow sequence": "its '[' is not closed: add ']', or a comma",
     "while parsing a flow mapping": "its '{' is not closed: add '}', or a comma",
@@ -46,12 +46,12 @@ _MISTAKES = {
     "found character|found undefined alias|constructor for the tag": "a text begins with FOUND: put it in quotes",
     "unknown escape": "a text in double quotes has a '\\' in it: use single quotes",
     "mapping values": (
-        "a ':' comes where no field can be: indent fields of one section alike, or put a text with ': ' in quotes"
+        "a ':' is where no field can be: indent all fields of a section equally, or put a text with ': ' in quotes"
     ),
-    "expected <block end>": "it is indented unlike the lines before it: indent fields of one section alike",
-    "expected the node content": "FOUND comes where a value is needed: write the value before it, or null",
-    "another document": "a second document begins: keep one in a file",
-    "unhashable": "a field is named by a list or a mapping: name it by a text",
+    "expected <block end>": "the indentation differs from the lines before it: indent all fields of a section equally",
+    "expected the node content": "FOUND is where a value is expected: write the value before it, or null",
+    "another document": "a second document begins: keep one document per file",
+    "unhashable": "a field's name is a list or a mapping: use a text as its name",
 }
 
 
@@ -71,7 +71,7 @@ def _mistake(error: yaml.YAMLError) -> str:
 def load_record(
     cls: type[Record], path: str | Path, name: str = "", hints: Mapping[str, str] = MappingProxyType({})
 ) -> Record:
-    """Read a YAML file into a dataclass; arguments as for `from_record`."""
+    """Read a YAML file into a dataclass; for the arguments, see `from_record`."""
     data = load_yaml(path)
     if data is None:
         raise ValueError(f"{path}: the file is empty: write {_example(cls)}")
@@ -88,12 +88,12 @@ def from_record(
     name: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
-    """Build a dataclass, with nested ones, from mappings and lists.
+    """Build a dataclass, including nested dataclasses, from mappings and lists.
 
     Args:
-        path: place of `data`, such as "pipelines[0].stages[1]".
-        name: of the whole, in messages; default: the class.
-        hints: remedies for unknown fields; default: the most similar field.
+        path: path of `data` in the file, such as "pipelines[0].stages[1]".
+        name: name of the top-level value in messages; default: the class.
+        hints: remedies for unknown fields, by name; default: the most similar field.
     """
     where = path or name or cls.__name__.lower()
     names = [field.name for field in fields(cls)]
@@ -132,12 +132,12 @@ def _sections(cls: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 
 def _from_value(hint: Any, value: object, path: str, hints: Mapping[str, str]) -> object:
-    """Build a field's value, except scalars."""
+    """Build a field's value; return scalars unchanged."""
     if get_origin(hint) in (Union, UnionType) and value is not None:
         records = [part for part in get_args(hint) if is_dataclass(part)]
         hint = records[0] if len(records) == 1 else hint  # the hint of an optional section
     if is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, str) and hasattr(hint, "parse"):  # written as a text
+        if isinstance(value, str) and hasattr(hint, "parse"):  # given as text
             record: object = hint.parse(value)
             return record
         return from_record(hint, value, path, hints=hints)
@@ -162,7 +162,7 @@ def _example(cls: type[Any]) -> str:
 
 
 def to_record(value: Any) -> Any:
-    """Return a dataclass as dicts, lists and scalars, without defaults."""
+    """Return a dataclass as dicts, lists and scalars, omitting default values."""
     if is_dataclass(value):
         own = ((field, getattr(value, field.name)) for field in fields(value))
         return {field.name: to_record(entry) for field, entry in own if entry != field.default}
@@ -177,7 +177,7 @@ def flow_yaml(value: object) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but 1e9 is a number (YAML 1.2), and a repeated field an error."""
+    """PyYAML's safe loader, except that 1e9 is a number (as in YAML 1.2) and a repeated field is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

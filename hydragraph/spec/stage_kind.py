@@ -1,4 +1,4 @@
-"""Kinds of stages and of ranks' parts, which determine a block's graphs."""
+"""Kinds of stages, and the parts of a stage on its ranks; they determine a block's graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class StageKind(NamedTuple):
-    """How a stage's ranks compute; equal kinds run equal graphs.
+    """How a stage's ranks compute; stages of equal kinds run equal graphs.
 
     Attributes:
         tp: the tensor-parallel degree.
@@ -22,13 +22,13 @@ class StageKind(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A name: tp2, tp2s (sequence-parallel), tp2sr (recomputed), tp2sr0.5 (in part), tp2p (sums in pieces)."""
+        """Name of the kind: tp2, tp2s (sequence-parallel), tp2sr (recomputed), tp2sr0.5 (in part), tp2p (in pieces)."""
         flags = "s" * self.sequence_parallel + recompute_flag(self.recompute) + "p" * self.sums_in_pieces
         return f"tp{self.tp}{flags}"
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Its options in words: "sequence parallel", "recomputed within a memory budget of 0.5"."""
+        """The options in words, such as "sequence parallel" or "recomputed within a memory budget of 0.5"."""
         budget = "" if isinstance(self.recompute, bool) else f" within a memory budget of {self.recompute:g}"
         return (
             *["sequence parallel"] * self.sequence_parallel,
@@ -49,14 +49,14 @@ class StageKind(NamedTuple):
         return cls(int(match[1]), bool(match[2]), bool(match[3]) if budget is None else budget, bool(match[5]))
 
     def parts(self) -> tuple[StagePart, ...]:
-        """Return the parts of all its ranks, in order."""
+        """Return the part of each rank, in order."""
         return tuple(StagePart(self, index) for index in range(self.tp))
 
 
-# Pieces of sums with `sums_in_pieces`. More would hide more, but each has the latency of all its messages, and
-# products of few tokens are inefficient.
+# Number of pieces with `sums_in_pieces`. More pieces would hide more, but each piece adds latency, and products of few
+# tokens are inefficient.
 PIECES = 2
-# Proposed memory budgets; few, because each is compiled.
+# Memory budgets that the planner proposes; few, because each budget is compiled.
 BUDGETS = (0.75, 0.5, 0.25)
 
 
@@ -66,13 +66,13 @@ def is_budget(value: object) -> bool:
 
 
 def recompute_flag(recompute: bool | float) -> str:
-    """Return the flag of recomputation, such as r or r0.5; "": off."""
+    """Return the flag of recomputation, such as "r" or "r0.5"; "" if it is off."""
     return "r" * bool(recompute) + ("" if isinstance(recompute, bool) else f"{recompute:g}")
 
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of a stage on one rank: tp2s:1 is the second of two."""
+    """The part of a stage on one rank: tp2s:1 is the second of two parts."""
 
     kind: StageKind = StageKind()  # noqa: RUF009
     index: int = 0

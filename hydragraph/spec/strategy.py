@@ -1,4 +1,4 @@
-"""Parallelisation of one iteration."""
+"""Strategy: the parallelization of one iteration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydragraph.spec.strategy_text import DEFAULT_SCHEDULE, SCHEDULES, format_st
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a rank: `index` among a stage's devices, for layers [first_layer, last_layer)."""
+    """Position of a rank: `index` among the devices of a stage with layers [first_layer, last_layer)."""
 
     pipeline: int
     stage: int
@@ -29,16 +29,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Pipelines that each hold the whole model and divide a mini-batch; other ranks are idle.
+    """Pipelines that each hold the whole model and divide a mini-batch; ranks in no pipeline are idle.
 
-    Pipelines may share a stage: the same devices in order, layers and flags. It holds weights and gradients once. In
-    `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both.
+    Pipelines may share a stage whose devices (in order), layers and flags are equal. A shared stage stores weights and
+    gradients once. In `<[0]x2,[4,5]x2> + <[1]x2,[4,5]x2>` ranks 4 and 5 run the second half of the model for both
+    pipelines.
 
     The same devices may run several stages of one pipeline, with the same flags (interleaved stages). In
     `<[0]x2,[1]x2,[0]x2,[1]x2>` rank 0 runs layers 0-1 and 4-5.
 
     Attributes:
-        pipelines: with equal numbers of layers and, except as above, different devices.
+        pipelines: pipelines with equal numbers of layers and, except for shared stages, different devices.
         schedule: one of `SCHEDULES`.
     """
 
@@ -69,15 +70,15 @@ class Strategy:
             if earlier.setdefault(pipeline, i) != i:
                 raise ValueError(
                     f"pipeline {i}, stage 0: device {pipeline.devices[0]} is already in pipeline "
-                    f"{earlier[pipeline]}, stage 0, and so are all stages of these pipelines; leave one "
-                    "out: the other can run its micro-batches too"
+                    f"{earlier[pipeline]}, stage 0, and these two pipelines are equal; remove one "
+                    "of them: the other can run its micro-batches too"
                 )
-        # device -> (place in words, pipeline, first layer and stage)
+        # device -> (description of its stage, pipeline, first layer and stage)
         owners: dict[int, tuple[str, int, tuple[int, Stage]]] = {}
         for i, j, first, stage in self._placed_stages():
             where = f"pipeline {i}, stage {j}"
             if j and self.pipelines[i].stages[j - 1].devices == stage.devices:
-                raise ValueError(f"{where}: it follows a stage on the same devices; join the two")
+                raise ValueError(f"{where}: it follows a stage on the same devices; merge the two stages")
             for device in stage.devices:
                 there, owner, other = owners.setdefault(device, (where, i, (first, stage)))
                 if owner == i and replace(other[1], layers=stage.layers) == stage:
@@ -85,18 +86,18 @@ class Strategy:
                 if other != (first, stage):
                     counterpart = (first, replace(other[1], layers=stage.layers)) if owner == i else other
                     raise ValueError(
-                        f"{where}: device {device} is already in {there}; give every stage devices of its own, or "
-                        "share one stage between pipelines, or let a pipeline return to the same devices with the "
-                        f"same flags: these two differ in {_difference((first, stage), counterpart)}"
+                        f"{where}: device {device} is already in {there}; give every stage its own devices, or "
+                        "share a stage between pipelines, or interleave stages of one pipeline with equal flags: "
+                        f"these two stages differ in {_difference((first, stage), counterpart)}"
                     )
                 if self.pipelines[i].interleaved or self.pipelines[owner].interleaved:
                     raise ValueError(
-                        f"{where}: device {device} is already in {there}; a pipeline that returns to its devices "
-                        "shares no stage with another: give them different devices"
+                        f"{where}: device {device} is already in {there}; a pipeline with interleaved stages "
+                        "cannot share a stage with another pipeline: give them different devices"
                     )
 
     def _placed_stages(self) -> Iterator[tuple[int, int, int, Stage]]:
-        """Yield every stage with pipeline, index and first layer."""
+        """Yield (pipeline index, stage index, first layer, stage) for every stage."""
         for i, pipeline in enumerate(self.pipelines):
             for j, (first, stage) in enumerate(zip(pipeline.first_layers, pipeline.stages, strict=True)):
                 yield i, j, first, stage
@@ -108,12 +109,12 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices, each once."""
+        """All devices, without duplicates."""
         return tuple(dict.fromkeys(device for pipeline in self.pipelines for device in pipeline.devices))
 
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of pipelines that share stages, directly or through others: ((0, 2), (1,))."""
+        """Groups of pipelines that share stages, directly or through other pipelines, such as ((0, 2), (1,))."""
         groups = {i: [i] for i in range(len(self.pipelines))}
         first_of: dict[int, int] = {}
         for i, pipeline in enumerate(self.pipelines):
@@ -148,12 +149,12 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Its text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>"."""
+        """The strategy as text for `parse`, such as "<tp2,pp1> + 2*<tp1,pp2>"."""
         return format_strategy(self.pipelines, self.schedule)
 
     @property
     def fingerprint(self) -> str:
-        """Six hexadecimal digits, different for equal names and different models."""
+        """Hash of six hexadecimal digits, which differs for equal names with different numbers of layers."""
         content = json.dumps(asdict(self, dict_factory=_fingerprinted), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()[:6]
 
@@ -161,11 +162,11 @@ class Strategy:
         return f"{self.name}@{self.fingerprint}"
 
     def place(self, rank: int) -> Place | None:
-        """Return a rank's first place; None if it is idle."""
+        """Return a rank's first place, or None if the rank is idle."""
         return next(iter(self.places(rank)), None)
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """Return a rank's places: several for shared or interleaved stages, none if it is idle."""
+        """Return a rank's places: several for shared or interleaved stages, none if the rank is idle."""
         return tuple(
             Place(i, j, stage.devices.index(rank), first, first + stage.layers)
             for i, j, first, stage in self._placed_stages()
@@ -210,7 +211,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Strategy:
-        """Parse a text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`); a fingerprint is compared."""
+        """Parse text such as "<tp2,pp1> + 2*<tp1,pp2>" (`spec.strategy_text`); check its fingerprint, if any."""
         if not isinstance(text, str):
             raise ValueError(f'a strategy\'s text is {text!r}: give one such as "<tp2,pp1> + 2*<tp1,pp2>"')
         if not is_whole(layers) or layers < 1:
@@ -223,8 +224,8 @@ class Strategy:
             raise ValueError(f"strategy text {body!r}: {error}") from None
         if at and strategy.fingerprint != fingerprint.strip():
             raise ValueError(
-                f"strategy text {text!r}: with {layers} layers this is {strategy}, another strategy; "
-                "give the number of layers it was made for, or leave out the part from '@'"
+                f"strategy text {text!r}: with {layers} layers, this text is another strategy, {strategy}; "
+                "give the number of layers that it was made for, or remove the part from '@'"
             )
         return strategy
 
@@ -241,18 +242,18 @@ class Strategy:
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read a YAML file."""
+        """Read a strategy from a YAML file."""
         return load_record(cls, path)
 
     def save(self, path: str | Path) -> None:
-        """Write a YAML file for `load`, without defaults."""
+        """Write a YAML file for `load`, omitting default values."""
         data = self.to_dict()
         lines = ["pipelines:", *(f"  - stages: {flow_yaml(pipeline['stages'])}" for pipeline in data.pop("pipelines"))]
         lines += [f"{name}: {value}" for name, value in data.items()]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the YAML data, without defaults."""
+        """Return the strategy as YAML data, omitting default values."""
         data: dict[str, Any] = to_record(self)
         return data
 
@@ -263,7 +264,7 @@ class Strategy:
 
 
 def _fingerprinted(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Omit options that are off and newer than fingerprints."""
+    """Omit newer options if they are off, so that old fingerprints remain valid."""
     newer = ("stream", "offload", "sums_in_pieces")
     return {name: value for name, value in items if name not in newer or value is not False}
 

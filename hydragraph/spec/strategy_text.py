@@ -7,8 +7,9 @@
                g = stream gradients (not with w), o = offload activations, p = sums in pieces (not with s); a memory
                budget may follow r, as in sr0.5w
 
-A regular pipeline `<tpT,ppP>` takes the T*P devices after the highest before it and splits the layers evenly.
-`<tpT,ppP,vV>` splits them into P*V stages, which the P groups of devices run in turn (interleaved).
+A regular pipeline `<tpT,ppP>` uses the T*P devices that follow the highest device of the pipelines before it, and
+splits the layers evenly. `<tpT,ppP,vV>` splits the layers into P*V stages, which the P groups of devices run in turn
+(interleaved).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hydragraph.spec.pipeline import Pipeline, Stage
 from hydragraph.spec.stage_kind import is_budget, recompute_flag
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # `ir/schedules`
-DEFAULT_SCHEDULE = SCHEDULES[0]  # the text leaves it out
+DEFAULT_SCHEDULE = SCHEDULES[0]  # omitted in texts
 
 _MIXED = "|".join(re.escape(name) for name in SCHEDULES if not name.isalpha())
 _TOKEN = re.compile(_MIXED + r"|[A-Za-z]+|[0-9]*\.[0-9]+|[0-9]+|\S")
@@ -39,7 +40,7 @@ _SWITCHES = {"s": "sequence_parallel", "o": "offload", "p": "sums_in_pieces"}
 
 
 def planned_schedules(backend: str) -> tuple[str, ...]:
-    """Return the schedules that plans try: zb-h1 splits backwards, which Inductor compiles whole."""
+    """Return the schedules that the planner tries. Inductor does not support zb-h1, which splits backwards."""
     return ("1f1b",) if backend == "inductor" else ("1f1b", "zb-h1")
 
 
@@ -47,7 +48,7 @@ def parse_strategy(text: str, layers: int) -> tuple[tuple[Pipeline, ...], str]:
     """Parse a text for a model of `layers` layers; return pipelines and schedule.
 
     Raises:
-        ValueError: underlines the wrong part of the text.
+        ValueError: the text is invalid; the message underlines the wrong part.
     """
     reader = _TokenReader(text)
     pipelines = list(_parse_term(reader, layers, first=0))
@@ -73,7 +74,7 @@ def format_strategy(pipelines: Sequence[Pipeline], schedule: str) -> str:
 
 
 def regular_pipeline(tp: int, pp: int, layers: int, first: int, visits: int = 1, **flags: Any) -> Pipeline:
-    """Return `<tp,pp,v>` on devices first, first + 1, ...: even layers, remainders last."""
+    """Return `<tp,pp,v>` on devices first, first + 1, ...; the last stages get the remaining layers."""
     even, rest = divmod(layers, pp * visits)
     groups = [tuple(range(first + tp * i, first + tp * (i + 1))) for i in range(pp)] * visits
     stages = (Stage(devices, even + (i >= len(groups) - rest), **flags) for i, devices in enumerate(groups))
@@ -108,7 +109,7 @@ def _flags(stage: Stage) -> str:
 
 
 class _Token(NamedTuple):
-    text: str  # "" at the end
+    text: str  # "" at the end of the text
     start: int
 
 
@@ -150,10 +151,10 @@ class _TokenReader:
         return int(token.text), token
 
     def error(self, message: str, token: _Token, last: _Token | None = None) -> ValueError:
-        """Make an error that underlines `token`, or all up to `last`."""
+        """Make an error that underlines `token`, or the text from `token` to `last`."""
         end = last or token
         width = max(end.start + len(end.text) - token.start, 1)
-        shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, columns kept
+        shown = "".join(" " if c.isspace() else c for c in self.text)  # one line, with unchanged columns
         instead = "" if token.text else ", found the end"
         return ValueError(f"strategy text: {message}{instead}\n  {shown}\n  {' ' * token.start}{'^' * width}")
 
@@ -173,7 +174,7 @@ def _parse_term(reader: _TokenReader, layers: int, first: int) -> tuple[Pipeline
     pipeline = Pipeline(tuple(stages))
     closing = reader.expect(">", "<[0,1]x5,[2]x3>")
     if count is not None:
-        raise reader.error("a pipeline that names its devices cannot be repeated: write each one", start, closing)
+        raise reader.error("a pipeline that names its devices cannot be repeated: write each pipeline", start, closing)
     if pipeline.layers != layers:
         have = f"this pipeline's stages have {pipeline.layers} layers, but the model has {layers}"
         raise reader.error(have, opening, closing)
@@ -227,7 +228,7 @@ def _parse_flags(reader: _TokenReader) -> dict[str, Any]:
         letters += reader.take().text if _are_flags(reader.peek()) else ""
     if not _are_flags(letters):
         meanings = ", ".join(f"'{flag}' ({meaning})" for flag, meaning in _FLAGS.items())
-        what = f"a stage's flags are {meanings}, each at most once, and one of w and g, and of s and p"
+        what = f"a stage's flags are {meanings}, each at most once; w excludes g, and s excludes p"
         raise reader.error(what, start)
     stream = next((_STREAMED[letter] for letter in letters if letter in _STREAMED), False)
     recompute = "r" in letters if budget is None else budget

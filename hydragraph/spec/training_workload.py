@@ -1,4 +1,4 @@
-"""Training work to plan for."""
+"""Training workload of a plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Workload:
     """A mini-batch of equal sequences, or samples of varying lengths.
 
     Attributes:
-        sequences, length: number and tokens of equal sequences.
-        lengths: tokens of each sequence of sample mini-batches.
+        sequences, length: number of sequences of equal length, and their length in tokens.
+        lengths: length of each sequence in each sample mini-batch, in tokens.
 
     Example: `Workload(sequences=128, length=2048)`; `Workload(lengths=[[512, 90, 3000], [700, 2048]])`.
     """
@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def batches(self) -> tuple[tuple[int, ...], ...]:
-        """The lengths of each sample mini-batch."""
+        """Lengths of the sequences in each mini-batch."""
         return tuple(map(tuple, self.lengths)) if self.lengths else ((self.length,) * self.sequences,)
 
     @property
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def typical(self) -> Workload:
-        """Equal sequences with the same tokens T = sum l and squares Q = sum l^2: T^2 / Q sequences of Q / T tokens."""
+        """T^2 / Q equal sequences of Q / T tokens, for the mean of T = sum l and Q = sum l^2 over mini-batches."""
         if not self.lengths:
             return self
         tokens = sum(map(sum, self.batches)) / len(self.batches)

@@ -1,4 +1,4 @@
-"""Checked sequences with aligned labels."""
+"""Validated sequences with aligned labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """One sequence.
+    """One validated sequence.
 
     Attributes:
         ids, labels: token ids and labels, [L] (-100: no target).
         extra: user-defined fields, [L, ...].
-        moved: positions by which labels were shifted.
-        padding: value of user-defined fields in padding, if not 0.
+        moved: number of positions by which labels were shifted.
+        padding: padding value of each user-defined field, if it is not 0.
     """
 
     ids: Tensor
@@ -35,7 +35,7 @@ class Sequence:
 
     @property
     def targets(self) -> int:
-        """Number of positions that count in the loss."""
+        """Number of positions that contribute to the loss."""
         return int((self.labels != IGNORED).sum())
 
     def __len__(self) -> int:
@@ -44,11 +44,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Field:
-    """A user-defined field of tokens.
+    """A user-defined field with a value for each token.
 
     Attributes:
-        sizes: after the token dimension.
-        padding: value in padding; for targets, ignored by the loss.
+        sizes: sizes of the dimensions after the token dimension.
+        padding: value at padding positions; for targets, a value that the loss ignores.
     """
 
     dtype: torch.dtype
@@ -62,10 +62,11 @@ def sequence_of(
     """Check a user's sequence and align its labels.
 
     Args:
-        given: 1-D integer ids; or a mapping of input_ids, labels (-100 does not count) or shift_labels, and
-            user-defined fields [L, ...], or a number for all tokens of a field without sizes. position_ids 0, 1, 2, ...
-            are ignored.
-        causal: shift labels by one; else they must be given. shift_labels are never shifted.
+        given: 1-D integer ids, or a mapping with input_ids, labels or shift_labels (-100: no target), and user-defined
+            fields [L, ...]. A field without sizes may be one number for all tokens. position_ids 0, 1, 2, ... are
+            ignored.
+        causal: shift labels by one position, and use input_ids if labels are missing; otherwise labels are required.
+            shift_labels are never shifted.
 
     Returns:
         The sequence, with contiguous CPU tensors; int64 ids and labels.
@@ -151,7 +152,13 @@ def _check_names(brought: Mapping[str, Tensor], own: Mapping[str, Field], index:
     unknown = sorted(set(brought) - {"input_ids", "labels", "shift_labels", *own})
     missing = sorted({"input_ids", *own} - set(brought))
     if unknown or missing or {"labels", "shift_labels"} <= set(brought):
-        what = f"unknown fields {unknown}" if unknown else f"no {', '.join(missing)}" if missing else "labels twice"
+        what = (
+            f"unknown fields {unknown}"
+            if unknown
+            else f"no {', '.join(missing)}"
+            if missing
+            else "both labels and shift_labels"
+        )
         raise Unsupported(
             what,
             where=f"sequence {index}",

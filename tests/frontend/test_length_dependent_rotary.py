@@ -45,7 +45,7 @@ def test_each_sequence_has_the_frequencies_of_its_own_length(kind: str, most: in
     assert loss == pytest.approx(wanted.losses[0], rel=1e-5)
     name, ratio = reference.worst(found, wanted.gradients[0])
     assert ratio <= 1, name
-    with pytest.raises(ValueError, match=rf"sequence 1 has {most + 1} tokens, but .* has {most} positions; cut"):
+    with pytest.raises(ValueError, match=rf"sequence 1 has {most + 1} tokens, but .* has {most} positions; truncate"):
         exe.evaluate(sequences([5, most + 1]))
     exe.close()
 

@@ -30,7 +30,9 @@ def test_limits_of_families(name: str, expected: set[tuple[str, int, int]]) -> N
 def test_rotary_models_have_the_positions_that_their_config_says() -> None:
     (limit,) = (limit for limit in field_ranges_of(captured("llama")[0]) if limit.field == "position_ids")
     MiniBatch.of([torch.zeros(8192, dtype=torch.int64)], True, {}, [limit])
-    message = r"sequence 1 has 8193 tokens, but the model's config \(max_position_embeddings\) has 8192 positions; cut"
+    message = (
+        r"sequence 1 has 8193 tokens, but the model's config \(max_position_embeddings\) has 8192 positions; trunc"
+    )
     with pytest.raises(ValueError, match=message):
         MiniBatch.of([torch.zeros(n, dtype=torch.int64) for n in (8192, 8193)], True, {}, [limit])
 

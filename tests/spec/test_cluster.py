@@ -61,7 +61,7 @@ def test_one_node_needs_one_link_only() -> None:
     cluster = Cluster.homogeneous(4, device=DEVICE, within_node=FAST)
     assert {device.node for device in cluster.devices} == {0}
     assert cluster.link(0, 3) == FAST
-    with pytest.raises(ValueError, match="4 ranks at 2 per node are several nodes: give between_nodes"):
+    with pytest.raises(ValueError, match="4 ranks with 2 per node need several nodes: set between_nodes"):
         Cluster.homogeneous(4, device=DEVICE, within_node=FAST, ranks_per_node=2)
     with pytest.raises(ValueError, match="ranks is 0"):
         Cluster.homogeneous(0, device=DEVICE, within_node=FAST)
@@ -198,7 +198,7 @@ def test_links_can_be_scaled(tmp_path: Path) -> None:
         ("[h100, l4]", "[h100, a100]", "pairs: unknown device type 'a100'"),
         ("[h100, l4]", "[h100]", "pairs[0]: types is ['h100']: name two types"),
         ("cards: 2", "cards: 3", "nodes[1]: cards is 3, devices is 2"),
-        ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: give them by ascending bytes"),
+        ("[1e6, 3e9]", "[1e2, 3e9]", "nodes[1].outer: points: sort them by bytes"),
         ("  l4: {flops_per_s: 1.2e14, ", "  l4: {", "types.l4: missing field 'flops_per_s'"),
         ("devices: 4", "device: 4", "nodes[0]: unknown field 'device': did you mean 'devices'?"),
     ],

@@ -23,13 +23,16 @@ LIMITS = (
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (torch.tensor([1, 64]), "sequence 1: input_ids is 64 at position 1, outside the 0 to 63 of wte; mend the data"),
+        (
+            torch.tensor([1, 64]),
+            "sequence 1: input_ids is 64 at position 1, outside the 0 to 63 of wte; correct the data",
+        ),
         (torch.tensor([-1, 3]), "sequence 1: input_ids is -1 at position 0"),
         (
             {"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, -100, 64])},
             "sequence 1: labels is 64 at position 2",  # where it was given
         ),
-        (torch.tensor([1] * 6), "sequence 1 has 6 tokens, but wpe has 5 positions; cut the sequence"),
+        (torch.tensor([1] * 6), "sequence 1 has 6 tokens, but wpe has 5 positions; truncate the sequence"),
     ],
 )
 def test_values_outside_are_refused_by_sequence_and_position(wrong: Tensor | dict[str, Tensor], message: str) -> None:

@@ -85,7 +85,9 @@ def test_other_masks_are_refused(mask: Tensor | None) -> None:
 
 def test_labels_that_count_in_the_padding_are_refused() -> None:
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
-    with pytest.raises(ValueError, match="sequence 0: labels is 0 at position 3, which attention_mask leaves out"):
+    with pytest.raises(
+        ValueError, match="sequence 0: labels is 0 at position 3, which attention_mask marks as padding"
+    ):
         sequences_in(batch)
 
 

@@ -195,16 +195,22 @@ def test_pipelines_are_joined_by_stages_in_common(text: str, groups: tuple[tuple
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<[0]x2,[4,5]x2> + <[1]x2,[5,4]x2>", "these two differ in devices ([5, 4] and [4, 5])"),
-        ("<[0]x2,[4,5]x2> + <[1]x2,[4]x2>", "device 4 is already in pipeline 0, stage 1; give every stage devices of"),
+        ("<[0]x2,[4,5]x2> + <[1]x2,[5,4]x2>", "these two stages differ in devices ([5, 4] and [4, 5])"),
+        (
+            "<[0]x2,[4,5]x2> + <[1]x2,[4]x2>",
+            "device 4 is already in pipeline 0, stage 1; give every stage its own devices",
+        ),
         ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "pipeline 1, stage 1: device 4 is already in pipeline 0, stage 1"),
-        ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two differ in layers (2-3 and 1-3)"),
-        ("<[0]x2,[4]x2r> + <[1]x2,[4]x2>", "these two differ in recompute (False and True)"),
-        ("<[0]x2,[4,5]x2s> + <[1]x2,[4,5]x2>", "these two differ in sequence_parallel (False and True)"),
-        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: it follows a stage on the same devices; join the two"),
-        ("<[0]x1,[1]x1,[0]x2r>", "return to the same devices with the same flags: these two differ in recompute"),
-        ("<[0,1]x1,[2]x1,[1,0]x2>", "these two differ in devices ([1, 0] and [0, 1])"),
-        ("<[0]x2,[1]x1,[0]x1> + <[0]x2,[2]x2>", "a pipeline that returns to its devices shares no stage with another"),
+        ("<[0]x1,[4]x3> + <[1]x2,[4]x2>", "these two stages differ in layers (2-3 and 1-3)"),
+        ("<[0]x2,[4]x2r> + <[1]x2,[4]x2>", "these two stages differ in recompute (False and True)"),
+        ("<[0]x2,[4,5]x2s> + <[1]x2,[4,5]x2>", "these two stages differ in sequence_parallel (False and True)"),
+        ("<[0]x2,[0]x2>", "pipeline 0, stage 1: it follows a stage on the same devices; merge the two stages"),
+        (
+            "<[0]x1,[1]x1,[0]x2r>",
+            "interleave stages of one pipeline with equal flags: these two stages differ in recompute",
+        ),
+        ("<[0,1]x1,[2]x1,[1,0]x2>", "these two stages differ in devices ([1, 0] and [0, 1])"),
+        ("<[0]x2,[1]x1,[0]x1> + <[0]x2,[2]x2>", "a pipeline with interleaved stages cannot share a stage with another"),
         ("<[0]x2,[1]x2> + <[2]x4> + <[0]x2,[1]x2>", "pipeline 2, stage 0: device 0 is already in pipeline 0, stage 0"),
     ],
 )
@@ -310,9 +316,9 @@ def test_an_unknown_schedule_is_refused(schedule: Any) -> None:
     [
         ("<tp1,pp1> + <[0]x8>", 8, "'<tp1,pp1> + <[0]x8>': pipeline 1, stage 0: device 0 is already in"),
         ("<tp1,pp1>", 0, "layers is 0"),
-        ("<tp1,pp1>@000000", 8, "with 8 layers this is <tp1,pp1>@"),
-        ("<tp1,pp1>@", 8, "with 8 layers this is <tp1,pp1>@"),
-        (str(Strategy.parse("<tp1,pp1>", 8)), 4, "with 4 layers this is <tp1,pp1>@"),
+        ("<tp1,pp1>@000000", 8, "with 8 layers, this text is another strategy, <tp1,pp1>@"),
+        ("<tp1,pp1>@", 8, "with 8 layers, this text is another strategy, <tp1,pp1>@"),
+        (str(Strategy.parse("<tp1,pp1>", 8)), 4, "with 4 layers, this text is another strategy, <tp1,pp1>@"),
     ],
 )
 def test_parse_refuses(text: str, layers: int, message: str) -> None:
@@ -406,7 +412,7 @@ def test_sums_in_pieces_are_of_tensor_parallel_stages_without_sequence_paralleli
     stage = Stage((0, 1), 2, sums_in_pieces=True)
     assert stage.kind.sums_in_pieces
     assert not Stage((0,), 2, sums_in_pieces=True).kind.sums_in_pieces
-    with pytest.raises(ValueError, match="sums_in_pieces with sequence_parallel"):
+    with pytest.raises(ValueError, match="sums_in_pieces and sequence_parallel"):
         replace(stage, sequence_parallel=True)
     with pytest.raises(ValueError, match="sums_in_pieces is 1: use true or false"):
         replace(stage, sums_in_pieces=1)  # type: ignore[arg-type]

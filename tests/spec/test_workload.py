@@ -72,7 +72,7 @@ def test_other_positions_are_refused(given: Any) -> None:
 
 
 def test_labels_are_given_once() -> None:
-    with pytest.raises(Unsupported, match="labels twice"):
+    with pytest.raises(Unsupported, match="both labels and shift_labels"):
         sequence_of({"input_ids": IDS, "labels": LABELS, "shift_labels": LABELS}, 0, True)
 
 
