@@ -1,17 +1,17 @@
 """Assignment of a mini-batch's sequences to pipelines and micro-batches.
 
-Sequences are dispatched by the time of the best number of equal micro-batches (`local_search.finish`, FORMED). Each
-share is packed, and the excess is added to the pipeline's end in the next round.
+Sequences are dispatched by pipelines' times with the best number of equal micro-batches (`local_search.finish`,
+FORMED). Each pipeline's share is packed; the excess over that time is added to the pipeline's end in the next round.
 
-The rounds use an envelope: every stage as slow as the slowest, (PP - 1) times the largest micro-batch to fill and
-drain. The best result is improved by the actual schedule (`schedule_search`).
+The rounds use an envelope: every stage is as slow as the slowest stage, and filling and draining take (PP - 1) times
+the largest micro-batch. The best result is improved with the actual schedule (`schedule_search`).
 
 Equations of Hydraulis -> functions:
 
     section 6, dispatch, then pack                                      `enveloped`
-    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimised by `formed`
-    a lower bound on it for any V (ours)                                 `formed_room`
-    the schedule, and a lower bound on it (ours)                         `improved`, `bound_pipelines`
+    Appendix D.1, sum_j cost_j + (PP - 1) max_j cost_j of each pipeline  minimized by `formed`
+    a lower bound on this sum for any V (ours)                           `formed_room`
+    the schedule's end, and a lower bound on this end (ours)             `improved`, `bound_pipelines`
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlannedAssignment(Assignment):
 
     Attributes:
         seconds: exact end of the last pipeline.
-        bound: lower bound of any assignment's seconds.
+        bound: lower bound on the seconds of any assignment.
     """
 
     seconds: float = 0.0
@@ -59,7 +59,7 @@ class PlannedAssignment(Assignment):
 
     @property
     def spread(self) -> float:
-        """Relative difference of slowest and fastest busy pipelines."""
+        """Relative difference between the slowest and the fastest busy pipeline."""
         busy = [s for s in self.by_pipeline if s]
         return max(busy) / min(busy) - 1 if busy else 0.0
 
@@ -73,13 +73,12 @@ def assign(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign every sequence to a pipeline and a micro-batch; minimise the last end.
+    """Assign every sequence to a pipeline and a micro-batch; minimize the last pipeline's end.
 
     Args:
-        lengths: tokens; zeros are left out.
-        deadline_s: seconds until the last improvement starts; 0: only the quick plan; None: the search is
-            deterministic.
-        effort: default: `EFFORT`.
+        lengths: tokens of each sequence; empty sequences are skipped.
+        deadline_s: seconds after which no improvement starts; 0: no search; None: the search is deterministic.
+        effort: search effort; default: `EFFORT`.
 
     Raises:
         Unsupported: a sequence is longer than every MaxLen, or a scheme is not in the profile.
@@ -95,7 +94,7 @@ def assign_pipelines(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> PlannedAssignment:
-    """Assign for any pipelines; see `assign`."""
+    """Assign sequences to given pipelines; see `assign`."""
     return assign_bounded(bounded_pipelines(pipelines, lengths), lengths, deadline_s, effort=effort, seed=seed)
 
 
@@ -115,7 +114,7 @@ class Bounded:
 
 
 def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> Bounded:
-    """Return the lower bound and the start of the search."""
+    """Return the lower bound and the initial assignment of a search."""
     problem = problem_of(pipelines, lengths, formed=True)
     max_len = np.array([float(kind.max_len) for kind in problem.kinds])
     sequences = Sequences(problem.lengths, problem.kind_of, max_len, stage_terms(problem.kinds, len(problem.lengths)))
@@ -131,7 +130,7 @@ def bounded_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int])
 
 
 def line_terms(problem: AssignmentProblem, terms: StageTerms) -> StageTerms:
-    """Return terms that never exceed a stage's seconds."""
+    """Return cost terms that are a lower bound on a stage's seconds."""
     if terms.faithful.all() or not len(problem.lengths):
         return terms
     return stage_terms(problem.kinds, len(problem.lengths), int(problem.lengths[-1]))
@@ -183,7 +182,7 @@ class MicroBatchCut:
 
 
 def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> MicroBatchCut:
-    """Search by the envelope; return the best result by the schedule."""
+    """Search with the envelope; return the result whose schedule ends first."""
     problem = start.problem
     relaxed = start.relaxed
     placed = start.first
@@ -202,7 +201,7 @@ def enveloped(start: Bounded, until: float | None = None, seed: int = 0) -> Micr
 
 
 def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
-    """Cut each share into micro-batches; also return the published estimates [P]."""
+    """Divide each share into micro-batches; also return the seconds by Appendix D.1 [P]."""
     problem = start.problem
     n = len(problem.lengths)
     pipelines = len(problem.pipelines)
@@ -230,11 +229,11 @@ def formed(start: Bounded, placed: Ints) -> tuple[MicroBatchCut, Floats]:
 
 
 def improved(start: Bounded, cut: MicroBatchCut, effort: Effort, seed: int) -> MicroBatchCut:
-    """Return an assignment improved by its schedule, never worse."""
+    """Improve an assignment by its schedule; the result is never worse."""
     arrays = (cut.placed.copy(), cut.batch.copy(), cut.order.copy(), cut.count.copy())
     enough = start.seconds * (1 + effort.enough)
     improve(*arrays, start.given, effort.kicks_for(len(cut.count), len(cut.placed)), TASKS, enough, seed)
-    # The search approximates tables, but the exact ones decide.
+    # The search approximates cost tables, but exact tables decide.
     return min(cut, _cut(start, *arrays), key=lambda each: each.seconds)
 
 
@@ -259,20 +258,20 @@ def _micro_batches(cut: MicroBatchCut, what: Ints) -> tuple[tuple[tuple[int, ...
 
 
 def bound_pipelines(pipelines: Sequence[PipelineCost], lengths: Sequence[int]) -> float:
-    """Return a lower bound of any assignment's seconds."""
+    """Return a lower bound on the seconds of any assignment."""
     return bounded_pipelines(pipelines, lengths).seconds
 
 
 def _least_cost(problem: AssignmentProblem) -> Floats:
-    # Without a bubble, c is paid at least once per MaxLen tokens.
+    # Without a bubble, the fixed cost c counts at least once per MaxLen tokens.
     overhead = np.array([k.c / k.max_len if k.stages == 1 and k.max_len else 0.0 for k in problem.kinds])
     return np.asarray(problem.cost + problem.lengths[:, None] * overhead)
 
 
 def formed_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function: z -> work of a pipeline of each kind by z, for any V >= 1.
+    """Return a function of z: the work that a pipeline of each kind can finish by z, for any V >= 1.
 
-    By z, sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
+    The work `sum` satisfies sum + c V + (PP - 1) (sum / V + c) <= z. The best V is sqrt((PP - 1) sum / c), which gives
     sqrt(sum) = sqrt(z) - sqrt((PP - 1) c); if that V is below 1, sum = z / PP - c.
     """
     depth = np.array([k.stages - 1.0 for k in problem.kinds])

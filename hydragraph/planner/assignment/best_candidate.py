@@ -1,6 +1,6 @@
 """Choice of the strategy whose assignment of a mini-batch finishes first (Hydraulis, section 6).
 
-Candidates are assigned in the order of their lower bounds, and skipped if their bound already loses.
+Candidates are assigned in the order of their lower bounds; a candidate whose bound exceeds the best time is skipped.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Verdict:
     """Result of one candidate.
 
     Attributes:
-        seconds: expected, with `charge`; infinite if not assigned.
-        bound: lower bound of `seconds`.
+        seconds: expected seconds, including `charge`; infinite if the candidate was not assigned.
+        bound: lower bound on `seconds`.
         charge: seconds besides computing.
-        why: why it lost; "" for the winner.
+        why: reason why the candidate lost; "" for the winner.
     """
 
     seconds: float
@@ -36,7 +36,7 @@ class Choice:
     """The winner and all verdicts.
 
     Attributes:
-        assignment: without the charge.
+        assignment: the winner's assignment, whose seconds exclude the charge.
     """
 
     index: int
@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the winner, with the charge."""
+        """Expected seconds of the winner, including the charge."""
         return self.verdicts[self.index].seconds
 
 
@@ -55,7 +55,7 @@ def choose(
     """Return the index and assignment of the candidate that finishes first.
 
     Raises:
-        Unsupported: no candidate takes the longest sequence.
+        Unsupported: the longest sequence fits no candidate.
     """
     choice = compare(candidates, profile, lengths, seed=seed)
     return choice.index, choice.assignment
@@ -69,10 +69,10 @@ def compare(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose, and report why the others lost.
+    """Choose a candidate, and report why the others lost.
 
     Args:
-        all_of_them: also assign candidates whose bound already loses.
+        all_of_them: also assign candidates whose bound exceeds the best time.
     """
     pipelines = [profile.pipelines(candidate) for candidate in candidates]
     charges = [profile.charge(candidate) for candidate in candidates]
@@ -87,13 +87,13 @@ def compare_pipelines(
     all_of_them: bool = False,
     seed: int = 0,
 ) -> Choice:
-    """Choose among strategies of any pipelines.
+    """Choose among strategies that are given by their pipelines' costs.
 
     Args:
         charges: seconds of each candidate besides computing.
 
     Raises:
-        Unsupported: no candidate takes the longest sequence.
+        Unsupported: the longest sequence fits no candidate.
         ValueError: the list of candidates is empty.
     """
     if not candidates:

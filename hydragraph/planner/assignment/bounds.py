@@ -1,26 +1,26 @@
-"""Lower bound of when the last pipeline finishes: the linear relaxation over kinds of pipelines.
+"""Lower bound on the last pipeline's end: the linear relaxation over kinds of pipelines.
 
-Minimise theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x,
-sum_i min_t lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z. The linear program,
-on groups of similar lengths, only finds good prices.
+Minimize theta with sum_i cost[i, t] x[i, t] <= theta capacity[t](z). For any prices lambda >= 0 and any x, sum_i min_t
+lambda_t cost[i, t] <= sum_t lambda_t capacity[t](z) must hold for every reachable z. The linear program, on groups of
+similar lengths, only finds good prices.
 
     n  sequences, sorted by length, descending;  K kinds;  t a kind
     z            a deadline for all pipelines
     cost[i, t]   [n, K]  minimum seconds of sequence i on a pipeline of kind t; infinite: does not fit
-    capacity(z)  [K]     seconds of work of all pipelines of a kind by z
+    capacity(z)  [K]     seconds of work that all pipelines of a kind finish by z
     x, `shares`  [n, K]  fraction of each sequence on each kind; rows add up to 1
     lambda       [K]     `prices`: the duals of the capacities
 
 `schedule_bound` adds bounds from the schedule, for kinds whose backward is one action (`HOLDS_FOR`). If the shortest of
-some sequences takes t forward to a stage, and u back, the pipeline ends no earlier than t + u + their time on that
-stage. For all sequences above some length:
+some sequences takes t seconds forward to a stage, and u back, the pipeline ends no earlier than t + u plus these
+sequences' time on the stage. Bounds for all sequences above some length:
 
     divided     the relaxation, with room z - t - u on each pipeline
-    pigeonhole  of the p longest, each pipeline holds a whole number by z; together they must hold p
-    alone       no sequence ends before it would alone on its best pipeline
+    pigeonhole  each pipeline finishes a whole number of the p longest by z; together, pipelines must finish p
+    alone       no sequence ends earlier than alone on its best pipeline
 
-Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. Divided, they end at 5; but two share a pipeline and
-take at least 6. The bounds are ours.
+Example: two one-stage pipelines, sequences of 4, 3 and 3 seconds. The first bound is 5, but two sequences share a
+pipeline and take at least 6. The bounds are ours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hydragraph.planner.bisection import above, bisect
 Floats = NDArray[np.float64]
 
 HOLDS_FOR = WHOLE_BACKWARD
-# Groups of similar lengths, and rounds, of the linear program.
+# Numbers of groups of similar lengths, and of rounds, of the linear program.
 GROUPS = 200
 ROUNDS = 3
 FORBIDDING = 1e6
@@ -53,7 +53,7 @@ class Relaxation:
     """The bound and its solution.
 
     Attributes:
-        seconds: lower bound of any assignment.
+        seconds: lower bound on the seconds of any assignment.
         shares: x [n, K].
         prices: lambda [K].
     """
@@ -67,8 +67,8 @@ def relax(cost: Floats, capacity: Callable[[float], Floats], start: float) -> Re
     """Return the relaxation.
 
     Args:
-        capacity: non-decreasing in z.
-        start: a z that some assignment reaches.
+        capacity: function of z that does not decrease.
+        start: a z by which some assignment finishes.
     """
     if not len(cost):
         return Relaxation(0.0, cost, np.ones(cost.shape[1]))
@@ -93,7 +93,7 @@ def _groups(cost: Floats) -> NDArray[np.int64]:
     n = len(cost)
     if n <= GROUPS:
         return np.arange(n)
-    # Groups are finer at the long end, where one sequence matters.
+    # Groups are finer for long sequences, because each of them matters.
     fits = np.isfinite(cost).sum(1)
     even = np.unique(np.round(np.geomspace(1, n, GROUPS)).astype(np.int64)) - 1
     return np.unique(np.concatenate([[0], even, np.flatnonzero(np.diff(fits)) + 1]))
@@ -190,7 +190,7 @@ def least_of(problem: AssignmentProblem, terms: StageTerms) -> Least:
 
 
 def schedule_bound(problem: AssignmentProblem, terms: StageTerms, prices: Floats) -> float:
-    """Return a lower bound of any assignment's end by its schedule.
+    """Return a lower bound on the end of any assignment, based on the schedule.
 
     Args:
         prices: any non-negative prices of the kinds [K].
@@ -234,7 +234,7 @@ def _pigeonhole(problem: AssignmentProblem, least: Least, low: float) -> float:
 
 
 def alone(problem: AssignmentProblem, terms: StageTerms) -> float:
-    """Return the largest end of a sequence alone on its best pipeline."""
+    """Return the latest end of any sequence that runs alone on its best pipeline."""
     return max(min(_alone(terms, k, n) for k in kinds) for n, kinds in problem.hardest)
 
 

@@ -55,7 +55,7 @@ SINGLE = 2.0
 NEAR = 16
 # Fraction of the last end that a step must save: rounding must not keep the search running.
 LEAST_GAIN = 1e-12
-# The same with more than MANY sequences, where steps are slower.
+# This fraction with more than MANY sequences, for which steps are slower.
 MANY = 4096
 LEAST_OF_MANY = 1e-4
 
@@ -70,10 +70,10 @@ class Instance(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """Inputs of `finish` for each pipeline [P], and its end.
+    """Inputs of `finish` for each pipeline [P], and the pipelines' ends.
 
     Attributes:
-        longest, second: indices of its two longest sequences; n: none.
+        longest, second: indices of each pipeline's two longest sequences; n: none.
     """
 
     loads: Floats
@@ -110,7 +110,7 @@ def finish(terms: Floats, load: float, tokens: float, longest: float) -> float:
     if bubble == 0.0:
         best = low
     else:
-        best = load / alone  # more do not shorten the bubble
+        best = load / alone  # more micro-batches do not shorten the bubble
         if c > 0.0:
             best = min(best, math.sqrt(bubble * load / c))  # minimizes c V + (PP - 1) load / V
         best = min(max(best, low), high)
@@ -179,11 +179,11 @@ def ends_of(placed: Ints, instance: Instance) -> Floats:
 
 @partial(compiled, shared=True)
 def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
-    """Assign each sequence, longest first, where it finishes first; -1 if it fits nowhere.
+    """Assign each sequence, longest first, to the pipeline that finishes it first; -1 if it fits no pipeline.
 
     Args:
-        start: index of the first sequence that each pipeline takes [P].
-        fullest: assign where the least room is left instead.
+        start: index of the first sequence that each pipeline accepts [P].
+        fullest: assign to the fullest pipeline instead.
     """
     cost = instance.cost
     lengths = instance.lengths
@@ -198,7 +198,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
     ends = np.zeros(pipelines)
     placed = np.full(n, -1, np.int64)
     front = np.empty(kinds, np.int64)  # first pipeline of each kind to finish
-    least = np.empty(kinds)  # its sort key
+    least = np.empty(kinds)  # sort key of this pipeline
     for i in range(n):
         front[:] = -1
         least[:] = np.inf
@@ -208,7 +208,7 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
                 continue
             if terms[t, MODE] == SINGLE and tokens[p] + lengths[i] > terms[t, MAX_LEN]:
                 continue
-            # The first pipeline of a kind to end is best unless its own longest decides.
+            # The pipeline of a kind that ends first is best, unless its longest sequence determines its end.
             key = -tokens[p] if fullest else ends[p]
             if key < least[t]:
                 least[t] = key
@@ -235,17 +235,17 @@ def longest_first(instance: Instance, start: Ints, fullest: bool) -> Ints:
 
 @compiled
 def quick_end(instance: Instance) -> float:
-    """Return when the last pipeline finishes after `longest_first`."""
+    """Return the last pipeline's end after `longest_first`."""
     placed = longest_first(instance, np.zeros(len(instance.kind_of), np.int64), False)
     return max(0.0, ends_of(placed, instance).max())
 
 
 @compiled
 def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float, Ints]:
-    """Alg. 1: assign each sequence where the last end grows least; keep the best of several orders.
+    """Alg. 1: assign each sequence to the pipeline that delays the last end least; return the best of several orders.
 
     Args:
-        orders: of the sequences, by trial [trials, n].
+        orders: order of the sequences in each trial [trials, n].
         least_loaded: ties go to the least loaded pipeline.
 
     Returns:
@@ -295,7 +295,7 @@ def greedy(orders: Ints, instance: Instance, least_loaded: bool) -> tuple[float,
 
 @compiled
 def horizon_of(ends: Floats, pipelines: int) -> float:
-    """Return the end that `pipelines` pipelines do not exceed."""
+    """Return the earliest time by which `pipelines` pipelines end."""
     horizon = -np.inf
     within = 0
     while within < pipelines:
@@ -312,8 +312,9 @@ def horizon_of(ends: Floats, pipelines: int) -> float:
 
 @compiled
 def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> float:
-    """Return a value that, plus added work, is a lower bound of pipeline q's end: more tokens may shorten a FORMED
-    one's bubble.
+    """Return a value that, plus added work, is a lower bound on pipeline q's end.
+
+    In mode FORMED, the value excludes the bubble, because more tokens may shorten it.
     """
     return extra[q] + state.loads[q] if terms[MODE] == FORMED else state.ends[q]
 
@@ -322,12 +323,12 @@ def _least_end(q: int, terms: Floats, extra: Floats, state: SearchState) -> floa
 def best_step(
     p: int, horizon: float, placed: Ints, instance: Instance, extra: Floats, state: SearchState
 ) -> tuple[float, int, int, int]:
-    """Return the step that most reduces the later end of pipeline p, the last to finish, and its partner.
+    """Return the step that most reduces the later end of two pipelines: p, which finishes last, and a partner q.
 
     A step moves sequence i from p to q, or swaps it for a shorter sequence k of q.
 
     Args:
-        horizon: latest end of a partner.
+        horizon: maximum end of a partner.
 
     Returns:
         The later end, i, k (-1: a move), q; i is -1 if no step helps.
@@ -401,7 +402,7 @@ def best_step(
 
 @partial(compiled, shared=True)
 def descend(placed: Ints, instance: Instance, extra: Floats) -> float:
-    """Move or swap sequences of the last pipeline in place while that helps; return the last end.
+    """Move or swap sequences of the last pipeline, in place, while this reduces the last end; return this end.
 
     Args:
         extra: seconds to add to each pipeline [P].
@@ -462,9 +463,9 @@ def kick(placed: Ints, instance: Instance, extra: Floats, kicks: int, enough: fl
 
 @compiled
 def rounded(shares: Floats) -> NDArray[np.bool_]:
-    """Return one kind per sequence, such that neighbours together get their shares [n, K].
+    """Return one kind for each sequence, such that neighboring sequences together match their shares [n, K].
 
-    Each takes the kind that is furthest behind: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
+    Each sequence gets the kind that is furthest below its share: shares of 1/3 and 2/3 give kinds 1, 0, 1, 1, 0, 1.
     """
     n, kinds = shares.shape
     allowed = np.zeros((n, kinds), np.bool_)

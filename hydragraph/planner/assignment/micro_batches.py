@@ -7,7 +7,7 @@
     PP       stages
     placed   [n]  the micro-batch of each sequence; -1: none
 
-Micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns them.
+V micro-batches are like V equal pipelines of MaxLen tokens, so `local_search` assigns sequences to them.
 
 Equations of Hydraulis -> functions:
 
@@ -61,10 +61,11 @@ def price(objective: int, largest: float, total: float, count: float, terms: Flo
 def largest_at_least(work: Floats, count: int) -> float:
     """Return a lower bound on the largest of `count` micro-batches.
 
-    Three of the 2 count + 1 sequences with most work share a micro-batch, with at least the work of the last three.
+    For example, three of the 2 count + 1 sequences with most work share a micro-batch, which has at least the work of
+    the last three.
 
     Args:
-        work: descending [n].
+        work: work of each sequence, descending [n].
     """
     n = len(work)
     bound = max(work[0], work.sum() / count)
@@ -124,13 +125,13 @@ def priced(placed: Ints, work: Floats, count: int, objective: int, terms: Floats
 def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: int) -> tuple[float, float, int, Ints]:
     """Return the best packing: seconds, lower bound, V, and each sequence's micro-batch.
 
-    V is in ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), or above if no packing exists.
+    V is in ceil(sum l / MaxLen) to floor(sum l / UtilLen) (Appendix C), or larger if no such packing exists.
 
     Args:
         work: seconds of each sequence, descending [n].
         lengths: tokens [n].
         terms: coefficients of the pipeline's kind; see `local_search`.
-        kicks: for each V that is searched further.
+        kicks: kicks for each V that is searched further.
     """
     n = len(work)
     total = work.sum()
@@ -160,7 +161,7 @@ def form(work: Floats, lengths: Floats, terms: Floats, objective: int, kicks: in
                 kept[k] = at
                 tried[k] = placed
                 break
-    # Kicks level the largest micro-batch, which SUM ignores with one stage.
+    # Kicks reduce the largest micro-batch, which is irrelevant for SUM with one stage.
     if objective == EQ1 or terms[BUBBLE] > 0:
         for k in range(KICKED):
             at = kept[k]
@@ -194,12 +195,12 @@ def form_in_order(
     table: ScheduleTable,
     climb: int,
 ) -> tuple[float, float, int, Ints, float]:
-    """Return the result of `form` in the order that ends first, and that end.
+    """Return the result of `form` with micro-batches in the order that ends first, and this end.
 
     Args:
-        stages: including interleaved ones.
+        stages: number of stages, including interleaved stages.
         table: table of the schedule, for as many micro-batches as sequences.
-        climb: rounds of improving the order.
+        climb: number of rounds that improve the order.
     """
     best, bound, count, placed = form(work, lengths, terms, objective, kicks)
     if count == 0:

@@ -23,9 +23,9 @@ class AssignmentProblem:
 
     Attributes:
         kind_of: kind of each pipeline [P].
-        counts: pipelines of each kind [K].
+        counts: number of pipelines of each kind [K].
         order: caller's index of each sequence [n].
-        lengths: tokens [n].
+        lengths: tokens of each sequence [n].
         cost: seconds of work (`PipelineCost.work`) [n, K], infinite above MaxLen.
         terms: coefficients of each kind's end [K, 8 + 3 W].
     """
@@ -46,13 +46,13 @@ class AssignmentProblem:
 
     @property
     def hardest(self) -> list[tuple[float, list[int]]]:
-        """Longest sequence that fits exactly these kinds, for every set of kinds."""
+        """For every set of kinds that some sequence fits exactly: the longest such length, and the kinds."""
         fits = np.isfinite(self.cost)
         longest = np.flatnonzero(np.diff(fits.sum(1), prepend=-1))
         return [(float(self.lengths[i]), np.flatnonzero(fits[i]).tolist()) for i in longest]
 
     def shares(self, placed: Ints) -> tuple[tuple[int, ...], ...]:
-        """Return the caller's sequences of each pipeline."""
+        """Return the sequences of each pipeline, as the caller's indices."""
         of_pipeline: list[list[int]] = [[] for _ in self.pipelines]
         for i, p in zip(self.order.tolist(), placed.tolist(), strict=True):
             of_pipeline[p].append(i)
@@ -66,11 +66,11 @@ class AssignmentProblem:
 def problem_of(
     pipelines: Sequence[PipelineCost], lengths: Sequence[int], formed: bool = False, bubble: Bubble = "longest"
 ) -> AssignmentProblem:
-    """Return the arrays of a mini-batch; empty sequences are left out.
+    """Return the arrays of a mini-batch without empty sequences.
 
     Args:
-        formed: pipelines divide their work into micro-batches; otherwise Eq. 2 holds.
-        bubble: in Eq. 2: (PP - 1) T(longest assigned sequence), or (PP - 1) T(MaxLen).
+        formed: whether pipelines divide their work into micro-batches; otherwise Eq. 2 gives their ends.
+        bubble: bubble in Eq. 2: (PP - 1) T(longest assigned sequence) for "longest", (PP - 1) T(MaxLen) for "constant".
 
     Raises:
         Unsupported: a sequence is longer than every pipeline's MaxLen.

@@ -1,27 +1,27 @@
 """Improvement of an assignment by its actual schedule (compiled).
 
-Only the last pipeline to end is improved, by the first step that helps, since replays (`compiled_replay.replay`) are
-expensive.
+Replays (`compiled_replay.replay`) are expensive, so only the pipeline that ends last is improved, by the first step
+that helps.
 
     n sequences by length, descending; P pipelines of K kinds: as in `local_search`
-    M            maximum micro-batches, n
+    M            maximum number of micro-batches, equal to n
     batch[i]     [n]        micro-batch of sequence i
-    order[p, x]  [P, C]     micro-batch at position x of pipeline p; count[p] of them
+    order[p, x]  [P, C]     micro-batch at position x of pipeline p, which has count[p] micro-batches
     rows[m]      [M, S, 5]  seconds of micro-batch m, as in `stage_arrays`
     ends[p]      [P]        when pipeline p ends
 
 Example: two stages, c = 0, and sequences of 2, 2, 4 and 4 seconds.
 
     4 4 2 2  ends at 16
-    2 4 4 2  ends at 14.67: the pipeline fills and drains with small ones
+    2 4 4 2  ends at 14.67: the pipeline fills and drains with small micro-batches
 
 Steps of the pipeline that ends last:
 
-    order  swap two of its micro-batches
+    order  swap two micro-batches
     leave  move a sequence to an existing or new micro-batch of another pipeline
     trade  exchange a sequence for a shorter one of another pipeline
-    move   move a sequence to another or a new micro-batch of its own
-    swap   swap sequences of two of its micro-batches
+    move   move a sequence to another or a new micro-batch of the same pipeline
+    swap   swap sequences of two micro-batches of the pipeline
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Draft(NamedTuple):
 
     Attributes:
         members, squares, tokens: sequences, sum l^2 and sum l of each micro-batch [M].
-        near: sum of pairs of each reach [M + 2, W].
-        rows: [M + 2, S, 5]; the last two belong to a trial, as in `near`.
+        near: sum of attention pairs within each reach [M + 2, W].
+        rows: seconds [M + 2, S, 5]; the last two micro-batches belong to a trial, as in `near`.
         busy: computing seconds [P, S].
         spent: tasks so far [1].
         trial: two trial orders [2, C + 1].
@@ -158,7 +158,7 @@ def recount(plan: Draft, given: Sequences, changed: Bools) -> None:
 
 @compiled
 def end_with(p: int, order: Ints, count: int, plan: Draft, given: Sequences) -> float:
-    """Return the end of pipeline p with this order."""
+    """Return the end of pipeline p with an order of micro-batches."""
     t = given.kind_of[p]
     stages = given.terms.stages[t]
     plan.spent[0] += 2 * stages * count + TRIAL
@@ -170,7 +170,7 @@ def changed_batch(m: int, at: int, p: int, less: int, more: int, plan: Draft, gi
     """Fill trial row `at` with micro-batch m minus sequence `less` plus `more`; return whether it fits.
 
     Args:
-        m: of pipeline p; -1: empty.
+        m: micro-batch of pipeline p; -1: an empty one.
         less, more: sequences; -1: none.
     """
     t = given.kind_of[p]
@@ -221,7 +221,7 @@ def try_places(i: int, q: int, order: Ints, count: int, best: float, plan: Draft
     """Put sequence i into an existing or new micro-batch of pipeline q if q then ends before `best`.
 
     Args:
-        order, count: micro-batches of q, without i.
+        order, count: micro-batches of q without sequence i, and their number.
     """
     rest = len(plan.placed)
     with_it = rest + 1
@@ -284,9 +284,9 @@ def free_number(plan: Draft) -> int:
 
 @compiled
 def relocate(i: int, q: int, m: int, x: int, plan: Draft) -> None:
-    """Put sequence i into micro-batch m of pipeline q; m = -1: into a new one at position x.
+    """Put sequence i into micro-batch m of pipeline q or, if m = -1, into a new micro-batch at position x.
 
-    The position does not count i's own micro-batch if i was alone.
+    Position x does not count the old micro-batch of i if i was its only sequence.
     """
     p = plan.placed[i]
     old = plan.batch[i]
@@ -330,7 +330,7 @@ def try_moves(i: int, p: int, best: float, plan: Draft, given: Sequences) -> boo
 
 @compiled
 def try_swaps(i: int, p: int, best: float, plan: Draft, given: Sequences) -> bool:
-    """Swap sequence i with a shorter one of another micro-batch if pipeline p then ends before `best`."""
+    """Swap sequence i with a shorter sequence of another micro-batch if pipeline p then ends before `best`."""
     n = len(plan.placed)
     own = plan.batch[i]
     order = plan.trial[0]
@@ -379,7 +379,7 @@ def least_with(i: int, k: int, q: int, plan: Draft, given: Sequences) -> float:
 
 @compiled
 def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Move sequence i of pipeline p to one that ends by `horizon`, if both then end before `best`."""
+    """Move sequence i of pipeline p to a pipeline that ends by `horizon`, if both then end before `best`."""
     count = without(i, p, plan, given)
     if end_with(p, plan.trial[0], count, plan, given) >= best:
         return False
@@ -398,7 +398,7 @@ def try_leaving(i: int, p: int, best: float, horizon: float, plan: Draft, given:
 
 @compiled
 def try_trades(i: int, p: int, best: float, horizon: float, plan: Draft, given: Sequences) -> bool:
-    """Exchange sequence i for a shorter one, as in `try_leaving`."""
+    """Exchange sequence i for a shorter sequence of another pipeline, as in `try_leaving`."""
     n = len(plan.placed)
     own = plan.batch[i]
     mine = plan.trial[0]
@@ -461,7 +461,7 @@ def improve_once(p: int, gain: float, plan: Draft, given: Sequences, tasks: int,
 
 @compiled
 def descend(plan: Draft, given: Sequences, tasks: int, enough: float) -> float:
-    """Improve in place until no step helps, tasks run out or the last end is `enough`; return that end."""
+    """Improve in place until no step helps, tasks run out, or the last end is at most `enough`; return the last end."""
     changed = np.zeros(len(plan.ends), np.bool_)
     for gain in GAINS:
         while plan.spent[0] <= tasks:

@@ -1,7 +1,7 @@
 """Search for the best assignment of a mini-batch to pipelines.
 
-Starts: the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that refuse long
-sequences. Local search improves the best few, and kicks the best one.
+The search starts from the rounded relaxation; longest first; Alg. 1; and longest first with random pipelines that
+refuse long sequences. Local search improves the best of these assignments, and kicks improve the best result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Effort:
     """Search effort; more effort never gives a worse result.
 
     Attributes:
-        kicks: for up to 10 pipelines and `MANY` sequences; fewer with more of either.
+        kicks: number of kicks for up to 10 pipelines and `MANY` sequences; larger problems get fewer kicks.
         enough: relative gap to the bound that ends the search.
     """
 
@@ -36,7 +36,7 @@ class Effort:
         return -(-self.kicks * 10 * MANY // (max(10, pipelines) * max(MANY, sequences)))
 
 
-# Shuffles of Alg. 1, and starts with refusing pipelines, for up to 10 pipelines.
+# Numbers of shuffles of Alg. 1, and of starts with refusing pipelines, for up to 10 pipelines.
 TRIALS = 100
 CAPS = 24
 DESCENTS = 4
@@ -46,8 +46,8 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
     """Return the relaxation, raised to the bound of the hardest single sequence.
 
     Args:
-        cost: lower bound of seconds [n, K].
-        room: z -> seconds of a pipeline of each kind by z [K].
+        cost: lower bound on seconds [n, K].
+        room: function of z: seconds of work that a pipeline of each kind finishes by z [K].
     """
     if not len(problem.lengths):
         return Relaxation(0.0, problem.cost, np.ones(len(problem.kinds)))
@@ -61,7 +61,7 @@ def bounded(problem: AssignmentProblem, cost: Floats, room: Callable[[float], Fl
 
 
 def value(problem: AssignmentProblem, placed: Ints) -> float:
-    """Return the last end, by `AssignmentProblem.terms`."""
+    """Return the last pipeline's end, according to `AssignmentProblem.terms`."""
     return max(ends(problem, placed).tolist(), default=0.0)
 
 
@@ -71,7 +71,7 @@ def ends(problem: AssignmentProblem, placed: Ints) -> Floats:
 
 
 def longest_first(problem: AssignmentProblem, instance: Instance | None = None, start: Ints | None = None) -> Ints:
-    """Assign longest first; see `local_search.longest_first`."""
+    """Assign sequences longest first; see `local_search.longest_first`."""
     first = np.zeros(len(problem.pipelines), np.int64) if start is None else start
     return np.asarray(local_search.longest_first(problem.instance if instance is None else instance, first, False))
 

@@ -1,1 +1,1 @@
-"""The papers' integer programs, for small cases and as the oracle of tests."""
+"""Integer programs of the papers, for small problems and as a reference in tests."""

@@ -1,12 +1,12 @@
 """AutoHet's grouping by effective computing power (its equations 2 and 3), solved by SCIP.
 
 Entities (devices, or tensor-parallel groups of one degree) of power g_i and memory m_i form D groups, each a pipeline
-with one entity per stage. A group of P stages runs K = M / D micro-batches, and waits for the fraction
-rho = (P - 1) / (K + P - 1) of the time. So
+with one entity per stage. A group of P stages runs K = M / D micro-batches, and is idle for the fraction rho = (P - 1)
+/ (K + P - 1) of the time. The program is
 
-    maximise  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
+    maximize  D min_j G_j,   G_j = (1 - rho_j) sum_i g_i x_ij = K sum_i g_i x_ij / (K + P_j - 1),
 
-every entity in exactly one group, every group's memory at least `least_memory`.
+where every entity is in exactly one group, and every group has at least `least_memory` bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Grouping:
     """Groups of entities.
 
     Attributes:
-        groups: number of each kind, largest groups first.
+        groups: number of entities of each kind in each group, largest groups first.
         value: D min_j G_j.
     """
 
@@ -69,7 +69,7 @@ def value_of(kinds: Sequence[EntityKind], groups: Sequence[Sequence[int]], micro
 
 
 def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> None:
-    """Reject invalid entities, and those that together do not hold the model."""
+    """Reject invalid entities, and entities whose total memory is too small for the model."""
     if not kinds or any(k.count < 1 or not k.power > 0 or not k.memory > 0 for k in kinds):
         raise ValueError(f"kinds are {list(kinds)}: give at least one, of positive power, memory and count")
     if micro_batches < 1 or not least_memory >= 0:
@@ -77,7 +77,7 @@ def check_entities(kinds: Sequence[EntityKind], micro_batches: int, least_memory
     there = sum(k.memory * k.count for k in kinds)
     if there < least_memory:
         raise NothingHolds(
-            f"the model needs {least_memory / 1e9:.3g} GB, all devices together have {there / 1e9:.3g} GB",
+            f"the model needs {least_memory / 1e9:.3g} GB, but all devices together have {there / 1e9:.3g} GB",
             where="grouping by effective computing power",
             remedy="add devices, or shorten the sequences",
         )
@@ -93,16 +93,17 @@ def most_groups(kinds: Sequence[EntityKind], micro_batches: int, least_memory: f
 
 
 def most_power_by_scip(kinds: Sequence[EntityKind], micro_batches: int, least_memory: float) -> Grouping:
-    """Return the grouping of most effective computing power, for small instances.
+    """Return the grouping with the most effective computing power, for small problems.
 
-    Each number of groups is one integer program; its products w_ij = z x_ij are linearized with sum_j w_ij = z.
+    One integer program is solved for each number of groups; its products w_ij = z x_ij are linearized with
+    sum_j w_ij = z.
 
     Args:
         micro_batches: M.
         least_memory: bytes that a group needs.
 
     Raises:
-        Unsupported: all memory is less than one group needs, or cvxpy or SCIP is not installed.
+        Unsupported: the total memory is less than one group needs, or cvxpy or SCIP is not installed.
         ValueError: no entities, or a number is not positive.
     """
     cvxpy = cvxpy_with("SCIP", 'solver "scip"', "plan without a solver")

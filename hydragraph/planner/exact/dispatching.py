@@ -27,11 +27,11 @@ Method = Literal["search", "greedy", "longest first", "exact"]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Sequences of each pipeline.
+    """Assignment of sequences to pipelines, without micro-batches.
 
     Attributes:
-        seconds: Eq. 3.
-        bound: lower bound of any dispatch's seconds.
+        seconds: value of Eq. 3.
+        bound: lower bound on the seconds of any dispatch.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -54,11 +54,11 @@ def dispatch(
     effort: Effort | None = None,
     seed: int = 0,
 ) -> Dispatch:
-    """Dispatch sequences to pipelines; minimise the last end.
+    """Dispatch sequences to pipelines; minimize the last pipeline's end.
 
     Args:
-        lengths: tokens; zeros are left out.
-        bubble: (PP - 1) times the longest assigned sequence (Eq. 2), or times MaxLen.
+        lengths: tokens of each sequence; empty sequences are skipped.
+        bubble: (PP - 1) times the longest assigned sequence for "longest" (Eq. 2), or times MaxLen for "constant".
         method: "greedy" is Alg. 1; "exact" solves Eq. 3 through cvxpy (slow).
 
     Raises:
@@ -85,7 +85,7 @@ def greedy(problem: AssignmentProblem, trials: int, seed: int) -> Ints:
 
 
 def eq3_room(problem: AssignmentProblem) -> Callable[[float], Floats]:
-    """Return a function: z -> work of a pipeline of each kind by z after its least bubble."""
+    """Return a function of z: the work that a pipeline of each kind can finish by z after its least bubble."""
     shortest = problem.lengths[-1] if len(problem.lengths) else 0.0
     kinds: tuple[PipelineCost, ...] = problem.kinds
     bubble = np.array([k.micro_batch_seconds([shortest]) for k in kinds]) * problem.terms[:, local_search.BUBBLE]

@@ -20,7 +20,7 @@ from hydragraph.planner.assignment.problem import AssignmentProblem, problem_of
 
 
 def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
-    """Import cvxpy with a solver; `where` and `otherwise` are for the error."""
+    """Import cvxpy with a solver; `where` and `otherwise` are used in the error."""
     try:
         cvxpy: Any = importlib.import_module("cvxpy")
         has_solver = solver in cvxpy.installed_solvers()
@@ -28,7 +28,7 @@ def cvxpy_with(solver: str, where: str, otherwise: str) -> Any:
         has_solver = False
     if not has_solver:
         remedy = f"pip install 'hydragraph[exact]', or {otherwise}"
-        raise Unsupported(f"it needs cvxpy with {solver}, which is not installed", where=where, remedy=remedy)
+        raise Unsupported(f"cvxpy with {solver} is required, but not installed", where=where, remedy=remedy)
     return cvxpy
 
 
@@ -37,7 +37,7 @@ def _cvxpy() -> Any:
 
 
 def exact_dispatch(problem: AssignmentProblem) -> Ints:
-    """Solve Eq. 3: m[i, j] in {0, 1}; minimise max_j sum_i m[i, j] cost[i, j] + bubble_j of the longest assigned."""
+    """Solve Eq. 3 for m[i, j] in {0, 1}: minimize max_j sum_i m[i, j] cost[i, j] + bubble_j (longest assigned)."""
     cp = _cvxpy()
     n = len(problem.lengths)
     count = len(problem.pipelines)
@@ -58,7 +58,7 @@ def exact_dispatch(problem: AssignmentProblem) -> Ints:
 
 
 def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], float]:
-    """Solve Eq. 1: for each V, o[i, j] in {0, 1} that minimise the largest micro-batch, of at most MaxLen tokens.
+    """Solve Eq. 1: for each V, find o[i, j] in {0, 1} that minimize the largest micro-batch, of at most MaxLen tokens.
 
     Returns:
         The sequences of each micro-batch, and the seconds (PP - 1 + V) max cost.
@@ -70,7 +70,7 @@ def exact_packing(pipeline: PipelineCost, lengths: Sequence[int]) -> tuple[tuple
     n = len(problem.lengths)
     low = max(1, math.ceil(tokens / pipeline.max_len))
     high = min(max(low, int(tokens // pipeline.util_len)), n)
-    # One program per V stays linear.
+    # A program for a single V is linear.
     best = np.inf
     best_placed = np.zeros(n, dtype=np.int64)
     for count in range(low, n + 1):

@@ -32,8 +32,8 @@ class Packing:
 
     Attributes:
         seconds: value of the objective.
-        seconds_1f1b: the 1F1B recurrence.
-        bound: lower bound of the objective.
+        seconds_1f1b: seconds by the 1F1B recurrence.
+        bound: lower bound on the objective.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -60,11 +60,12 @@ def pack(
     """Pack sequences into micro-batches of at most MaxLen tokens.
 
     Args:
-        lengths: tokens; zeros are left out.
-        devices: number that share the state; default: the pipeline's.
-        objective: "published" is Eq. 1; "sum" what `assign` minimises; "1f1b" the better of both, reordered.
+        lengths: tokens of each sequence; empty sequences are skipped.
+        devices: number of devices that share the state; default: the pipeline's devices.
+        objective: "published" is Eq. 1; "sum" is the objective of `assign`; "1f1b" is the better of both results,
+            reordered.
         method: "exact" solves Eq. 1 through cvxpy (slow).
-        kicks: for each V.
+        kicks: number of kicks for each V.
 
     Raises:
         Unsupported: a sequence is longer than MaxLen, or the scheme is not in the profile.
@@ -88,7 +89,7 @@ def pack_pipeline(
     """Pack sequences for one pipeline; see `pack`.
 
     Args:
-        climb: rounds of improving the order of micro-batches.
+        climb: number of rounds that improve the order of micro-batches.
     """
     if objective == "1f1b":
         both = [pack_pipeline(pipeline, lengths, o, kicks, climb=8) for o in ("published", "sum")]
@@ -120,5 +121,5 @@ def costs_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequ
 
 
 def seconds_of(pipeline: PipelineCost, lengths: Sequence[int], micro_batches: Sequence[Sequence[int]]) -> float:
-    """Return the end of micro-batches on equal stages."""
+    """Return the time at which micro-batches on equal stages end."""
     return pipeline_seconds(costs_of(pipeline, lengths, micro_batches), pipeline.stages, pipeline.schedule)
