@@ -1,4 +1,4 @@
-"""The devices that Metis plans for."""
+"""A cluster's devices in Metis's terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MetisDeviceType:
     """A type of device.
 
     Attributes:
-        bandwidth: between two devices in a node, in 2^20 bytes per millisecond.
+        bandwidth: bandwidth between two devices of a node, in 2^20 bytes per millisecond.
         memory_gb: capacity in 2^30 bytes.
     """
 
@@ -38,7 +38,7 @@ class MetisCluster:
     """Nodes of typed devices.
 
     Attributes:
-        nodes: type and devices of each, in order.
+        nodes: type and number of devices of each node, in order.
     """
 
     types: Mapping[str, MetisDeviceType]
@@ -50,13 +50,13 @@ class MetisCluster:
             raise ValueError("the cluster has no nodes: give at least one")
         for kind, devices in self.nodes:
             if kind not in self.types:
-                raise ValueError(f"a node is of type {kind!r}, which is not among the types {sorted(self.types)}")
+                raise ValueError(f"a node is of unknown type {kind!r}: use one of {sorted(self.types)}")
             if devices < 1:
-                raise ValueError(f"a node of type {kind!r} has {devices} devices: leave it out, or give it some")
+                raise ValueError(f"a node of type {kind!r} has {devices} devices: remove the node, or give it devices")
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Devices of each type, in order."""
+        """Number of devices of each type, in order."""
         counts: Counter[str] = Counter()
         for kind, devices in self.nodes:
             counts[kind] += devices
@@ -69,24 +69,24 @@ class MetisCluster:
 
     @staticmethod
     def load(hosts: str | Path, types: str | Path) -> MetisCluster:
-        """Read Metis's files: lines like `0.0.0.1 slots=4`, and JSON by address."""
+        """Read Metis's files: hosts as lines like `0.0.0.1 slots=4`, and types as JSON by address."""
         record = json.loads(Path(types).read_text(encoding="utf-8"))
         nodes = []
         for line in Path(hosts).read_text(encoding="utf-8").splitlines():
             match = re.fullmatch(r"\s*(\S+)\s+slots=(\d+)\s*", line)
             if match is None:
                 if line.strip():
-                    raise ValueError(f"{hosts}: {line!r} is not like '0.0.0.1 slots=4'")
+                    raise ValueError(f"{hosts}: {line!r} is not a host: write it like '0.0.0.1 slots=4'")
                 continue
             if match[1] not in record:
-                raise ValueError(f"{hosts} names {match[1]}, which {types} does not describe")
+                raise ValueError(f"{hosts} names {match[1]}, but {types} has no entry for this address: add one")
             nodes.append((record[match[1]]["instance_type"], int(match[2])))
         kinds = {e["instance_type"]: MetisDeviceType(e["intra_bandwidth"], e["memory"]) for e in record.values()}
         return MetisCluster(kinds, tuple(nodes))
 
     @staticmethod
     def of(cluster: spec.Cluster | MetisCluster) -> MetisCluster:
-        """Convert a cluster, with the slowest link inside a node of each type."""
+        """Convert a cluster; each type gets the slowest link inside a node of this type."""
         if isinstance(cluster, MetisCluster):
             return cluster
         types: dict[str, MetisDeviceType] = {}

@@ -1,7 +1,8 @@
 """Plan of least cost by Metis's model: dynamic programming over labels, with bounds.
 
 For one order of types and one number of micro-batches B, a plan is a path from (no ranks, no layers) to (all ranks, all
-layers). An *option* is a stage's first rank, ranks and degrees; with its layers it is a step of the path. The cost is
+layers). An *option* is a stage's first rank, ranks and degrees; an option with layers is a step of the path. The cost
+is
 
     cost = B generator + (B - 1) max t + max o + max g + sum (t + handed on) + B sync of the last stage
 
@@ -10,7 +11,8 @@ far: (sum, t, o, g). At the same ranks and layers, label A dominates B if
 
     A.sum + (B - 1) (A.t - B.t)^+ + (A.o - B.o)^+ + (A.g - B.g)^+ <= B.sum
 
-Every completion has at least some t, o and g (`least`); raising a label's to these makes it dominate more others.
+Every completion has at least some t, o and g (`least`); a label whose values are raised to these minima dominates more
+labels.
 
 `sums[k]` is the least sum of stages with t <= caps[k]: a completion whose slowest stage lies between two caps costs at
 least (B - 1) caps[k - 1] + sums[k]. Labels that cannot beat the best plan are dropped.
@@ -39,7 +41,7 @@ from hydragraph.planner.metis.metis_walk import LEAST_MB, replicas_of_one_type
 from hydragraph.planner.metis.problem import Floats, Ints, MetisProblem, Tables
 
 _MIB = 1024.0 * 1024.0
-# Caps on the slowest stage.
+# Number of caps on the slowest stage's time.
 _CAPS = 8
 _ROUNDING = 1e-12
 
@@ -54,9 +56,9 @@ class Options(NamedTuple):
         upto: milliseconds of the first layers [R, L + 1].
         held: largest MB of the first layers [rows, L + 1].
         memory_row: row of `held` [O].
-        limit: MB of all devices or of the smallest [O].
-        bandwidth: least of its types [O].
-        samples: per micro-batch and replica [O].
+        limit: MB of all devices, or of the smallest device [O].
+        bandwidth: least bandwidth of the stage's types [O].
+        samples: samples per micro-batch and replica [O].
         sync: B times a last stage's milliseconds outside layers [O].
         ahead: largest bandwidth of a stage that begins at each rank [N + 1].
     """
@@ -84,7 +86,7 @@ def options_of(
     columns = tables.share.size + 1
     types, degrees = tables.upto.shape[:2]
     most = ranks * sizes.size * degrees
-    # numba takes seconds to compile this
+    # not compiled: numba would need seconds
     o = Options(
         np.zeros(ranks + 1, np.int64),
         np.zeros(most, np.int64),
@@ -159,7 +161,7 @@ def add_option(
 
     Args:
         shared: rows of `held` by type, degree and size; -1: none.
-        used: options, and rows of `upto` and `held`.
+        used: number of options, and of rows of `upto` and `held`.
     """
     count, begun, held_row = used
     replicas = group >> d
@@ -237,7 +239,7 @@ def write_held(tables: Tables, kinds: Ints, start: int, group: int, d: int, m: i
 def replica_rows(
     tables: Tables, kinds: Ints, start: int, group: int, dp: int, d: int, batches: int, upto: Floats, rows: int
 ) -> int:
-    """Write a mixed stage's replicas; return the end, -1 if unknown."""
+    """Write the rows of a mixed stage's replicas; return the next row, -1 if a replica was not measured."""
     shares = samples_of(tables, kinds, start, group, dp, d, tables.batch // batches)
     width = group // dp
     for i in range(dp):
@@ -272,14 +274,14 @@ def took(o: Options, option: int, first: int, end: int) -> float:
 
 @compiled
 def fits(tables: Tables, o: Options, option: int, first: int, end: int) -> bool:
-    """Return whether devices hold layers first to end - 1."""
+    """Return whether layers first to end - 1 fit on the devices."""
     memory_mb = o.held[o.memory_row[option], end] - o.held[o.memory_row[option], first]
     return bool(LEAST_MB + tables.factor * memory_mb <= o.limit[option])
 
 
 @compiled
 def handed_on(tables: Tables, o: Options, option: int, end: int) -> float:
-    """Return the numbers that a stage with layers up to end - 1 sends on."""
+    """Return how many numbers a stage with layers up to end - 1 sends to the next."""
     if end == tables.share.size - 1:
         return float(o.samples[option] * tables.logits / o.tp[option])
     return float(o.samples[option] * tables.activation)
@@ -300,10 +302,10 @@ def gradients(tables: Tables, o: Options, option: int, first: int, end: int) -> 
 
 
 def bounds_of(tables: Tables, o: Options, caps: Floats) -> tuple[Floats, Floats, Ints, Ints]:
-    """Return lower bounds of completions after n ranks and l layers.
+    """Return lower bounds on completions after n ranks and l layers.
 
     Args:
-        caps: on a stage's milliseconds, ascending [K].
+        caps: caps on a stage's milliseconds, ascending [K].
 
     Returns:
         sums: least sum of stages no slower than each cap [N + 1, L + 1, K].
@@ -372,9 +374,10 @@ def best_labels(
     layers = tables.share.size
     fixed = batches * tables.generator
     room = 4096
-    # A label: sum, t, o, g, and the pending transfer: numbers, and bandwidth on its side.
+    # A label: sum, t, o, g, and the pending transfer: count of numbers, and the sender's bandwidth.
     value = np.zeros((room, 6))
-    # Its origin: previous label, option, layers up to its end; next label at the same place; stages, up to `fewest`.
+    # A label's origin: previous label, option, end of its layers; next label at the same ranks and layers; stages, up
+    # to `fewest`.
     origin = np.zeros((room, 5), dtype=np.int64)
     heads = np.full((ranks + 1, layers + 1), -1, dtype=np.int64)
     latest_at = np.full(ranks + 1, np.inf)
@@ -478,10 +481,10 @@ def excess(batches: int, one: Floats, other: Floats) -> float:
 def is_needless(
     value: Floats, origin: Ints, head: int, new: Floats, stages: int, soonest: float, batches: int, slow: float
 ) -> bool:
-    """Return whether an existing label at the same place dominates the new one.
+    """Return whether an existing label at the same ranks and layers dominates the new label.
 
-    If pending transfers differ, it must be better at the next stage's least bandwidth, `slow`, than the new one at the
-    largest.
+    If pending transfers differ, the existing label must be better with the next stage's least bandwidth, `slow`, than
+    the new label with the largest.
     """
     label = head
     while label >= 0:
@@ -508,7 +511,7 @@ def drop_needless(
     batches: int,
     fast: float,
 ) -> None:
-    """Remove the labels that a new one dominates."""
+    """Remove the labels that a new label dominates."""
     before = -1
     label = heads[rank, layer]
     while label >= 0:
@@ -588,9 +591,9 @@ def optimum(
     """Return the plan of least cost; None if no plan fits.
 
     Args:
-        smallest: least ranks of a stage, a power of two.
-        known: returned if no better plan exists.
-        until: deadline for returning the best so far.
+        smallest: minimum number of ranks of a stage, a power of two.
+        known: plan to return if no better plan exists.
+        until: deadline, after which the best plan so far is returned.
     """
     tables = problem.tables
     best = known

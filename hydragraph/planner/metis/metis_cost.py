@@ -1,10 +1,10 @@
 """Metis's cost model of an iteration.
 
-    s, S      a stage, and their number; its ranks are dp * tp, its layers a to b - 1
+    s, S      a stage, and the number of stages; a stage has dp * tp ranks and layers a to b - 1
     B, mbs    micro-batches; samples of one per replica, batch // dp // B
 
-A stage of one type takes upto[b] - upto[a] for a micro-batch. One of several types splits its batch // B samples over
-replicas by speed at one sample; 5 samples take the time of 4 plus that of 1. Then
+A stage of one type takes upto[b] - upto[a] for a micro-batch. A stage of several types splits its batch // B samples
+over replicas by their speed for one sample; 5 samples take the time of 4 plus the time of 1. The cost is
 
     total = (B - 1) max_s t_s + sum_s t_s                     pipeline
           + B max over types of the last stage of sync        time outside layers
@@ -80,9 +80,9 @@ def price(
 
     Args:
         kinds: type of each rank [N].
-        groups, dp, tp: ranks, replicas, and ranks of a replica of each stage [S].
+        groups, dp, tp: number of ranks, replicas, and ranks per replica of each stage [S].
         bounds: first layer of each stage, and the end [S + 1].
-        count: stages to price: S, or 1 as Metis sometimes does.
+        count: number of stages to price: S, or 1, as Metis sometimes does.
     """
     layers = tables.share.size
     parts_ms = np.zeros(6)
@@ -200,7 +200,7 @@ def stage_ms(
 
 @compiled
 def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end: int) -> float:
-    """Return a replica's milliseconds, summed over its samples' binary digits."""
+    """Return a replica's milliseconds, summed over the binary digits of its number of samples."""
     total_ms = 0.0
     digit = 1
     while 2 * digit <= samples:
@@ -217,7 +217,7 @@ def replica_ms(tables: Tables, kind: int, d: int, samples: int, first: int, end:
 
 @compiled
 def samples_of(tables: Tables, kinds: Ints, start: int, size: int, dp: int, d: int, samples: int) -> Ints:
-    """Return each replica's samples [dp], by the speed of its first device; -1: not measured."""
+    """Return the number of samples of each replica [dp], by the speed of its first device; -1: not measured."""
     speed = np.zeros(dp)
     group = size // dp
     total = 0.0

@@ -1,4 +1,4 @@
-"""Metis's search, the memory-aware one, and the exact optimum of their search space.
+"""Metis's search, the memory-aware search, and the exact optimum of their search space.
 
 Example:
     profile = metis.Profile.load(["a100.json", "v100.json"], hidden=4096, sequence=1024, vocabulary=51200)
@@ -34,7 +34,7 @@ class FoundPlan(StagePlan):
 
     Attributes:
         cost: `metis.cost` of the plan, in milliseconds.
-        steps: as in Table 1 of the improved paper; for "exact", labels.
+        steps: number of steps (Table 1 of the improved paper); for "exact", number of labels.
         claimed: cost that the published program prints, which may count only the first stage or lose layers; None for
             "exact".
     """
@@ -59,11 +59,13 @@ def search(
     """Return the best plan of a search.
 
     Args:
-        profile: stretched to `layers` (`MetisProfile.stretched`).
-        order: "naive", Metis's; "memory", the improved paper's; "exact", the proven least cost.
-        max_tp: default: the profile's largest, for "exact" at most 4, since Metis extrapolated larger ones.
-        mixed_tp: allow replicas of several types, which Metis prices like the first; default: not for "exact".
-        groups: for "exact": stages of "all" powers of two (default), or "metis": of at least ranks // stages.
+        profile: measurements, stretched to `layers` (`MetisProfile.stretched`).
+        order: "naive" is Metis's search, "memory" the improved paper's, "exact" finds the proven least cost.
+        max_tp: maximum degree; default: the profile's largest, for "exact" at most 4, since Metis extrapolated larger
+            degrees.
+        mixed_tp: allow replicas of several types, which Metis prices like their first type; default: not for "exact".
+        groups: for "exact": "all" allows stages of any power of two (default), "metis" only of at least ranks //
+            stages.
 
     Raises:
         ValueError: the profile does not cover the cluster or the batch, or no plan fits.
@@ -85,7 +87,7 @@ def exact(problem: MetisProblem, mixed_tp: bool, groups: str, until: float | Non
     """Return the plan of least cost; see `search`.
 
     Args:
-        until: deadline for `groups` "all".
+        until: deadline, only for `groups` "all".
     """
     best: Optimum | None = None
     if groups == "all":
@@ -130,10 +132,10 @@ def walked(problem: MetisProblem, order: int, mixed_tp: bool) -> FoundPlan:
 
 
 def _visits(problem: MetisProblem) -> Iterator[tuple[tuple[str, ...], Ints, bool]]:
-    """Yield orders of types with divisions of ranks, and whether Metis visits these twice.
+    """Yield orders of types with divisions of ranks, and whether Metis visits these divisions twice.
 
-    In every order of types but the first, with the least number of stages above one, it first prices only the first
-    stage.
+    Except in the first order of types, Metis first prices only the first stage of divisions with the least number of
+    stages above one.
     """
     ranks = problem.cluster.devices
     for number, types in enumerate(permutations(problem.types)):
@@ -157,8 +159,8 @@ def _nothing(problem: MetisProblem, metis_groups: bool) -> str:
     most = min(ranks, problem.layers)
     if metis_groups and not any(True for stages in range(1, most + 1) for _ in divisions(ranks, stages)):
         return (
-            f"no plan: Metis divides {ranks} devices into at most {most} stages in no way, since none may have less "
-            'than an equal part, rounded down: use order="exact" with groups="all"'
+            f"no plan: Metis cannot divide {ranks} devices into at most {most} stages, since every stage must have "
+            'at least an equal part, rounded down: use order="exact" with groups="all"'
         )
     memory = sum(problem.cluster.types[kind].memory_gb * n for kind, n in problem.cluster.counts.items())
     return (

@@ -1,17 +1,17 @@
 """Metis's search and its memory-aware variant.
 
 For each order of types, division of ranks into stages and number of micro-batches, every stage begins with data
-parallelism only. Layers go to stages by speed, corrected by memory at most three times. A *step* is a change of degrees
-(one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes first:
+parallelism only. Layers are divided over stages by speed, corrected by memory at most three times. A *step* is a change
+of degrees (one stage halves dp and doubles tp) or a correction. The orders differ in the stage that changes first:
 
-    NAIVE   least memory left in the last division that fitted; if none did, largest dp
-    MEMORY  shortest of memory at the first attempt; if all fitted, least memory left
+    NAIVE   the stage with the least memory left in the last division that fitted; if none fitted, with the largest dp
+    MEMORY  the stage that lacks most memory at the first attempt; if all fitted, with the least memory left
 
 A walk ends with the first plan that fits at once, or when no stage can change. As in Table 1, only steps that led to a
 plan are counted.
 
 From the second order of types on, Metis's program prices divisions into two stages by their first stage only.
-`Best.claimed` is its plan; other plans are priced in full, and have all layers and no empty stage.
+`Best.claimed` is this program's cost; other plans are priced in full, and have all layers and no empty stage.
 
     capacity[s]  [S]    fraction of all stages' speeds
     split[q]     [7 L]  layers in seven equal pieces
@@ -38,10 +38,10 @@ from hydragraph.planner.metis.problem import Floats, Ints, Tables
 NAIVE = 0
 MEMORY = 1
 
-# A stage with more than half of them has the layer.
+# Pieces of a layer; a stage with more than half of the pieces gets the layer.
 PIECES = 7
 ATTEMPTS = 3
-# The MB of a stage without layers.
+# Memory of a stage without layers, in MB.
 LEAST_MB = 0.001
 
 
@@ -49,9 +49,9 @@ class Best(NamedTuple):
     """The best plans of some walks; rows of `plan` are groups, dp, tp and first layers [4, S + 1].
 
     Attributes:
-        steps: of all walks that led to a plan.
-        cost: lowest full price of a plan that can train; infinite without any.
-        batches, plan: its micro-batches and rows.
+        steps: steps of all walks that led to a plan.
+        cost: lowest full price of a plan that can train; infinite if there is none.
+        batches, plan: micro-batches and rows of this plan.
         claimed: lowest price by Metis's program.
     """
 
@@ -81,7 +81,7 @@ def walk(
         kinds: type of each rank [N].
         places: label of each rank [N]; all ranks of a replica must have the same label, unless `mixed_tp`.
         divisions: ranks of each stage [divisions, S].
-        stages: number that Metis prices on its first visit.
+        stages: number of stages that Metis prices first.
     """
     count = divisions.shape[1]
     layers = tables.share.size
@@ -198,7 +198,7 @@ def degrees_are_valid(tables: Tables, dp: Ints, tp: Ints, batches: int, max_tp: 
 
 @compiled
 def change(dp: Ints, tp: Ints, left: Floats) -> bool:
-    """Halve dp and double tp of the changeable stage with least left; return whether there is one."""
+    """Halve dp and double tp of the changeable stage with the least `left`; return whether a stage changed."""
     least = -1
     for s in range(dp.size):
         if dp[s] != 1 and (least < 0 or left[s] < left[least]):
@@ -245,7 +245,7 @@ def divide(
     """Divide layers over stages by speed and memory.
 
     Returns:
-        The attempt that fitted (0: none; -1: not measured), and the number of failed ones.
+        The attempt that fitted (0: none; -1: not measured), and the number of failed attempts.
     """
     count = groups.size
     speed = np.zeros(count)
@@ -271,7 +271,7 @@ def divide(
 
 @compiled
 def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, found: Floats) -> bool:
-    """Write each stage's fraction of all speeds; return whether it was measured."""
+    """Write each stage's fraction of all speeds; return whether all stages were measured."""
     layers = tables.share.size
     start = 0
     total = 0.0
@@ -296,9 +296,9 @@ def speeds(tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batche
 def memory_mb(
     tables: Tables, kinds: Ints, groups: Ints, dp: Ints, tp: Ints, batches: int, bounds: Ints, demand: Floats
 ) -> bool:
-    """Write each stage's MB by Metis's count; return whether it was measured.
+    """Write each stage's MB as Metis counts them; return whether all stages were measured.
 
-    Like Metis, it uses rank 0's type, and adds up all devices' replicas for mixed stages.
+    As in Metis, rank 0's type counts, and all devices' replicas are added up for mixed stages.
     """
     kind = kinds[0]
     start = 0
@@ -351,9 +351,9 @@ def layers_mb(tables: Tables, kind: int, d: int, mbs: int, first: int, end: int)
 
 @compiled
 def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
-    """Lower the speeds of stages short of memory, and raise the others'; return whether there is room.
+    """Lower the speeds of stages that lack memory, and raise other speeds; return whether there is room.
 
-    A stage with memory left may grow until it is full; others shrink to nine tenths of what fits.
+    A stage with memory left may grow until it is full; other stages shrink to nine tenths of what fits.
     """
     count = speed.size
     room = np.zeros(count)
@@ -394,7 +394,7 @@ def correct(speed: Floats, limits: Floats, demand: Floats) -> bool:
 
 @compiled
 def partition(share: Floats, split: Floats, speed: Floats, bounds: Ints) -> None:
-    """Divide layers over stages by speed; the written end may be too early."""
+    """Divide layers over stages by speed; the last layers may be in no stage."""
     count = speed.size
     layers = share.size
     owner = np.full(split.size, -1, dtype=np.int64)
@@ -451,7 +451,7 @@ def give_pieces_to_last(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
-    """Give every other piece to the stage of most capacity between its neighbours."""
+    """Give every remaining piece to the stage with most capacity between the owners of its neighboring pieces."""
     count = capacity.size
     low = np.full(count, split.size, dtype=np.int64)
     high = np.full(count, -1, dtype=np.int64)
@@ -487,7 +487,7 @@ def give_rest_of_pieces(split: Floats, capacity: Floats, owner: Ints) -> None:
 
 @compiled
 def whole_layers(owner: Ints, stage: Ints, count: int) -> None:
-    """Write the stage with more than half of each layer's pieces; other layers are lost."""
+    """Write the stage that has more than half of each layer's pieces; layers without such a stage are lost."""
     pieces = np.zeros(count, dtype=np.int64)
     for layer in range(stage.size):
         for q in range(layer * PIECES, (layer + 1) * PIECES):
@@ -520,7 +520,7 @@ def spare(share: Floats, speed: Floats, stage: Ints, found: Floats) -> None:
 
 @compiled
 def level(share: Floats, stage: Ints, capacity: Floats) -> bool:
-    """Move a layer to the stage of most capacity from its neighbour of least, if harmless; return whether it moved."""
+    """Move a layer to the stage with most capacity from its neighbor with least, if harmless; return whether it did."""
     count = capacity.size
     most = 0
     for s in range(1, count):

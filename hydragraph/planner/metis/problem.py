@@ -40,17 +40,17 @@ class Tables(NamedTuple):
     memory: Floats
     known: Bools
     size_at: Ints  # [largest size + 1]
-    share: Floats  # [L]: fraction of milliseconds of the first type, at degree and size 1
+    share: Floats  # [L]: each layer's fraction of the milliseconds of the first type, at degree and size 1
     bandwidth: Floats  # [T], in 2^20 bytes per millisecond
     capacity: Floats  # [T], MB of one device
     parameters: Floats  # [3]: bytes of the first, middle and last layer
     optimizer: float  # milliseconds on one device, twice the profile's
     generator: float  # milliseconds of one micro-batch
-    activation: float  # numbers that a layer sends on, per sequence
-    logits: float  # the same of the second-to-last layer (as in Metis)
+    activation: float  # numbers that a layer sends to the next layer, per sequence
+    logits: float  # numbers that the second-to-last layer sends, per sequence (as in Metis)
     batch: int  # sequences of an iteration
     factor: float  # factor on measured memory
-    per_rank: bool  # whether each device must hold a stage's need itself
+    per_rank: bool  # whether the memory of each device must suffice for its stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class MetisProblem:
     """Inputs of Metis's planning.
 
     Attributes:
-        per_rank: memory must fit into each device, and replicas into a node, unlike in Metis.
+        per_rank: unlike in Metis, a stage must fit into each device's memory, and a replica into a node.
 
     Raises:
         ValueError: a type was not measured, or a number is out of range.
@@ -76,7 +76,9 @@ class MetisProblem:
         for kind in self.cluster.counts:
             if kind not in self.profile.types:
                 profiled = ", ".join(self.profile.types)
-                raise ValueError(f"no profile of device type {kind!r}, only of {profiled}: profile the model on one")
+                raise ValueError(
+                    f"no profile of device type {kind!r}, only of {profiled}: profile the model on this type"
+                )
 
     @property
     def layers(self) -> int:
@@ -162,8 +164,8 @@ class StagePlan:
     """Stages of consecutive ranks, type after type.
 
     Attributes:
-        types: in order (Metis's node sequence).
-        groups: ranks of each stage.
+        types: types of devices in order (Metis's node sequence).
+        groups: number of ranks of each stage.
         degrees: (dp, tp) of each stage, dp * tp ranks.
     """
 
@@ -183,7 +185,10 @@ class StagePlan:
         if sum(self.groups) > devices:
             raise ValueError(f"{self}: its groups have {sum(self.groups)} ranks, the cluster {devices}")
         if sum(self.layers) > self.problem.layers or min(self.layers) < 0:
-            raise ValueError(f"{self}: the model has {self.problem.layers} layers")
+            raise ValueError(
+                f"{self}: the model has {self.problem.layers} layers: give stages at most as many in total, and none "
+                "fewer than 0"
+            )
         if self.batches < 1:
             raise ValueError(f"{self}: it needs at least one micro-batch")
 

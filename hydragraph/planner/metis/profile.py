@@ -1,7 +1,7 @@
 """Metis's measurements of a model.
 
-Read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type: lists of
-layers under `samples`, or first, middle and last layer under `by_num_layers`.
+They are read from Metis's folder (a file `DeviceType.A100_tp2_bs4.json` per measurement), or from files of one type:
+lists of layers under `samples`, or the first, middle and last layer under `by_num_layers`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 _NAME = re.compile(r"DeviceType\.(\w+?)_tp(\d+)_bs(\d+)\.json")
 _KEY = re.compile(r"tp(\d+)_bs(\d+)")
 
-# Maximum degree and size for optimizer and batch generator.
+# Maximum degree and size at which the times of optimizer and batch generator are read.
 _MEASURED = 4
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One type of device at one tensor-parallel degree and micro-batch size.
+    """Measurement of one type of device at one tensor-parallel degree and micro-batch size.
 
     Attributes:
-        layers_ms: forward and backward of a micro-batch.
-        forward_backward_ms: all layers and the work between them; the excess is Metis's `fb_sync`.
+        layers_ms: each layer's forward and backward for a micro-batch.
+        forward_backward_ms: all layers and the work between them; the excess over `layers_ms` is Metis's `fb_sync`.
     """
 
     layers_ms: tuple[float, ...]
@@ -42,7 +42,7 @@ class Measurement:
             )
         numbers = (*self.layers_ms, *self.memory_mb, self.forward_backward_ms)
         if not all(math.isfinite(x) and x >= 0 for x in numbers) or not sum(self.layers_ms) > 0:
-            raise ValueError("times and memory of layers are finite, 0 or more, and not all times are 0")
+            raise ValueError("times and memory of layers must be finite and at least 0, and some time must be above 0")
 
     @property
     def sync_ms(self) -> float:
@@ -50,7 +50,7 @@ class Measurement:
         return self.forward_backward_ms - sum(self.layers_ms)
 
     def stretched(self, layers: int) -> Measurement:
-        """Return the measurement for another number of layers, with inner ones like the second."""
+        """Return the measurement for another number of layers, with inner layers like the second layer."""
         first, middle, last = self.layers_ms[0], self.layers_ms[1], self.layers_ms[-1]
         times = (first, *[middle] * (layers - 2), last)
         memory = (self.memory_mb[0], *[self.memory_mb[1]] * (layers - 2), self.memory_mb[-1])
@@ -62,9 +62,9 @@ class MetisProfile:
     """Measurements of a model by (type of device, tensor-parallel degree, sequences of a micro-batch).
 
     Attributes:
-        measurements: the first one's type balances layers.
-        parameters_bytes: of the first, middle and last layer.
-        optimizer_ms: of the whole model.
+        measurements: layers are balanced by the type of the first measurement.
+        parameters_bytes: parameter bytes of the first, middle and last layer.
+        optimizer_ms: optimizer step of the whole model.
         hidden: numbers per token that layers send.
         vocabulary: numbers per token of the output.
     """
@@ -81,7 +81,7 @@ class MetisProfile:
         depths = {len(measurement.layers_ms) for measurement in self.measurements.values()}
         if len(depths) != 1:
             raise ValueError(
-                f"measurements are of {sorted(depths)} layers: give at least one, all of the same number of layers"
+                f"measurements have {sorted(depths)} layers: give one or more, all with equally many layers"
             )
 
     @cached_property
@@ -104,8 +104,8 @@ class MetisProfile:
         equal = all(len(set(measurement.layers_ms[1:-1])) == 1 for measurement in self.measurements.values())
         if self.layers < 3 or layers < 2 or not equal:
             raise ValueError(
-                f"the profile is of {self.layers} layers and the plan of {layers}: that needs a profile of at least 3 "
-                f"layers whose middle ones are equal, and a plan of at least 2; profile the model with {layers} layers"
+                f"the profile has {self.layers} layers and the plan {layers}: stretching needs a profile of at least 3 "
+                f"layers with equal middle layers, and a plan of at least 2; profile the model with {layers} layers"
             )
         return replace(
             self,
@@ -125,8 +125,8 @@ class MetisProfile:
         """Read files of measurements, or a folder of files named like Metis's.
 
         Args:
-            layers: number to read if a file has several; default: the least.
-            hidden, sequence, vocabulary: required if no file has them, as in Metis's own.
+            layers: number of layers to read if a file has several numbers; default: the least.
+            hidden, sequence, vocabulary: required if no file contains them; Metis's own files do not.
 
         Raises:
             ValueError: a file is not a profile, or something is missing.
@@ -142,9 +142,9 @@ class MetisProfile:
         for name, value in (("hidden", hidden), ("sequence", sequence), ("vocabulary", vocabulary)):
             numbers = [value] if value is not None else [e.sizes[name] for e in entries if name in e.sizes]
             if not numbers:
-                raise ValueError(f"{files[0]} does not say {name}: give {name}=...")
+                raise ValueError(f"{files[0]} does not contain {name}: give {name}=...")
             said[name] = int(numbers[0])
-        # Metis takes these from the file listed first, which was this one in the published runs.
+        # Metis takes these values from the file that is listed first; in the published runs, this one was.
         measured = [e for e in entries if e.type == kind and e.tp <= _MEASURED and e.size <= _MEASURED]
         model = max(measured or entries[:1], key=lambda e: (e.tp, e.size))
         return MetisProfile(

@@ -91,13 +91,13 @@ def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no files named like"):
         Profile.load(tmp_path, **SIZES)
     own_file(tmp_path, "fast", 1, 1)
-    with pytest.raises(ValueError, match="does not say hidden: give hidden="):
+    with pytest.raises(ValueError, match="does not contain hidden: give hidden="):
         Profile.load(tmp_path)
     (tmp_path / "odd.json").write_text('{"by_num_layers": {"3": {"tp1": []}}}')
     with pytest.raises(ValueError, match=r"odd\.json is not a profile of Metis"):
         Profile.load(tmp_path / "odd.json", **SIZES)
     own_file(tmp_path, "fast", 2, 1, layers=7)
-    with pytest.raises(ValueError, match=r"measurements are of \[4, 7\] layers"):
+    with pytest.raises(ValueError, match=r"measurements have \[4, 7\] layers"):
         Profile.load(tmp_path, **SIZES)
 
 
@@ -105,7 +105,7 @@ def test_only_equal_middle_layers_are_stretched() -> None:
     different = {("a", 1, 1): Measurement((1.0, 2.0, 3.0, 4.0), 11.0, (1, 1, 1, 1))}
     profile = Profile(different, (1, 1, 1), 4.0, 0.0, 1, 1, 1)
     assert profile.stretched(4) is profile
-    with pytest.raises(ValueError, match="the profile is of 4 layers and the plan of 8"):
+    with pytest.raises(ValueError, match="the profile has 4 layers and the plan 8"):
         profile.stretched(8)
     equal = {("a", 1, 1): Measurement((1.0, 2.0, 2.0, 4.0), 10.0, (1, 5, 5, 2))}
     stretched = Profile(equal, (1, 1, 1), 4.0, 0.0, 1, 1, 1).stretched(6)
